@@ -16,9 +16,12 @@ from autoshard.cluster.operator_curves import INTENSITY
 from autoshard.cluster.operator_samples import Sample, SampleCall, samples
 from autoshard.cluster.stopwatch import Rotation, Stopwatch
 
-_SMALLEST_POWER = 8  # power of two of the bytes of the smallest collective
-_LEAST_SHARE = 0.01  # least part of the time of compute and collective together that is left to the collective by noise
-_OVERLAP_BYTES = 2**22  # bytes of the collective that is timed beside compute, so that latency hardly counts
+# Power of two of the bytes of the smallest collective.
+_SMALLEST_POWER = 8
+# Least part of the time of compute and collective together that is left to the collective by noise.
+_LEAST_SHARE = 0.01
+# Bytes of the collective that is timed beside compute, so that latency hardly counts.
+_OVERLAP_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class Bench:
         for size in sample.sizes:
             call = _make_call(sample, size)
             [missing] = self.stopwatch.mean_of_ranks([call is None])
-            if call is None or missing:  # on any process: all must stop at the same size
+            # On any process: all must stop at the same size.
+            if call is None or missing:
                 break
             amounts.append(call[0].amounts())
             rotations.append(call[1])
@@ -150,7 +154,8 @@ class _SampleTimes:
                     points[flops] = seconds + extra
                 case "bytes":
                     points[bytes] = seconds + extra
-                case _:  # operations per byte, and the seconds of one byte
+                # Operations per byte, and the seconds of one byte.
+                case _:
                     points[flops / bytes] = (seconds + extra) / bytes
         return Curve.through(points, points.values())
 

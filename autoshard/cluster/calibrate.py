@@ -123,7 +123,8 @@ def _device(operators: dict[tuple[str, str, str], Curve], device: torch.device, 
         for (family, dtype, unit), curve in operators.items()
         if family == "mm" and unit == FLOPS
     }
-    for dtype in ("bfloat16", "float64"):  # which the device may lack, and the schema of a cluster asks for
+    # Which the device may lack, and the schema of a cluster asks for.
+    for dtype in ("bfloat16", "float64"):
         rates.setdefault(dtype, rates["float32"])
     if device.type == "cuda":
         name = torch.cuda.get_device_name()

@@ -13,7 +13,8 @@ from autoshard.cluster.operator_curves import curve_data, curve_of, from_records
 from autoshard.errors import MeshError
 
 FORMAT = "autoshard cluster"
-VERSION = 3  # version 1 has no `stretches`, version 2 no curves of devices and links: both are read as they are
+# Version 1 has no `stretches`, version 2 no curves of devices and links: both are read as they are.
+VERSION = 3
 
 _POSITIVE = {"type": "number", "exclusiveMinimum": 0}
 _NOT_NEGATIVE = {"type": "number", "minimum": 0}

@@ -41,7 +41,8 @@ def group(grouping: Grouping) -> Iterator[dist.ProcessGroup]:
     try:
         yield local
     finally:
-        dist.barrier()  # a group must not go while another of its processes is still in a collective
+        # A group must not go while another of its processes is still in a collective.
+        dist.barrier()
         dist.destroy_process_group(local)
 
 
@@ -63,7 +64,8 @@ def make_collective(
         "all_reduce": (collectives.all_reduce.default, "sum"),
         "reduce_scatter": (collectives.reduce_scatter_tensor.default, "sum", size),
         "all_to_all": (collectives.all_to_all_single.default, *[[rows // size] * size] * 2),
-        "shift": (collectives.all_to_all_single.default, received, sent),  # all goes to the next rank
+        # All goes to the next rank.
+        "shift": (collectives.all_to_all_single.default, received, sent),
     }
     op, *settings = arguments[kind]
     return lambda: op(tensor, *settings, name)

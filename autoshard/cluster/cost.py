@@ -14,7 +14,8 @@ from autoshard.cluster.operator_curves import operator_seconds
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
-_LOCAL_KINDS = ("slice", "make_partial", "copy")  # steps of a reshard that send nothing: one read and one write
+# Steps of a reshard that send nothing: one read and one write.
+_LOCAL_KINDS = ("slice", "make_partial", "copy")
 
 RING_TRIPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """Trips of a collective's volume around the ring; a shift is a single message."""

@@ -52,7 +52,8 @@ class Curve:
         """
         after = bisect_right(self.amounts, amount)
         if after == 0:
-            return self.seconds[0]  # nearly all latency
+            # Nearly all latency.
+            return self.seconds[0]
         low, low_seconds = self.amounts[after - 1], self.seconds[after - 1]
         if after == len(self.amounts):
             return low_seconds * amount / low
@@ -79,7 +80,8 @@ class Curve:
         amounts = tuple(sorted({amount for curve in curves for amount in curve.amounts}))
         sources = "; ".join(dict.fromkeys(curve.source for curve in curves if curve.source))
         seconds = (max(curve.at(amount) for curve in curves) for amount in amounts)
-        return Curve(amounts, tuple(itertools.accumulate(seconds, max)), sources)  # rounding may make more take less
+        # Rounding may make more take less.
+        return Curve(amounts, tuple(itertools.accumulate(seconds, max)), sources)
 
     @staticmethod
     def through(amounts: Iterable[float], seconds: Iterable[float]) -> Curve:
@@ -88,7 +90,8 @@ class Curve:
         Neighbours that fall are given their mean, until nothing falls (the pool-adjacent-violators algorithm). The
         distance is the sum of squared differences of logarithms, that is of relative errors.
         """
-        levels: list[tuple[float, int]] = []  # geometric mean of a run of measurements, and their number
+        # Geometric mean of a run of measurements, and their number.
+        levels: list[tuple[float, int]] = []
         for level in seconds:
             count = 1
             while levels and levels[-1][0] > level:
@@ -97,4 +100,5 @@ class Curve:
                 count += many
             levels.append((level, count))
         means = (level for level, count in levels for _ in range(count))
-        return Curve(tuple(amounts), tuple(itertools.accumulate(means, max)))  # rounding may make neighbours fall
+        # Rounding may make neighbours fall.
+        return Curve(tuple(amounts), tuple(itertools.accumulate(means, max)))

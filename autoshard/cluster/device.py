@@ -10,7 +10,8 @@ import torch
 from autoshard.cluster.curve import Curve
 from autoshard.cluster.operator_curves import slowest_curves
 
-_RUNS_AS = {  # dtype without a peak rate -> the dtype at whose rate it runs
+# Dtype without a peak rate -> the dtype at whose rate it runs.
+_RUNS_AS = {
     "float16": "bfloat16",
     "float8_e4m3fn": "bfloat16",
     "float8_e5m2": "bfloat16",
@@ -97,7 +98,8 @@ class Device:
 
         Where one of them has no curves, all are priced by their peak rates.
         """
-        kinds = list(dict.fromkeys(devices))  # of thousands of devices, most are equal
+        # Of thousands of devices, most are equal.
+        kinds = list(dict.fromkeys(devices))
         if len(kinds) == 1:
             return kinds[0]
         dtypes = dict.fromkeys(dtype for device in kinds for dtype in device.peak_flops)

@@ -27,7 +27,8 @@ def flops(op: OpOverload, operands: Sequence[Shape], results: Sequence[Shape], a
     return float(count(operands, results, args)) if count is not None else 0.0
 
 
-_NEVER = 1 << 10  # position of no argument: the operator computes all scores, whatever the mask
+# Position of no argument: the operator computes all scores, whatever the mask.
+_NEVER = 1 << 10
 
 _Count = Callable[[Sequence[Shape], Sequence[Shape], Sequence[object]], int]
 

@@ -88,7 +88,8 @@ def _distance(preset: Cluster, properties: Properties, bandwidth: float | None) 
     device = preset.device
     major, minor = getattr(properties, "major", 0), getattr(properties, "minor", 0)
     distance = abs(math.log(properties.multi_processor_count / device.multiprocessors))
-    distance += abs(math.log(properties.total_memory / device.memory)) / 2  # memory says less than rates
+    # Memory says less than rates.
+    distance += abs(math.log(properties.total_memory / device.memory)) / 2
     if major:
         # Another generation outweighs any difference in size, and the minor version a difference of a factor of e.
         distance += 10.0 * (int(device.capability) != major) + (device.capability != major + minor / 10)

@@ -14,9 +14,12 @@ from autoshard.cluster.operator_curves import BYTES, FLOPS, INTENSITY
 
 aten = torch.ops.aten
 
-_COLUMNS = 256  # elements of a row that norms and softmax reduce
-_POOL = ([3, 3], [2, 2], [1, 1])  # window, step and padding that image models pool by
-_NARROW = 512  # the other two sizes of a product whose third is small
+# Elements of a row that norms and softmax reduce.
+_COLUMNS = 256
+# Window, step and padding that image models pool by.
+_POOL = ([3, 3], [2, 2], [1, 1])
+# The other two sizes of a product whose third is small.
+_NARROW = 512
 
 
 @dataclass(frozen=True, slots=True)

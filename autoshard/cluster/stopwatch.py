@@ -13,11 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_WINDOW = 5e-2  # seconds that a timing lasts at least: many time slices where processes share a processor
-_OUTLIER_FACTOR = 3.0  # a timing counts as this many medians at most: where one lasted longer, something else ran
-_TRIES = 3  # calls of which the shortest estimates the seconds of one
-_COPIES = 8  # of the data of a piece of work
-_COPY_BYTES = 2**26  # bytes that the copies take together
+# Seconds that a timing lasts at least: many time slices where processes share a processor.
+_WINDOW = 5e-2
+# A timing counts as this many medians at most: where one lasted longer, something else ran.
+_OUTLIER_FACTOR = 3.0
+# Calls of which the shortest estimates the seconds of one.
+_TRIES = 3
+# Of the data of a piece of work.
+_COPIES = 8
+# Bytes that the copies take together.
+_COPY_BYTES = 2**26
 
 
 class Rotation:

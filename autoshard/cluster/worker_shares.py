@@ -15,7 +15,8 @@ from autoshard.cluster.operator_curves import scaled_curves
 from autoshard.errors import BudgetError
 from autoshard.units import format_bytes
 
-_ROUNDING = 1e-9  # relative difference below which two times are equal: they are quotients of the same numbers
+# Relative difference below which two times are equal: they are quotients of the same numbers.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,10 @@ from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.runtime.arguments import check_examples, check_module
 from autoshard.specs.axes import MeshShape
 
-_MESH = MeshShape.of({"any": 2})  # rules are the same for every mesh; prices are those of whole operators
-_LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"  # warnings raised below it are notes
+# Rules are the same for every mesh; prices are those of whole operators.
+_MESH = MeshShape.of({"any": 2})
+# Warnings raised below it are notes.
+_LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def doctor(
@@ -97,7 +99,8 @@ class _Examination:
         self._add(*_copy_problems(module))
         try:
             lines = survey(module, *call)
-        except AutoshardError:  # something that cannot be copied or has no shape, which is among the problems
+        except AutoshardError:
+            # Something that cannot be copied or has no shape, which is among the problems.
             if failure is not None and not self.problems:
                 self._add(_problem("", failure))
             return

@@ -15,8 +15,10 @@ from autoshard.names import group_names
 from autoshard.plans.plan_text import WIDTH, plain
 from autoshard.units import format_seconds
 
-_MODULES = 3  # module patterns in a row of operators
-_ROWS = 20  # operators with a rule that are shown, those that take most time
+# Module patterns in a row of operators.
+_MODULES = 3
+# Operators with a rule that are shown, those that take most time.
+_ROWS = 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ def load_example(text: str) -> Example:
     name, _, attribute = text.partition(":")
     if not name or not attribute:
         raise InputError(f'"{text}" names no factory: write "package.module:factory".')
-    if "" not in sys.path:  # a console script, unlike `python -m`, does not look in the current directory
+    # A console script, unlike `python -m`, does not look in the current directory.
+    if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(name)

@@ -230,7 +230,8 @@ class Frontier(Sequence[ShardingPlan]):
                 )
             texts = list(data["plans"])
         except AutoshardError:
-            raise  # some of them are ValueErrors, too
+            # Some of them are ValueErrors, too.
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(f"{what} cannot be read: {error!r}. Was it cut short, or is it a plan's file?") from error
         return Frontier([ShardingPlan.from_json(text, f"plan {number} of {what}") for number, text in enumerate(texts)])

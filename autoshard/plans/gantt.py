@@ -22,7 +22,8 @@ _OTHER = "#0b7285"
 _LEFT, _TOP, _ROW, _BAR, _STRIP, _LETTER = 70, 40, 44, 26, 8, 7.0
 """Pixels: left margin with the ranks' names, top margin with the title, height of a rank's row, of its bar of compute
 and its strip of communication, and the width of a letter."""
-_TICKS = 8  # of the time axis
+# Of the time axis.
+_TICKS = 8
 
 
 def gantt(
@@ -48,7 +49,8 @@ def gantt(
     ranks = sorted({rank for task in tasks for rank in task.ranks})
     rows = {rank: _TOP + _ROW * place for place, rank in enumerate(ranks)}
     bottom = _TOP + _ROW * len(ranks)
-    timed = [row for row in zip(tasks, starts, ends, strict=True) if row[2] > row[1]]  # nothing to draw of the others
+    # Nothing to draw of the others.
+    timed = [row for row in zip(tasks, starts, ends, strict=True) if row[2] > row[1]]
     shapes = [_shape(task, start * scale, end * scale, rows[rank]) for task, start, end in timed for rank in task.ranks]
     names = [f'<text x="8" y="{top + 18}">rank {rank}</text>' for rank, top in rows.items()]
     ticks = [_tick(seconds * part / _TICKS, scale, bottom) for part in range(_TICKS + 1)] if seconds else []

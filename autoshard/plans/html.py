@@ -106,7 +106,8 @@ def _work(title: str, labels: Sequence[str], rows: Sequence[WorkRow], sized: boo
         texts = map(_code, (*row.labels, row.module or "(root)"))
         body.append([*texts, _number(str(row.count)), *size, _number(format_seconds(row.seconds))])
     table = _table(head, body)
-    if len(rows) <= 30:  # about a screen
+    # About a screen.
+    if len(rows) <= 30:
         return f"<h2>{title}</h2>\n{table}"
     return f"<h2>{title}</h2>\n<details><summary>{len(rows)} rows</summary>\n{table}\n</details>"
 

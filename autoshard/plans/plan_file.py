@@ -91,7 +91,8 @@ _SHARDING = record(
     recomputed=list_of(TEXT),
 )
 
-_SHARDING["required"].remove("update_seconds")  # files that older versions wrote lack it
+# Files that older versions wrote lack it.
+_SHARDING["required"].remove("update_seconds")
 
 
 def _check_rows(data: Mapping[str, Any], what: str) -> None:

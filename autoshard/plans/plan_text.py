@@ -20,7 +20,8 @@ from autoshard.units import format_bytes, format_seconds
 
 WIDTH = 120
 _COLLECTIVE = ("collective", "axis", "phase")
-_ROWS = 30  # collectives listed by `str(plan)`; the others are summed up in one row
+# Collectives listed by `str(plan)`; the others are summed up in one row.
+_ROWS = 30
 
 
 def render(plan: PlanContents, width: int = WIDTH) -> str:
@@ -39,7 +40,8 @@ def _parts(plan: PlanContents) -> list[Table | Text]:
     summary.add_column(style="bold")
     summary.add_column(overflow="fold")
     for label, value in plan_rows.summary(plan):
-        summary.add_row(Text(label), Text(value))  # as Text, for brackets in a string are markup to rich
+        # As Text, for brackets in a string are markup to rich.
+        summary.add_row(Text(label), Text(value))
     tensors = [_tensor_table(kind, rows, plan.mesh.names) for kind, rows in plan_rows.plan_tensors(plan).items()]
     collectives = plan_rows.collective_rows(plan.collectives)
     sent = [_work_table(_COLLECTIVE, collectives, by="bytes", limit=_ROWS)] if collectives else []

@@ -33,7 +33,8 @@ def trace(tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float],
         for rank in task.ranks if end > start else ():
             key = rank, _thread(task, rank)
             if key not in threads:
-                threads[key] = sum(known == rank for known, _ in threads)  # numbers of threads begin at 0 in each rank
+                # Numbers of threads begin at 0 in each rank.
+                threads[key] = sum(known == rank for known, _ in threads)
             span = {"ts": start * 1e6, "dur": (end - start) * 1e6}
             events.append({"name": task.name, "cat": task.kind, "ph": "X", "pid": rank, "tid": threads[key], **span})
     for rank, moments in enumerate(memory):

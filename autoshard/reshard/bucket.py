@@ -151,7 +151,8 @@ def _join(graph: fx.Graph, bucket: Sequence[_ReductionChain]) -> None:
     rows = 1 if bucket[0].whole else cuts
     widths = [reduction.elements // rows for reduction in bucket]
     place = bucket[-1].source.next
-    while place.op == "placeholder":  # calls stand behind all placeholders
+    # Calls stand behind all placeholders.
+    while place.op == "placeholder":
         place = place.next
     with graph.inserting_before(place):
         parts = [
@@ -176,4 +177,5 @@ def _join(graph: fx.Graph, bucket: Sequence[_ReductionChain]) -> None:
             reduction.result.replace_all_uses_with(whole)
             for user in users:
                 if user.op != "output":
-                    whole.append(user)  # the cast of the gradient
+                    # The cast of the gradient.
+                    whole.append(user)

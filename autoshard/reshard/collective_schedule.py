@@ -20,14 +20,17 @@ _PASS_THROUGH = (
     aten.view.default,
     aten.reshape.default,
     aten.permute.default,
-    aten.split_with_sizes.default,  # splits joined reductions
+    # Splits joined reductions.
+    aten.split_with_sizes.default,
     operator.getitem,
-    aten._to_copy.default,  # the cast of a reduced gradient
+    # The cast of a reduced gradient.
+    aten._to_copy.default,
 )
 _COPY_OPS = frozenset(
     (
         *_PASS_THROUGH,
-        aten.cat.default,  # joins gradients in a buffer
+        # Joins gradients in a buffer.
+        aten.cat.default,
         aten.clone.default,
         aten.constant_pad_nd.default,
     )
@@ -80,7 +83,8 @@ def delay_stages(graph: fx.Graph) -> None:
         for stage in range(1, most):
             chain = chains[turn - stage] if 0 <= turn - stage < len(chains) else []
             if stage < len(chain):
-                place.prepend(chain[stage])  # `delay_waits` moves the waits behind their collectives again
+                # `delay_waits` moves the waits behind their collectives again.
+                place.prepend(chain[stage])
 
 
 def _chains(graph: fx.Graph, output: fx.Node) -> list[list[fx.Node]]:
@@ -113,7 +117,8 @@ def delay_waits(graph: fx.Graph) -> None:
     """Move every wait, and the views and casts behind it, to just before its first user."""
     for node in reversed(list(graph.nodes)):
         if _is_awaited(node) and node.users:
-            min(node.users).prepend(node)  # nodes compare by their present places, moved ones too
+            # Nodes compare by their present places, moved ones too.
+            min(node.users).prepend(node)
 
 
 def _is_awaited(node: fx.Node) -> bool:
@@ -141,7 +146,8 @@ def limit_pending_reductions(graph: fx.Graph, limit: int = REDUCED_BYTES) -> Non
     pending: deque[fx.Node] = deque()
     for node in sorted({*late, *(wait for start in late for wait in waits_of(start))}):
         if node.target is _WAIT:
-            if node.all_input_nodes[0] in pending:  # its wait has not moved to an earlier place
+            # Its wait has not moved to an earlier place.
+            if node.all_input_nodes[0] in pending:
                 pending.remove(node.all_input_nodes[0])
         else:
             while pending and sum(map(_input_bytes, (*pending, node))) > limit:

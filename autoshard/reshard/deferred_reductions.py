@@ -89,7 +89,8 @@ def take_reductions(graph: fx.Graph, places: Collection[int], reduced: DeferredR
         reductions.append(_copy_chain(later, chain, sums[place]))
     later.output(tuple(reductions))
     output.args = (tuple(results),)
-    graph.eliminate_dead_code(is_impure_node=is_border)  # the reductions
+    # The reductions.
+    graph.eliminate_dead_code(is_impure_node=is_border)
     return PendingReductions(later, tuple(chains))
 
 
@@ -148,12 +149,14 @@ def _bucket_and_schedule(graph: fx.Graph) -> fx.Graph:
 def _reductions(result: fx.Node) -> list[fx.Node]:
     """Return the calls that lead from a gradient's first sum over ranks to a result, and to nothing else, in order."""
     chain: list[fx.Node] = []
-    first = 0  # length of the chain from the first reduction on
+    # Length of the chain from the first reduction on.
+    first = 0
     node = result
     while len(node.users) == 1 and len(node.all_input_nodes) == 1:
         if node.target in _REDUCTIONS:
             if node.args[1] != "sum":
-                break  # sums may not pass through other reductions, such as a maximum
+                # Sums may not pass through other reductions, such as a maximum.
+                break
             first = len(chain) + 1
         elif node.target not in _LINEAR:
             break

@@ -90,7 +90,8 @@ def waits_of(start: fx.Node) -> list[fx.Node]:
     for user in start.users:
         if user.target is _WAIT:
             waits.append(user)
-        elif user.target is operator.getitem:  # a joined gather returns a list
+        elif user.target is operator.getitem:
+            # A joined gather returns a list.
             waits += [wait for wait in user.users if wait.target is _WAIT]
     return waits
 
@@ -102,7 +103,8 @@ def propagate_layers(graph: fx.Graph) -> None:
     that the tensor has in the half that makes it.
     """
     labelled = [node for node in graph.find_nodes(op="placeholder") if "layer" in node.meta]
-    for node in labelled:  # grows while it is walked
+    # Grows while it is walked.
+    for node in labelled:
         for user in node.users:
             if user.target in _GATHER_PATH_OPS and "layer" not in user.meta:
                 user.meta["layer"] = node.meta["layer"]

@@ -158,7 +158,8 @@ def _all_to_all(move: _Move, value: Any) -> Any:
     cut, joint = _pieces_between(move.source, move.target, move.size)
     value, block = _extract(move, value, move.before, cut)
     value = _view(emit, value, (move.size, *block))
-    ones = [1] * move.size  # one row of dim 0 to and from every rank
+    # One row of dim 0 to and from every rank.
+    ones = [1] * move.size
     value = emit.call(collectives.all_to_all_single.default, value, ones, ones, emit.group(move.step.axis))
     value = emit.call(collectives.wait_tensor.default, value)
     return _insert(move, value, block, joint)
@@ -195,7 +196,8 @@ def _make_partial(move: _Move, value: Any) -> Any:
     operation = move.step.target[move.step.axis].reduce_op  # type: ignore[attr-defined]
     neutral = {"sum": 0, "product": 1}.get(operation)
     if neutral is None:
-        return value  # averages and extremes of equal values are these values
+        # Averages and extremes of equal values are these values.
+        return value
     behind = move.emit.call(aten.gt.Scalar, move.emit.coordinate(move.step.axis), 0)
     return move.emit.call(aten.masked_fill.Scalar, value, behind, neutral)
 
@@ -264,7 +266,8 @@ def _separate_outer(shape: tuple[int, ...], piece: _Piece) -> tuple[int, tuple[i
 
 def _pad(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tuple[Any, tuple[int, ...]]:
     """Pad every run of a loop that the axis does not divide with zeros; return the value and its shape."""
-    if not piece.total:  # the axis divides it
+    # The axis divides it.
+    if not piece.total:
         return value, shape
     dim, opened = _separate_outer(shape, piece)
     block = opened[dim] * piece.block // piece.total

@@ -180,7 +180,8 @@ class LowerBoundResharder:
             )
             by_axis = [interned.sort_ids({*map(interned.coarse, tokens)}) for tokens in by_axis]
         graph = self._graph(shape, dtype_size, tuple(by_axis))
-        table = np.zeros((len(rows), len(columns)))  # 0 bounds any price: specs without a state are priced so
+        # 0 bounds any price: specs without a state are priced so.
+        table = np.zeros((len(rows), len(columns)))
         row_places, column_places = ([at for at, tokens in enumerate(ends) if tokens] for ends in (rows, columns))
         if row_places and column_places:
             starts = graph.states([tokens for tokens in rows if tokens])
@@ -209,7 +210,8 @@ class LowerBoundResharder:
     def _pieces(self, dim: int, nest: Nest) -> list[tuple[int, int]]:
         """Return the axes that shard a dim, each with the token of its piece."""
         if (dim, nest) not in self._nests:
-            pieces, steps = [], Fraction(1)  # distributed steps above the loop
+            # Distributed steps above the loop.
+            pieces, steps = [], Fraction(1)
             for loop in nest:
                 block, total = loop.share(self.mesh)
                 share = Fraction(block, total) if loop.total else Fraction(0)
@@ -251,7 +253,8 @@ class LowerBoundResharder:
                 parts.append((source, target, seconds))
         nothing = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
         source, target, seconds = map(np.concatenate, zip(nothing, *parts, strict=True))
-        order = np.argsort(source, kind="stable")  # moves from one state read its row of `reached` while it is cached
+        # Moves from one state read its row of `reached` while it is cached.
+        order = np.argsort(source, kind="stable")
         places = tuple({token: place for place, token in enumerate(by_axis)} for by_axis in numbers)
         return _TokenGraph(number, places, source[order], target[order], seconds[order])
 
@@ -287,7 +290,8 @@ class LowerBoundResharder:
             for other, size in enumerate(self.mesh.sizes):
                 same = (dims[other] == dims[axis]) & (above[other] < above[axis])
                 outside /= np.where((dims[other] >= 0) & ((dims[other] < dims[axis]) | same), float(size), 1.0)
-            inner[:, axis] = (dims[axis] >= 0) & (outside > 1.0 + 1e-9)  # 1e-9: rounding of products and quotients
+            # 1e-9: rounding of products and quotients.
+            inner[:, axis] = (dims[axis] >= 0) & (outside > 1.0 + 1e-9)
         return inner
 
     def _prices(self, shape: tuple[int, ...], dtype_size: int, axis: int) -> NDArray[np.float64]:
@@ -320,7 +324,8 @@ def _may_coexist(first: Token, size: int, second: Token, second_size: int) -> bo
 def _relax(source, target, seconds, reached):  # type: ignore[no-untyped-def] # pragma: no cover
     """Shorten `reached`, `[states, columns]`, over all moves until none helps (Bellman and Ford)."""
     states, columns = reached.shape
-    fresh = np.zeros(states, dtype=np.bool_)  # states that came closer in the last round: only their moves can help
+    # States that came closer in the last round: only their moves can help.
+    fresh = np.zeros(states, dtype=np.bool_)
     for state in range(states):
         fresh[state] = reached[state].min() < np.inf if columns else False
     changed = True
@@ -331,7 +336,8 @@ def _relax(source, target, seconds, reached):  # type: ignore[no-untyped-def] # 
                 continue
             start, end, price = reached[source[move]], reached[target[move]], seconds[move]
             closer = 0
-            for column in range(columns):  # without branches, so that the loop is vectorised
+            # Without branches, so that the loop is vectorised.
+            for column in range(columns):
                 through = start[column] + price
                 closer += through < end[column]
                 end[column] = min(end[column], through)

@@ -20,7 +20,8 @@ from autoshard.solver.jit import compiled_when_called
 Extra = frozenset[tuple[int, frozenset[Nest]]]
 """The dims, each with its nests beside the plain ones, that the paths from or to some specs may use."""
 
-_WORD = 64  # bits: groups of targets that are followed together
+# Bits: groups of targets that are followed together.
+_WORD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ def distances_of_pairs(
         sources, targets: the ends.
     """
     closed_to = _closed_dims(graph, plain, sources.extras), _closed_dims(graph, plain, targets.extras)
-    prices = distance[:, targets.places]  # lower bounds: these paths may use any nest
+    # Lower bounds: these paths may use any nest.
+    prices = distance[:, targets.places]
     proved = np.isinf(prices)
     for first in range(0, len(targets.extras), _WORD):
         held = (targets.groups >= first) & (targets.groups < first + _WORD)
@@ -133,7 +135,8 @@ def _reachable_groups(
         before = distance[:, graph.source]
         tight = (before + seconds == distance[:, graph.target]) & np.isfinite(before)
     row, edge = np.nonzero(tight)
-    start, end = row * count + graph.source[edge], row * count + graph.target[edge]  # `end` ascends, as targets do
+    # `end` ascends, as targets do.
+    start, end = row * count + graph.source[edge], row * count + graph.target[edge]
     first = np.flatnonzero(np.diff(end, prepend=-1))
     ends, limit = end[first], allowed.reshape(-1)
     reached = np.zeros(len(distance) * count, dtype=np.uint64)
@@ -188,7 +191,8 @@ def _price_within(  # pragma: no cover
             if source_closed[state] & target_closed[state] == 0:
                 usable[count] = state
                 count += 1
-        closer = True  # Bellman-Ford, in place: within a sweep, later states see the gains of earlier ones
+        # Bellman-Ford, in place: within a sweep, later states see the gains of earlier ones.
+        closer = True
         while closer:
             closer = False
             for state in usable[:count]:

@@ -33,9 +33,12 @@ from autoshard.specs.spec import Spec
 Price = Callable[[str, int, int], float]
 """Seconds of a collective: kind, bytes that a rank holds before it, mesh axis."""
 
-_CHUNK_ENTRIES = 1 << 19  # distances [states, sources] computed together: 4 MiB; a guess that works
-_BYTES_BITS = 52  # of a key that packs kind, axis and bytes in 64 bits
-_MOST_STATES = 1 << 12  # of one graph for all pairs; a guess that works
+# Distances [states, sources] computed together: 4 MiB; a guess that works.
+_CHUNK_ENTRIES = 1 << 19
+# Of a key that packs kind, axis and bytes in 64 bits.
+_BYTES_BITS = 52
+# Of one graph for all pairs; a guess that works.
+_MOST_STATES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,8 @@ class Resharder:
         self.shared = shared
         self.gradients: Resharder = self if gradient_price is None else Resharder(mesh, gradient_price, shared=shared)
         self._price = price
-        self._prices: dict[int, float] = {}  # by the keys of `_prices_of`
+        # By the keys of `_prices_of`.
+        self._prices: dict[int, float] = {}
         self._graphs: dict[tuple[tuple[int, ...], int, frozenset[str], Extra], _PricedGraph] = {}
         self._tables: dict[object, NDArray[np.float64]] = {}
         self._states: dict[tuple[int, ...], dict[Spec, tuple[State, Extra] | None]] = {}
@@ -166,7 +170,8 @@ class Resharder:
         """Return the prices of all pairs, each as in the graph of the plain nests and those of its two ends."""
         table = np.full((len(sources), len(targets)), np.inf)
         for row, source in enumerate(sources):
-            if source.is_routed:  # rows routed by data can only stay as they are
+            # Rows routed by data can only stay as they are.
+            if source.is_routed:
                 table[row, [target is source for target in targets]] = 0.0
         sources_by, targets_by = self._group_by_extra(shape, sources), self._group_by_extra(shape, targets)
         operations = _operations(state for group in (*sources_by.values(), *targets_by.values()) for _, state in group)
@@ -229,11 +234,13 @@ class Resharder:
 
     def _price_graph(self, graph: StateGraph, shape: tuple[int, ...], dtype_size: int) -> _PricedGraph:
         """Return the graph with bytes and seconds of every edge for one shape."""
-        local = np.array(shape, dtype=np.int64) * graph.held // graph.parts  # [states, dims], padded
+        # [states, dims], padded.
+        local = np.array(shape, dtype=np.int64) * graph.held // graph.parts
         held = local.prod(axis=1) * dtype_size
         above = np.concatenate([np.ones((len(local), 1), np.int64), local.cumprod(axis=1)], axis=1)
         before = held[graph.source]
-        pads = np.isin(graph.kind, (REDUCE_SCATTER, ALL_TO_ALL))  # the collectives that send padded blocks
+        # The collectives that send padded blocks.
+        pads = np.isin(graph.kind, (REDUCE_SCATTER, ALL_TO_ALL))
         before[pads] = before[pads] * graph.padding[pads, 0] // graph.padding[pads, 1]
         seconds = self._prices_of(graph.kind, before, graph.axis)
         # A collective moves blocks that are contiguous in memory. Where the axis's loop is not the outermost one of
@@ -241,7 +248,8 @@ class Resharder:
         unpacked = np.isin(graph.kind, (ALL_GATHER, ALL_TO_ALL)) & _inner(graph.source, graph.source_place, above)
         packed = np.isin(graph.kind, (REDUCE_SCATTER, ALL_TO_ALL)) & _inner(graph.target, graph.target_place, above)
         for copied, amount in ((unpacked, held[graph.target]), (packed, before)):
-            kinds = np.full(int(copied.sum()), len(KINDS), dtype=np.int8)  # the number of "copy", behind all others
+            # The number of "copy", behind all others.
+            kinds = np.full(int(copied.sum()), len(KINDS), dtype=np.int8)
             seconds[copied] += self._prices_of(kinds, amount[copied], graph.axis[copied])
         # Unequal shares cannot be the equal blocks of these collectives.
         if self.shared is not None and any(map(self.shared.is_of_whole, shape)):
@@ -330,7 +338,8 @@ def _sweeps(priced: _PricedGraph, sources: Sequence[int]) -> list[NDArray[np.flo
     order = np.argsort(graph.by_degree)
     while True:
         closer = distance[graph.by_degree]
-        for edges in graph.incoming:  # one vectorised minimum per incoming edge, over all states that have so many
+        # One vectorised minimum per incoming edge, over all states that have so many.
+        for edges in graph.incoming:
             through = distance[graph.source[edges]]
             through += priced.seconds[edges, None]
             reached = closer[: len(edges)]
@@ -352,7 +361,8 @@ def _edges_between(priced: _PricedGraph, start: State, end: State) -> list[int] 
     edges: list[int] = []
     for number in range(len(rounds) - 1, 0, -1):
         if rounds[number][place] == rounds[number - 1][place]:
-            continue  # a path of fewer steps is as cheap
+            # A path of fewer steps is as cheap.
+            continue
         incoming = np.flatnonzero(graph.target == place)
         through = rounds[number - 1][graph.source[incoming]] + priced.seconds[incoming]
         edge = int(incoming[int(np.argmin(through))])

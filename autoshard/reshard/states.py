@@ -133,7 +133,8 @@ def held_share(nest: Nest, mesh: MeshShape) -> tuple[int, int]:
 def without_axis(nest: Nest, axis: int, mesh: MeshShape) -> Nest:
     """Return the nest after an all-gather over `axis`."""
     result: list[ShardLoop] = []
-    block, total = 1, 1  # of the gathered loop, whose steps are undistributed for the axes below it
+    # Of the gathered loop, whose steps are undistributed for the axes below it.
+    block, total = 1, 1
     for loop in nest:
         if loop.axis == axis:
             block, total = loop.share(mesh)
@@ -198,7 +199,8 @@ def extra_nests(nest: Nest, size: int, mesh: MeshShape) -> frozenset[Nest]:
                 tuple(loop._replace(outer=loop.outer * outer) for loop in plain)
                 for plain in plain_nests(size // outer, mesh)
             }
-            if nest in family:  # the same set for all nests below that loop, so that few graphs serve many specs
+            # The same set for all nests below that loop, so that few graphs serve many specs.
+            if nest in family:
                 return frozenset(family)
     return closure([nest], mesh)
 
@@ -286,7 +288,8 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
 
 def count_of_states(nests: Sequence[frozenset[Nest]], operations: frozenset[str], mesh: MeshShape) -> int:
     """Return an upper bound of the number of states of `state_graph`: mixed reductions are counted too."""
-    by_axes = Counter({0: 1})  # sets of used axes, as bits -> number of combinations of nests
+    # Sets of used axes, as bits -> number of combinations of nests.
+    by_axes = Counter({0: 1})
     for choices in nests:
         more = Counter(_axes(nest) for nest in choices)
         pairs = [(used, axes) for used in by_axes for axes in more if not used & axes]
@@ -358,7 +361,8 @@ def _moves(
     kept = [others.setdefault((partial[:axis], partial[axis + 1 :]), len(others)) for partial in partials]
     family = np.array(kept, dtype=np.int64)
     left_by_dim = _nest_values(listed, numbers, nest_after_gather, 1)[..., 0]
-    for column in left_by_dim.T:  # numbers of families are made small again after every dim, lest they overflow
+    # Numbers of families are made small again after every dim, lest they overflow.
+    for column in left_by_dim.T:
         family = np.unique(family * len(left_over) + column, return_inverse=True)[1].reshape(-1)
 
     def place(nest: Nest) -> tuple[int, ...]:

@@ -132,9 +132,11 @@ def _stack() -> Iterator[FrameType]:
 
 def support_anomaly_detection() -> None:
     """Give `DTensor` the rule that `torch.autograd.detect_anomaly` needs, where this release of torch has none."""
-    from torch.distributed.tensor.experimental import register_sharding  # gives DTensor a rule for an operator
+    # Gives DTensor a rule for an operator.
+    from torch.distributed.tensor.experimental import register_sharding
 
-    operator = torch.ops.aten._is_any_true.default  # reduces the flags of NaN in a gradient
+    # Reduces the flags of NaN in a gradient.
+    operator = torch.ops.aten._is_any_true.default
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
     if not any(operator in getattr(propagator, table, ()) for table in tables):

@@ -49,7 +49,8 @@ def shapes_of_call(
 class _TensorSignature:
     """A tensor in a signature."""
 
-    shape: tuple[int | None, ...]  # None for sizes that calls may change
+    # None for sizes that calls may change.
+    shape: tuple[int | None, ...]
     dtype: torch.dtype
     requires_grad: bool
 

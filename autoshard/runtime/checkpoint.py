@@ -191,7 +191,8 @@ class _CheckpointShard:
     """A local tensor for `torch.distributed.checkpoint`, as the blocks of the global tensor that it holds."""
 
     local: Tensor
-    shape: tuple[int, ...]  # global
+    # Global.
+    shape: tuple[int, ...]
     spec: Spec
     mesh: MeshShape
     coordinate: tuple[int, ...]

@@ -141,7 +141,8 @@ class StageParts:
         self._tensors = tensors
         self._group = device_mesh.get_group(axis)
         self._device_sample = torch.empty(0, device=device)
-        self._stageless: dict[Tensor, Tensor] = {}  # the whole tensors of those that no stage has
+        # The whole tensors of those that no stage has.
+        self._stageless: dict[Tensor, Tensor] = {}
         names_here = {held.name for held in tensors.values() if held.here}
         names_of_ranks = list(enumerate(gather_from_axis(device_mesh, axis, names_here)))
         # Of several ranks that have a tensor, the first sends it: it is written last here.

@@ -132,7 +132,8 @@ class Runtime:
         self.forward_before: Callable[..., Any] | None = None
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._prepare = prepare
-        self._has_warned = False  # of hooks for all modules
+        # Of hooks for all modules.
+        self._has_warned = False
         self._programs: dict[Hashable, CallProgram] = {}
         self._sizes = CallSizes(type(module).__name__, self.dynamic, quiet=not is_first_rank(device_mesh))
         self.owners: dict[str, nn.Module] = {}
@@ -329,7 +330,8 @@ class Runtime:
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program, step = served.program, served.program.step
         given = iter(served.graph.flatten_inputs(args, kwargs))
-        known = []  # the tensors that the user knows, in the order of the program's inputs
+        # The tensors that the user knows, in the order of the program's inputs.
+        known = []
         for border, place in zip(step.inputs, served.locations, strict=True):
             if isinstance(place, tuple):
                 tensor = place[0].get(place[1])

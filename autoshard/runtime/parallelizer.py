@@ -215,7 +215,8 @@ class Parallelizer:
         """
         known = {served.graph.fingerprint: served.program for served in self.runtime.programs_for(signature)}
         if not all(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
-            return None  # those of new modules have to be placed
+            # Those of new modules have to be placed.
+            return None
         if known:
             said = {"the graph": graph.fingerprint[:12] if graph.fingerprint in known else "a new one"}
             check_ranks_agree(self.device_mesh, said, "Have the module in the same state on all ranks.")

@@ -66,8 +66,10 @@ class WholeTensors(TorchFunctionMode):
     def __init__(self, parts: TensorParts) -> None:
         super().__init__()
         self._parts = parts
-        self._stand_ins: dict[Tensor, Tensor] = {}  # part -> whole tensor
-        self.touched: set[Tensor] = set()  # arguments of functions that may have written to them
+        # Part -> whole tensor.
+        self._stand_ins: dict[Tensor, Tensor] = {}
+        # Arguments of functions that may have written to them.
+        self.touched: set[Tensor] = set()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

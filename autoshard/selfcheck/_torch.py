@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # public names that torch's stubs leave out
+
+# Public names that torch's stubs leave out.
+from torch.distributed import HashStore, PrefixStore, Store, rendezvous
 
 __all__ = ["HashStore", "PrefixStore", "Store", "one_thread_gloo", "rendezvous"]
 
@@ -20,7 +22,8 @@ def one_thread_gloo() -> str:
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()  # the number of threads has no public option
+    # The number of threads has no public option.
+    options = dist.ProcessGroupGloo._Options()
     options._timeout, options._threads = timeout, 1
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
     return dist.ProcessGroupGloo(store, rank, size, options)

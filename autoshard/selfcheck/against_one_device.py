@@ -22,7 +22,8 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 """By dtype, a relative distance from float64 that is always rounding: about a hundred ulps, and two."""
 FACTOR = 2.0
 """Times that a mesh may be farther from float64 than one device: it adds in another order."""
-_SMALL = 1e-3  # a tensor with smaller values, relative to the largest of its kind, is compared relative to the latter
+# A tensor with smaller values, relative to the largest of its kind, is compared relative to the latter.
+_SMALL = 1e-3
 ADVICE = "Repeat it alone by --only; if one process gives the same, report the line with versions of torch and driver."
 
 Tensors = dict[str, Tensor]
@@ -85,7 +86,8 @@ def _distance(results: Tensors, reference: Tensors) -> float:
     for name, expected in reference.items():
         scale = max(float(expected.abs().max()), _SMALL * largest) or 1.0
         difference = float((results[name] - expected).abs().max()) / scale
-        worst = max(worst, difference) if difference == difference else float("inf")  # `max` may drop a NaN
+        # `max` may drop a NaN.
+        worst = max(worst, difference) if difference == difference else float("inf")
     return worst
 
 
@@ -117,7 +119,8 @@ def compare(
         values |= {name: error, f"{name}, one device": least}
         ratio = max(ratio, error / (FACTOR * least + rounding))
         figures.append(f"{name} {error:.1e} (one device {least:.1e})")
-    wrong = not ratio <= 1.0  # a NaN is wrong, too
+    # A NaN is wrong, too.
+    wrong = not ratio <= 1.0
     return CheckOutcome("wrong" if wrong else "ok", ", ".join(figures), ADVICE if wrong else "", values, ratio)
 
 

@@ -121,7 +121,8 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)  # batch norm subtracts a bias
+        # Batch norm subtracts a bias.
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(8)
         self.second = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(16)
@@ -176,7 +177,8 @@ def multiply_groups(rows: Tensor, weights: Tensor, groups: Tensor, ends: Tensor)
         groups: `[r]`, of the rows.
         ends: `[g]`, the row behind the last of each group.
     """
-    if rows.dtype == torch.bfloat16:  # the only dtype of torch's kernel
+    # The only dtype of torch's kernel.
+    if rows.dtype == torch.bfloat16:
         return functional.grouped_mm(rows, weights, offs=ends)
     return (rows.unsqueeze(1) @ weights[groups]).squeeze(1)
 

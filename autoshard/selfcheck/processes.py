@@ -19,7 +19,8 @@ from autoshard.selfcheck.outcome import CheckOutcome, worst_outcome
 
 FAILED = "The check could not be finished. Run it alone by --only, and report the message with your torch version."
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-_PATIENCE = 5  # time limits of a collective that a rank may be late after a check, in which it plans and compiles
+# Time limits of a collective that a rank may be late after a check, in which it plans and compiles.
+_PATIENCE = 5
 
 
 class RankLostError(AutoshardError):
@@ -54,7 +55,8 @@ class Processes:
         self._store = store
         self._timeout = timedelta(seconds=timeout)
         self._groups, self._checks = count(), count()
-        self._waits = os.environ.get(_BLOCKING_WAIT)  # the user's setting, which `stop` restores
+        # The user's setting, which `stop` restores.
+        self._waits = os.environ.get(_BLOCKING_WAIT)
 
     @staticmethod
     def of_job(timeout: float = 60.0) -> Processes:
@@ -75,7 +77,8 @@ class Processes:
         self.stop()
         os.environ[_BLOCKING_WAIT] = str(
             int(blocking)
-        )  # NCCL reads it whenever a group is made; there is no other way to set it
+            # NCCL reads it whenever a group is made; there is no other way to set it.
+        )
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)

@@ -34,8 +34,10 @@ from autoshard.selfcheck.models import Model, make_seeded
 from autoshard.selfcheck.outcome import CheckOutcome
 from autoshard.selfcheck.processes import Processes
 
-SHARE = 0.3  # of dropout
-_ROWS, _COLUMNS = 64, 256  # enough draws for the share to be within a hundredth
+# Of dropout.
+SHARE = 0.3
+# Enough draws for the share to be within a hundredth.
+_ROWS, _COLUMNS = 64, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ def dropout(processes: Processes) -> CheckOutcome:
         x = torch.ones(_ROWS * processes.size, _COLUMNS, device=processes.device)
         # At the prices of a CPU no rank gathers what it can draw, so that replicas draw all of it.
         autoshard.parallelize(module, mesh, (x,), cluster="cpu", search=autoshard.Search(effort="fast"))
-        torch.manual_seed(processes.rank)  # the seeds of a job need not be equal
+        # The seeds of a job need not be equal.
+        torch.manual_seed(processes.rank)
         drawn, again = module(x), module(x)
         drawn.sum().backward()
         if not all(torch.equal(local, drawn.cpu()) for local in _gather_from_ranks(drawn, processes)):

@@ -22,9 +22,12 @@ from autoshard.selfcheck.processes import Processes
 from autoshard.selfcheck.self_checks import SelfCheck
 from autoshard.units import format_bytes, format_seconds
 
-SLOW = 1.5  # measured over predicted seconds above which a step is slow; a guess that works
-LARGE = 1.1  # measured over predicted bytes, without workspaces, above which a peak is large; a guess that works
-WORKSPACES = 128 * 2**20  # bytes of the libraries for matrix products, which plans do not count
+# Measured over predicted seconds above which a step is slow; a guess that works.
+SLOW = 1.5
+# Measured over predicted bytes, without workspaces, above which a peak is large; a guess that works.
+LARGE = 1.1
+# Bytes of the libraries for matrix products, which plans do not count.
+WORKSPACES = 128 * 2**20
 _STEPS, _WARM = 5, 3
 _CALIBRATE = "Measure: torchrun --nproc-per-node N -m autoshard.cli calibrate my.json; then plan by cluster='my.json'."
 _NO_STEP = "there is no step to profile: see the step's line"
@@ -55,7 +58,8 @@ class StepProfile:
     def __init__(self, cluster: str | None = None) -> None:
         self._cluster = cluster
         self._step: ProfiledStep | None = None
-        self._before = 0  # bytes allocated before there was a model
+        # Bytes allocated before there was a model.
+        self._before = 0
         self._seconds = 0.0
 
     def checks(self) -> tuple[SelfCheck, ...]:
@@ -82,7 +86,8 @@ class StepProfile:
             f"by the cluster {step.plan.cluster})"
         )
         values = {"measured": self._seconds, "predicted": predicted}
-        if self._cluster is None and processes.device.type == "cpu":  # the preset is not of this machine
+        # The preset is not of this machine.
+        if self._cluster is None and processes.device.type == "cpu":
             return CheckOutcome("ok", figure, _CALIBRATE, values, ratio)
         slow = ratio > SLOW
         return CheckOutcome("slow" if slow else "ok", figure, _CALIBRATE if slow else "", values, ratio)
@@ -94,7 +99,8 @@ class StepProfile:
         predicted = self._step.plan.memory.peak
         if processes.device.type != "cuda":
             return CheckOutcome("skipped", f"a CPU counts no allocations (planned {format_bytes(predicted)})")
-        for _ in range(2):  # the optimizer has its state from the second step on
+        # The optimizer has its state from the second step on.
+        for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             self._step.train()
             self._step.optimizer.step()

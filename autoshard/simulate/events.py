@@ -89,7 +89,8 @@ def replay(operations: Sequence[Operation]) -> Timeline:
     busy = _covered_seconds(intervals)
     compute = _covered_seconds(itertools.compress(intervals, computing))
     communication = _covered_seconds(itertools.compress(intervals, map(operator.not_, computing)))
-    exposed = max(0.0, busy - compute)  # rounding may make a difference of equal sums negative
+    # Rounding may make a difference of equal sums negative.
+    exposed = max(0.0, busy - compute)
     hidden = max(0.0, communication - exposed)
     return Timeline(tuple(starts), tuple(ends), max(ends, default=0.0), exposed, hidden)
 

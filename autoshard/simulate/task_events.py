@@ -81,11 +81,16 @@ class _Replay:
         self.starts = [0.0] * len(tasks)
         self.ends = [math.inf] * len(tasks)
         self.waits, self.followers = _order(tasks)
-        self.events: list[tuple[float, int]] = []  # a heap of expected ends, outdated ones included
-        self.expected = [math.inf] * len(tasks)  # the end that is valid now
-        self.computing: dict[int, int] = {}  # rank -> its task
-        self.communicating: dict[int, int] = defaultdict(int)  # rank -> number of its transfers
-        self.left = [task.seconds for task in tasks]  # seconds of work left at `since`
+        # A heap of expected ends, outdated ones included.
+        self.events: list[tuple[float, int]] = []
+        # The end that is valid now.
+        self.expected = [math.inf] * len(tasks)
+        # Rank -> its task.
+        self.computing: dict[int, int] = {}
+        # Rank -> number of its transfers.
+        self.communicating: dict[int, int] = defaultdict(int)
+        # Seconds of work left at `since`.
+        self.left = [task.seconds for task in tasks]
         self.since = [0.0] * len(tasks)
 
     def run(self) -> TaskTimes:
@@ -96,7 +101,8 @@ class _Replay:
         while self.events:
             now, index = heapq.heappop(self.events)
             if self.expected[index] != now or self.ends[index] != math.inf:
-                continue  # contention has moved this end since it was pushed
+                # Contention has moved this end since it was pushed.
+                continue
             self._end(index, now)
             ended += 1
         assert ended == len(self.tasks), "tasks wait for one another"

@@ -65,7 +65,8 @@ def certify(
             best = cheaper_of(best, ScoredAssignment(exact.choices, exact.cost))
             return CertifyResult(best, best.cost, None)
         except WidthError:
-            pass  # too wide: bound it
+            # Too wide: bound it.
+            pass
         bound = lower_bound(rest, upper=best.cost, budget=budget)
         proved = max(proved, min(bound.value, best.cost))
         improved = best

@@ -94,7 +94,8 @@ class EliminationGraph:
         others = self.neighbours[node]
         for other in others:
             absent = others - self.neighbours[other]
-            if len(absent) > 1:  # the neighbour itself is always absent from its own neighbours
+            # The neighbour itself is always absent from its own neighbours.
+            if len(absent) > 1:
                 total += self.sizes[other] * sum(self.sizes[third] for third in absent if third != other)
         return total / 2
 

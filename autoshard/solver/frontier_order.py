@@ -77,7 +77,8 @@ class _GreedyElimination:
             if node not in self.neighbours or score != self._score(node):
                 continue
             exact = self._table(node) <= self.cells
-            if not exact:  # fix the hub, such as the attention mask that every layer reads
+            # Fix the hub, such as the attention mask that every layer reads.
+            if not exact:
                 node = max((node, *self.neighbours[node]), key=lambda hub: (len(self.neighbours[hub]), -hub))
             self.work += self._table(node) * self.sizes[node] if exact else 0.0
             for other in self._remove(node, exact):
@@ -120,7 +121,8 @@ class _GreedyElimination:
 
     def _farthest(self, node: int) -> int:
         """Return an end of the graph: the node farthest from the node farthest from this one."""
-        for _ in range(2):  # exact on trees, and good enough elsewhere: it only breaks ties
+        # Exact on trees, and good enough elsewhere: it only breaks ties.
+        for _ in range(2):
             node = next(reversed(self._distances(node)))
         return node
 

@@ -154,7 +154,8 @@ class PricedProblem:
             # The optimum given the rest, from the bucket above; a component depends on no other.
             whole = above.pop(number) if bucket.rest else self.best
             with np.errstate(invalid="ignore"):
-                outside = np.where(reached, whole - minimum, 0.0)  # inf - inf where all is forbidden
+                # Inf - inf where all is forbidden.
+                outside = np.where(reached, whole - minimum, 0.0)
             total = self._sum(bucket) + outside[..., None, :]
             for child in bucket.children:
                 kept = set(self.tree[child].rest)

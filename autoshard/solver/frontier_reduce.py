@@ -8,7 +8,8 @@ import numpy as np
 
 from autoshard.solver.problem import Array, IntArray, Problem
 
-_ROUNDS = 4  # passes over the nodes: a dropped strategy may make strategies of the neighbours useless
+# Passes over the nodes: a dropped strategy may make strategies of the neighbours useless.
+_ROUNDS = 4
 
 _LARGEST = 300_000
 """Most entries of a comparison of all pairs of a node's strategies on one edge; larger nodes stay as they are."""
@@ -55,7 +56,8 @@ def _undominated_of_node(
         at = np.ix_(strategies, kept[other])
         allowed = np.isfinite(table[at])
         # Where s is forbidden, t is no worse, even if it is forbidden too.
-        with np.errstate(invalid="ignore"):  # NaN where both are forbidden everywhere, which compares False
+        # NaN where both are forbidden everywhere, which compares False.
+        with np.errstate(invalid="ignore"):
             slower = slower + _largest_increase(table[at], allowed)
         larger = larger + (_largest_increase(held[at], allowed) if held is not None else 0.0)
     better = (slower <= 0) & (larger <= 0)
@@ -69,6 +71,7 @@ def _undominated_of_node(
 
 def _largest_increase(table: Array, allowed: np.ndarray) -> Array:
     """Return [s, t]: the largest table[t] - table[s] over the columns in which s is allowed."""
-    with np.errstate(invalid="ignore"):  # infinity minus infinity, in columns that do not count
+    # Infinity minus infinity, in columns that do not count.
+    with np.errstate(invalid="ignore"):
         more = table[None, :, :] - table[:, None, :]
     return np.where(allowed[:, None, :], more, -np.inf).max(2)

@@ -13,16 +13,22 @@ from autoshard.solver.frontier_table import UNIT, FrontierTable, Joiner, unroll
 from autoshard.solver.problem import Array, IntArray
 
 # Guesses that work:
-_OCTAVES = 8  # prices on either side of the rate between the two ends, each double the one before
-_ROUNDS = 3  # rounds of prices at the rates between neighbours
-_MOST_PRICES = 16  # prices of one round
-_BETWEEN = 4  # amounts of memory in every gap between neighbours at which prices are compared
-_SMALL = 1e-9  # least unit for differences of times, as a share of the slowest point's time
+# Prices on either side of the rate between the two ends, each double the one before.
+_OCTAVES = 8
+# Rounds of prices at the rates between neighbours.
+_ROUNDS = 3
+# Prices of one round.
+_MOST_PRICES = 16
+# Amounts of memory in every gap between neighbours at which prices are compared.
+_BETWEEN = 4
+# Least unit for differences of times, as a share of the slowest point's time.
+_SMALL = 1e-9
 
 _COARSE = ((1, 0.2), (2, 0.3))
 """First passes: points of a cell for every corner, and the width of the band beside the hull, in epsilons."""
 
-_FINE = 0.01  # epsilon of the first passes, where it is smaller
+# Epsilon of the first passes, where it is smaller.
+_FINE = 0.01
 
 _FIRST = np.zeros(1, dtype=np.int64)
 
@@ -178,7 +184,8 @@ class Tracker:
         for bucket, minimum, outlook in zip(self.tree, priced.minima, outlooks, strict=True):
             table = self._eliminate_bucket(joiner, bucket, tables, outlook)
             tables.append(table)
-            if not bucket.rest:  # a component ends
+            # A component ends.
+            if not bucket.rest:
                 done = done + minimum
                 onward = PruningBounds(outlook.corners, (priced.best - done)[None], np.ones(1, dtype=bool))
                 rest = joiner.join(rest, table, _FIRST, _FIRST, outlook=onward)

@@ -121,7 +121,8 @@ def _run_interruptible(work: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             outcome.set_result(work())
-        except BaseException as error:  # handed on to the caller, whatever it is
+        except BaseException as error:
+            # Handed on to the caller, whatever it is.
             outcome.set_exception(error)
 
     Thread(target=run, daemon=True).start()

@@ -179,7 +179,8 @@ def _solve_axis(
         labels_left = tables.once("labels", (labels[node], left), lambda n=node, le=left: tables.intern(labels[n][le]))  # type: ignore[misc]
         held = int(left.searchsorted(current.choices[node]))
         same = labels_left == labels_left[held]
-        same[:, axis] = True  # agreement on every other axis
+        # Agreement on every other axis.
+        same[:, axis] = True
         rows[node] = np.flatnonzero(same.all(1))
     restricted = network.restrict(rows)
     budget.spend(_AXIS_WORK * network.cells)
@@ -239,7 +240,8 @@ def improve(
         failures = 0 if found.improves(best) else failures + 1
         best = cheaper_of(best, found)
         if not order.conditioned:
-            break  # nothing was fixed: this is the optimum
+            # Nothing was fixed: this is the optimum.
+            break
     return best
 
 

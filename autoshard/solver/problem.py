@@ -216,7 +216,8 @@ def _convert_tables(edges: tuple[AnyEdge, ...]) -> tuple[AnyEdge, ...]:
 
 
 def _check_costs(costs: tuple[Array, ...]) -> None:
-    sound: set[int] = set()  # equal layers share their vectors and tables: each is checked once
+    # Equal layers share their vectors and tables: each is checked once.
+    sound: set[int] = set()
     for node, vector in enumerate(costs):
         if id(vector) in sound:
             continue
@@ -252,7 +253,8 @@ def _check_edges(edges: tuple[AnyEdge, ...], sizes: list[int]) -> None:
 
 
 def _is_cost(values: Array) -> bool:
-    return bool(values.min(initial=np.inf) > -np.inf)  # NumPy's minimum of values with NaN is NaN, and compares False
+    # NumPy's minimum of values with NaN is NaN, and compares False.
+    return bool(values.min(initial=np.inf) > -np.inf)
 
 
 def _check_memory(problem: Problem) -> None:

@@ -30,7 +30,8 @@ def reduce(network: Network, *, dominance: bool = True) -> Network:
         dominance: True to drop dominated strategies, which keeps one optimum, not all of them.
     """
     if not all(map(len, network.vectors.values())):
-        network.feasible = False  # every strategy of some node had been dropped before
+        # Every strategy of some node had been dropped before.
+        network.feasible = False
         return network
     queue = _Queue(network.vectors)
     for node in list(network.vectors):

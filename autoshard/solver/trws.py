@@ -147,7 +147,8 @@ class Messages:
     def _lay_tables(self) -> None:
         """Concatenate the distinct tables; for edges of one table, only one of equal rows and one of equal columns."""
         places: dict[tuple[int, bool], int] = {}
-        alone: dict[int, tuple[int, int, int, int]] = {}  # single table of an edge -> its row of `ends`
+        # Single table of an edge -> its row of `ends`.
+        alone: dict[int, tuple[int, int, int, int]] = {}
         parts, classes, length, classed = [], [], 0, 0
         factors, tables, ends = [], [], []
         for edge in self.problem.edges:
@@ -286,7 +287,8 @@ def restrict_messages(
 def restrict_problem(problem: Problem, kept: Sequence[IntArray]) -> Problem:
     """Return a problem with the costs of some strategies of every node; equal restrictions of a table stay one
     object."""
-    cut: dict[tuple[int, bytes, bytes], tuple[Array, Array]] = {}  # holds the tables, so that ids stay unique
+    # Holds the tables, so that ids stay unique.
+    cut: dict[tuple[int, bytes, bytes], tuple[Array, Array]] = {}
     names = [rows.tobytes() for rows in kept]
     edges = []
     for edge in problem.edges:

@@ -279,7 +279,8 @@ def _padded_segments(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Lay
     for axis, dim in of_axis.items():
         outer, block, size = split_factor_of(spec[axis]), block_of(spec[axis]), mesh.sizes[axis]
         if block is None and outer == 1 and list(of_axis.values()).count(dim) == 1:
-            block = ceil_div(shape[dim], size)  # the size that torch.chunk takes
+            # The size that torch.chunk takes.
+            block = ceil_div(shape[dim], size)
         # Nothing is uneven about a dim without elements, and no block covers it.
         loops = _distribute(dims[dim], axis, size, outer, block if shape[dim] != 0 else None)
         if loops is None:

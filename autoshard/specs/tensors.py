@@ -75,7 +75,8 @@ def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, sh
     values = {place: shards[place] for place in itertools.product(*places)}
     for axis in reversed(spec.partial_axes):
         values = _reduce_axis(values, axis, _REDUCTIONS[_operation(spec, axis)])
-    if not spec.shard_axes:  # whole on every rank: no copy is made
+    # Whole on every rank: no copy is made.
+    if not spec.shard_axes:
         return values[(0,) * mesh.ndim]
     whole = next(iter(values.values())).new_empty(tuple(shape))
     for coordinate, value in values.items():
@@ -106,7 +107,8 @@ def _without_padding(
 ) -> Tensor:
     """Return a local tensor without its padding, if it has any."""
     sizes = [len(index) for index in local_indices(shape, spec, mesh, coordinate)]
-    if not spec.has_blocks:  # padding stands at the end of a dim
+    # Padding stands at the end of a dim.
+    if not spec.has_blocks:
         return value[tuple(slice(size) for size in sizes)]
     if list(value.shape) != sizes:
         for dim, (positions, _) in enumerate(_element_places(shape, spec, mesh, coordinate)):

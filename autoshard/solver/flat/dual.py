@@ -109,7 +109,8 @@ class Dual:
         self._forward = np.minimum.reduceat(self._beliefs, core.offset[:-1])
         total = pass_messages(view, unary, self._messages, True, self._widest, self._beliefs)
         value = total + core.constant - float(self.prices @ view.room)
-        value -= 1e-11 * (abs(value) + abs(total))  # sums of many floats
+        # Sums of many floats.
+        value -= 1e-11 * (abs(value) + abs(total))
         if value > self.value:
             self.value, self.best_prices = value, self.prices.copy()
         return value

@@ -104,7 +104,8 @@ class LargeSolver:
             return False
         made = assignment()
         if not problem.feasible(made):
-            return False  # rounding of float sums at the limit
+            # Rounding of float sums at the limit.
+            return False
         return self.budget.offer(problem.cost(made), lambda: made, method)
 
 

@@ -10,7 +10,8 @@ import numba
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-_jit: Any = numba.njit  # its stubs know only some of its options
+# Its stubs know only some of its options.
+_jit: Any = numba.njit
 _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 

@@ -48,7 +48,8 @@ def merge_segments(problem: Problem, expected: Sequence[Array], pivots: Collecti
     Returns:
         A strategy per node; empty if every survivor met something forbidden.
     """
-    edges: list[list[tuple[int, Array, Array]]] = [[] for _ in problem.costs]  # into each node: source, table, expected
+    # Into each node: source, table, expected.
+    edges: list[list[tuple[int, Array, Array]]] = [[] for _ in problem.costs]
     ahead = [np.zeros(len(vector)) for vector in problem.costs]
     last = np.full(problem.size, -1)
     for edge, costs in zip(problem.edges, expected, strict=True):
@@ -76,7 +77,8 @@ def _add_node(head: _MergedSegments, node: int, costs: Array, last: IntArray, wi
     if len(staying) < len(head.open) or last[node] < 0:
         alike = _row_classes(head.choices[:, staying])
         if last[node] < 0:
-            group = np.repeat(alike, strategies)  # no edge to a later node: its strategy need not be remembered
+            # No edge to a later node: its strategy need not be remembered.
+            group = np.repeat(alike, strategies)
         else:
             group = (alike[:, None] * strategies + np.arange(strategies)).ravel()
         kept = _cheapest_of(group, flat, kept)
