@@ -90,4 +90,5 @@ def blend(parts: Iterable[Part]) -> Blend:
     for factor, table in parts:
         tables[id(table)] = table
         factors[id(table)] = factors.get(id(table), 0.0) + factor
+    # Fewer parts make every pass of messages shorter: it reads each part's table.
     return Blend(tuple((factors[key], table) for key, table in tables.items()))

@@ -80,6 +80,8 @@ def lower_bound(
     linked = [node for node in core.vectors if core.edges[node]]
     widest = max((len(core.vectors[node]) for node in linked), default=0)
     distinct = {id(t) for node in linked for other, t in core.edges[node].items() if node < other}
+    # Tables are padded to the widest node, so that one numpy call handles a level; a few very wide nodes could exhaust
+    # memory.
     if not linked or len(distinct) * widest * widest * 8 > _BYTES:
         return trivial_bound(core)
     chains = _Chains(core, linked, widest)
@@ -92,6 +94,7 @@ def lower_bound(
         chains.backward()
         value = chains.value()
         if value > best:
+            # Floors hold for the messages of one pass: they are kept together with the bound that these gave.
             best, floors = value, chains.floors(value)
         # Rounding costs about a pass, and changes little from one pass to the next.
         if iteration % 5 == 1:
@@ -100,6 +103,8 @@ def lower_bound(
                 rounded, rounded_cost = choice, cost
         history.append(best)
         budget.spend(_WORK * cells)
+        # Messages see only linked nodes: what the offset and isolated nodes add is the same for every assignment of
+        # these.
         target = upper - core.offset - chains.isolated
         if best >= min(target, rounded_cost) - 1e-9 * abs(target if np.isfinite(target) else best):
             break
@@ -132,6 +137,7 @@ class _Chains:
         self.nodes, levels = _sort_into_levels(core, linked)
         self.row = {node: row for row, node in enumerate(self.nodes)}
         self.sizes = [len(core.vectors[node]) for node in self.nodes]
+        # Padded strategies are forbidden: they never are a minimum of a node.
         self.unary = np.full((len(self.nodes), widest), np.inf)
         for row, node in enumerate(self.nodes):
             self.unary[row, : self.sizes[row]] = core.vectors[node]
@@ -160,6 +166,7 @@ class _Chains:
                         stack.append(table)
                     ends.append((self.row[node], self.row[other], index[id(table)]))
         self.earlier, self.later, self.table = np.array(ends, dtype=np.int64).reshape(-1, 3).T.copy()
+        # Padded pairs cost nothing; the infinite costs of padded nodes keep them out of every minimum.
         self.stack = np.zeros((len(stack), widest, widest))
         for place, table in enumerate(stack):
             self.stack[place, : table.shape[0], : table.shape[1]] = table
@@ -173,6 +180,7 @@ class _Chains:
         self.levels = []
         for rows in levels:
             incoming = order[starts[rows.start] : starts[rows.stop]]
+            # Sorted by receiver, the messages into a level are consecutive, and one `reduceat` sums them per row.
             groups = starts[rows.start : rows.stop] - starts[rows.start]
             up = self._group_by_width(incoming[incoming >= count] - count)
             down = self._group_by_width(incoming[incoming < count])
@@ -226,11 +234,13 @@ class _Chains:
         ended = np.cumsum(self.ends_after * self.forward_minimum) - self.ends_after * self.forward_minimum
         begun = self.ends_before * minimum
         begun = np.cumsum(begun[::-1])[::-1] - begun
+        # An edge crosses the rows between its ends: a difference array, summed up below.
         crossing = np.zeros(len(self.nodes) + 1)
         carried = self.share[self.later] * minimum[self.later]
         np.add.at(crossing, self.earlier + 1, carried)
         np.subtract.at(crossing, self.later, carried)
         passed: Array = self.belief + (ended + begun + np.cumsum(crossing)[:-1])[:, None]
+        # The bound of all assignments holds for those with the strategy too.
         return np.maximum(passed, value)
 
     def round_assignment(self) -> tuple[IntArray, float]:
@@ -241,6 +251,7 @@ class _Chains:
         for rows, incoming, groups, _, _ in self.levels:
             costs = self.messages[incoming]
             known = np.flatnonzero(incoming < count)
+            # Messages from earlier nodes give way to the cost of the edge beside the choice made there.
             edges = incoming[known]
             pairs = self.stack[self.table[edges], choice[self.earlier[edges]]]
             costs[known] = pairs
@@ -269,6 +280,8 @@ class _Chains:
 def _sort_into_levels(core: Network, linked: list[int]) -> tuple[list[int], list[slice]]:
     """Sort nodes into levels: the level of a node is one more than the highest of its neighbours before it."""
     level: dict[int, int] = {}
+    # In ascending order of nodes, an edge always leads to a later level, so that nodes of one level never depend on
+    # each other.
     for node in sorted(linked):
         level[node] = 1 + max((level[other] for other in core.edges[node] if other in level), default=-1)
     nodes = sorted(linked, key=lambda node: (level[node], node))

@@ -58,6 +58,8 @@ def certify(
     rest = network.copy()
     for _ in range(rounds):
         rest = reduce(rest)
+        # Strategies were dropped only where no better assignment uses them: nothing left means that the best one is
+        # optimal.
         if not rest.feasible:
             return CertifyResult(best, best.cost, None)
         try:
@@ -73,6 +75,8 @@ def certify(
         # An assignment far above the best one is not worth the time; a tenth is a guess that works.
         if bound.choices and bound.cost <= best.cost + abs(best.cost) * 0.1:
             candidate = ScoredAssignment(bound.choices, bound.cost)
+            # In the whole network: the rounded assignment may be improved by strategies that were dropped from the
+            # rest.
             improved = cheaper_of(best, improve(network, candidate, budget=budget))
         progress = improved.improves(best)
         best = improved

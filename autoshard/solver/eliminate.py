@@ -94,6 +94,7 @@ def run_order(core: Network, order: EliminationOrder) -> tuple[dict[int, int], f
     choices: dict[int, int] = {}
     total = 0.0
     for nodes in _components(core, [node for node, _ in order.steps]):
+        # Towers and blocks that are alike and not joined (after the shared hub was held) are solved once.
         signature = _signature(core, nodes)
         if signature not in known:
             known[signature] = _run_component(core, nodes)
@@ -139,16 +140,21 @@ def _run_component(core: Network, nodes: list[int]) -> tuple[list[int], float]:
     choosers: list[tuple[int, Choose]] = []
     for node in nodes:
         factors = buckets.pop(node)
+        # Of all nodes in the bucket's tables, this one is the first in the order; the others are what its minimum
+        # depends on.
         scope = tuple(sorted(set().union(*(part for part, _ in factors)), key=rank.__getitem__))[1:]
         result, choose = _minimum_over(node, scope, factors, core)
         choosers.append((node, choose))
         if scope:
+            # The minimum waits where the first of its nodes is eliminated: then all terms with that node are in one
+            # bucket.
             buckets[scope[0]].append((scope, result))
         else:
             constant += float(result)
     if not np.isfinite(constant):
         return [], float("inf")
     places: dict[int, int] = {}
+    # The last node depends on no other; each one before it on nodes that have been chosen by then.
     for node, choose in reversed(choosers):
         places[node] = choose(places)
     return [places[node] for node in nodes], constant
@@ -171,11 +177,13 @@ def _minimum_over(node: int, scope: Scope, factors: list[Factor], core: Network)
     # Narrow factors first: their sum stays small for long.
     factors = sorted(factors, key=lambda factor: (factor[1].size, factor[0]))
     spread = [_spread(part, table, joint) for part, table in factors]
+    # Entries of the joint table, the node included, which is never stored whole above this size.
     if np.prod(shape, dtype=float) > _SMALL:
         return _minimum_by_strategy(scope, shape, spread)
     total = spread[0]
     for table in spread[1:]:
         total = total + table
+    # The argmin over a joint table is not kept: recomputing one column on the way back is cheaper than storing all.
     return np.broadcast_to(total, shape).min(0), _recompute(factors)
 
 
@@ -207,6 +215,7 @@ def _minimum_by_strategy(scope: Scope, shape: tuple[int, ...], spread: list[Arra
         total = np.zeros(())
         for table in spread:
             total = total + (table[strategy] if table.shape[0] > 1 else table[0])
+        # Strictly less: the first of equal strategies wins, as `argmin` has it in the other branch.
         better = np.broadcast_to(total < result, shape[1:])
         winner[better] = strategy
         np.minimum(result, total, out=result)

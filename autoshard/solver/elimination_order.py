@@ -49,6 +49,7 @@ def find_order(
         neighbours: the graph.
         cap: most entries of a table.
     """
+    # Neither score is best everywhere: fill keeps later tables small, least table pays off where a few nodes are wide.
     first = greedy_order(sizes, neighbours, cap, weighted_fill)
     if first.fits and first.entries <= _CHEAP:
         return first
@@ -97,6 +98,7 @@ class EliminationGraph:
             # The neighbour itself is always absent from its own neighbours.
             if len(absent) > 1:
                 total += self.sizes[other] * sum(self.sizes[third] for third in absent if third != other)
+        # Every absent edge was counted from both of its ends.
         return total / 2
 
     def drop(self, node: int) -> set[int]:
@@ -152,6 +154,7 @@ def greedy_order(
     Without `reluctance` the search ends at the first table over the cap; with it, a node of that table is hub instead.
     """
     graph = EliminationGraph(sizes, neighbours, cap)
+    # A heap with lazy deletion: entries are never changed, the newest score of a node decides which entry counts.
     scores = {node: score(graph, node) for node in graph.neighbours}
     heap = [(value, node) for node, value in scores.items()]
     heapify(heap)
@@ -169,6 +172,7 @@ def greedy_order(
             return EliminationOrder(tuple(steps), (), width, largest, float("inf"), False)
         if table > cap and reluctance is not None:
             hub = _node_to_hold(graph, node, reluctance)
+            # The node itself is still to be eliminated, when its table is smaller.
             if hub != node:
                 heappush(heap, (value, node))
             node = hub
@@ -191,6 +195,8 @@ def _node_to_hold(graph: EliminationGraph, node: int, reluctance: Mapping[int, f
     """Return the node of a table to hold: many neighbours, many strategies, little reluctance."""
 
     def worth(other: int) -> tuple[float, int]:
+        # Holding a node shrinks every table that it is in, by its number of strategies; the root keeps a wide node of
+        # few neighbours from being held before a hub.
         weight = len(graph.neighbours[other]) * graph.sizes[other] ** 0.5
         return weight / (1.0 + reluctance.get(other, 0.0)), -other
 

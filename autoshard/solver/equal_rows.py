@@ -33,6 +33,7 @@ class EquivalenceClasses:
     def from_hashes(hashes: npt.NDArray[np.uint64]) -> EquivalenceClasses:
         """Return classes of equal hashes."""
         _, first, number = np.unique(hashes, return_index=True, return_inverse=True)
+        # Where nothing is equal, the order of the rows stays, which reads memory in sequence.
         every = np.arange(len(hashes))
         return EquivalenceClasses(first, number) if len(first) < len(hashes) else EquivalenceClasses(every, every)
 
@@ -44,6 +45,7 @@ def equal_rows_and_columns(table: npt.NDArray[np.float64]) -> tuple[EquivalenceC
     height, width = table.shape
     # Random sums of the bits of a row separate almost all that differ. The entries are compared at the end.
     weights = np.random.default_rng(0).integers(1, 2**63, size=max(height, width), dtype=np.uint64)
+    # As whole numbers, sums are exact (modulo 2**64), and infinity is a value like any other.
     bits = np.ascontiguousarray(table).view(np.uint64)
     rows, columns = (
         EquivalenceClasses.from_hashes(bits @ weights[:width]),
@@ -51,6 +53,7 @@ def equal_rows_and_columns(table: npt.NDArray[np.float64]) -> tuple[EquivalenceC
     )
     if len(rows.first) * len(columns.first) > _MAX_DISTINCT_SHARE * table.size:
         return None
+    # Hashes may collide, and a wrong class would make a wrong bound.
     few = table[np.ix_(rows.first, columns.first)]
     same = np.array_equal(few[np.ix_(rows.number, columns.number)], table)
     return (rows, columns) if same else None

@@ -54,6 +54,7 @@ def solve_integer(
         return IntegerResult(NO_ASSIGNMENT, answer.bound, answer.proved)
     pairs = zip(network.vectors, answer.places.tolist(), strict=True)
     choices = {node: int(network.labels[node][place]) for node, place in pairs}
+    # Valued in the network: the program's own sum was scaled.
     best = ScoredAssignment(network.expand(choices), network.value(choices))
     return IntegerResult(best, min(answer.bound, best.cost), answer.proved)
 
@@ -71,6 +72,7 @@ def network_to_core(network: Network, moments: Moments | None) -> Core:
     tables = [table.ravel() for *_, table in pairs]
     live = [node for node in network.usages if moments is not None and moments.first[node] < moments.last[node]]
     rows = np.array([number[node] for node in live], dtype=np.int64)
+    # Eliminated nodes still hold their memory, whatever is chosen for the others.
     held = np.zeros(0 if moments is None else len(moments.usages))
     for node, usage in network.held.items():
         held[node] = usage

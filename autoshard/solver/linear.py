@@ -160,6 +160,7 @@ def _proto(program: LinearProgram) -> Any:
         proto.linear_constraints.ids.append(index)
         proto.linear_constraints.lower_bounds.append(least)
         proto.linear_constraints.upper_bounds.append(most)
+        # The format wants the columns of a row in ascending order.
         order = np.argsort(variables)
         matrix.row_ids.extend([index] * len(order))
         matrix.column_ids.extend(np.asarray(variables)[order].tolist())

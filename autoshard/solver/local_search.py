@@ -106,11 +106,13 @@ def _initial_assignment(network: Network, labels: list[IntArray], sequence: tupl
             return NO_ASSIGNMENT
         if not exact.choices:
             return NO_ASSIGNMENT
+        # Later axes choose among the strategies with the label that this axis has just got.
         rows = {
             node: np.flatnonzero(labels[node][remaining.labels[node], axis] == exact.choices[node])
             for node in remaining.vectors
         }
         remaining = remaining.restrict(rows)
+    # Strategies may have equal labels on all axes: the cheapest of them is taken.
     choices = {node: int(left[remaining.vectors[node].argmin()]) for node, left in remaining.labels.items()}
     return ScoredAssignment(remaining.expand(choices), network.value(choices))
 
@@ -148,6 +150,8 @@ def _project_table(
     network: Network, table: Array, rows: tuple[IntArray, IntArray], columns: tuple[IntArray, IntArray]
 ) -> Array:
     def compute() -> Array:
+        # Minima of nodes and edges apart from each other: the projection is a relaxation in which the other axes are
+        # chosen anew for every node and edge. It guides the first labels only; costs are exact from `_descend` on.
         least = np.minimum.reduceat(table[rows[0]], rows[1], axis=0)
         return network.tables.intern(np.minimum.reduceat(least[:, columns[0]], columns[1], axis=1))
 
@@ -234,6 +238,7 @@ def improve(
             for neighbour, table in free.edges[node].items():
                 free.add_costs(neighbour, table[0])
             free.remove(node)
+        # What is free is narrow now: its optimum beside the held nodes is exact, and never worse than the start.
         choices, cost = run_order(free, order)
         budget.spend(_ROUND_WORK * core.cells)
         found = ScoredAssignment(free.expand(choices), cost + free.offset) if np.isfinite(cost) else NO_ASSIGNMENT

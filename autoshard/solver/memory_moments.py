@@ -46,6 +46,7 @@ class Moments:
 
     def spread(self, usages: Array) -> Array:
         """Return the sum of one usage per node over the nodes live at each moment."""
+        # A difference array: the work is one step per node and moment, however long the lives are.
         change = np.zeros(self.count + 1)
         np.add.at(change, self.first, usages)
         np.subtract.at(change, self.last, usages)

@@ -59,6 +59,7 @@ class Network:
         network = cls(tables)
         for node, vector in enumerate(problem.costs):
             network.vectors[node] = tables.intern(vector)
+            # Labels shrink with the strategies, so that every result is in the problem's numbers.
             network.labels[node] = tables.intern(np.arange(len(vector)))
             network.edges[node] = {}
         for edge in problem.edges:
@@ -85,8 +86,10 @@ class Network:
         """Add a table [source, target] to the edge, or as a new edge."""
         present = self.edges[source].get(target)
         if present is not None:
+            # Parallel edges add up: two nodes share one table, and degrees count neighbours.
             table = self.tables.add(present, table)
         self.edges[source][target] = table
+        # A view, not a copy; the cache returns the same view for the same table, so both ends keep one identity.
         self.edges[target][source] = self.tables.transpose(table)
 
     def add_costs(self, node: int, vector: Array) -> None:
@@ -109,6 +112,7 @@ class Network:
         self.labels[node] = self.tables.take_entries(self.labels[node], rows)
         if self.usages:
             self.usages[node] = self.tables.take_entries(self.usages[node], rows)
+        # Equal layers cut equal tables by equal rows: after the first of them, every cut is a look-up.
         for neighbour, table in self.edges[node].items():
             columns = self.tables.intern(np.arange(table.shape[1]))
             restricted = self.tables.take(table, rows, columns)
@@ -119,11 +123,13 @@ class Network:
 
     def remove(self, node: int) -> None:
         """Remove a node and record it; the caller has handed its costs on to its neighbours."""
+        # The labels are those of this moment, since the neighbours may lose strategies later.
         neighbours = tuple((other, self.labels[other], table) for other, table in self.edges[node].items())
         self.removals.append(Removal(node, self.labels[node], self.vectors[node], neighbours))
         for other in self.edges.pop(node):
             del self.edges[other][node]
         if self.usages:
+            # All remaining strategies use the same memory (see `reduce`), so the first one stands for any choice.
             self.held[node] = float(self.usages.pop(node)[0])
         del self.vectors[node], self.labels[node]
 
@@ -173,6 +179,7 @@ class Network:
         result = {}
         for node, labels in self.labels.items():
             position = int(labels.searchsorted(choices[node]))
+            # `searchsorted` gives a place for absent labels too.
             if position == len(labels) or labels[position] != choices[node]:
                 return None
             result[node] = position

@@ -87,6 +87,7 @@ class Problem:
     components: tuple[IntArray, ...] | None = None
 
     def __post_init__(self) -> None:
+        # The class is frozen: `asarray` hands through what is float64 already, so shared vectors stay one object.
         object.__setattr__(self, "costs", tuple(np.asarray(vector, dtype=np.float64) for vector in self.costs))
         object.__setattr__(self, "edges", _convert_tables(self.edges))
         if self.usages is not None:
@@ -125,6 +126,8 @@ class Problem:
         chosen = np.array([usage[choice] for usage, choice in zip(self.usages, assignment, strict=True)])
         lives = np.array(self.intervals, dtype=np.int64).reshape(-1, 2)
         live = lives[:, 0] < lives[:, 1]
+        # Moments are numbers of steps, as far apart as the caller likes: only those at which something begins or ends
+        # count.
         moments, places = np.unique(lives[live], return_inverse=True)
         places = places.reshape(-1, 2)
         change = np.zeros(len(moments))
@@ -202,6 +205,7 @@ class Problem:
 
 def _convert_tables(edges: tuple[AnyEdge, ...]) -> tuple[AnyEdge, ...]:
     """Return edges with float64 tables; a table shared by many edges is converted once and stays shared."""
+    # By identity, not by content: comparing tables of a long stack of layers would cost more than the solve of one.
     tables: dict[int, Array] = {}
     result: list[AnyEdge] = []
     for edge in edges:
@@ -298,6 +302,8 @@ def _parse_problem(body: dict[str, Any]) -> Problem:
     costs = tuple(_costs(vector) for vector in nodes["costs"])
     limit = body.get("usage_limit")
     components = body.get("components")
+    # The format repeats the table of every edge. The solver's caches work on identities, so equal tables become one
+    # object.
     shared = _shared_table_reader()
     if len(edges["nodes"]) != len(edges["costs"]):
         raise SolverError(f"{len(edges['nodes'])} edges but {len(edges['costs'])} edge tables")
@@ -329,6 +335,7 @@ def _shared_table_reader() -> Callable[[list[float], tuple[int, int]], Array]:
 
 def _costs(values: list[float]) -> Array:
     vector = np.array(values, dtype=np.float64)
+    # As infinity, forbidden costs survive sums; 10**18 plus 10**18 would be a number like any other.
     vector[vector >= _FORBIDDEN] = np.inf
     return vector
 

@@ -35,10 +35,12 @@ def reduce(network: Network, *, dominance: bool = True) -> Network:
         return network
     queue = _Queue(network.vectors)
     for node in list(network.vectors):
+        # Every edge once, before any rule: rules compare minima, which say nothing while a cost may sit on either side.
         for other in list(network.edges[node]):
             if node < other:
                 _normalise(network, node, other, queue)
     while queue and network.feasible:
+        # Cheap rules first, until they are exhausted. Dominance is cubic, so it should see the smallest network.
         _drain_queue(network, queue, tidy=True)
         if dominance and network.feasible:
             for node in list(network.vectors):
@@ -83,6 +85,7 @@ def _drain_queue(network: Network, queue: _Queue, *, tidy: bool) -> None:
     """Process the queue and all nodes that each step adds; tables are read only if `tidy`."""
     while queue and network.feasible:
         node = queue.pop()
+        # Another step removed the node while it waited.
         if node not in network.vectors:
             continue
         if _drop_forbidden(network, node, tidy):
@@ -91,6 +94,7 @@ def _drain_queue(network: Network, queue: _Queue, *, tidy: bool) -> None:
             queue.add(node)
         elif len(network.vectors[node]) == 1:
             _fold(network, node, queue)
+        # With different usages, the best strategy would depend on the limit as well as on the neighbours.
         elif len(network.edges[node]) <= 2 and (
             not network.usages or network.usages[node].min() == network.usages[node].max()
         ):
@@ -137,6 +141,8 @@ def _normalise(network: Network, node: int, other: int, queue: _Queue) -> None:
     rows, columns, rest = tables.normalise(table)
     network.add_costs(node, rows)
     network.add_costs(other, columns)
+    # The rest is at least 0 everywhere, so that the sum of all node minima is a bound, and a rest of zeros decides
+    # nothing.
     network.drop_edge(node, other)
     if rest is not None:
         network.add_edge(node, other, rest)
@@ -157,6 +163,7 @@ def _eliminate(network: Network, node: int, queue: _Queue, tidy: bool) -> None:
     tables = network.tables
     vector = network.vectors[node]
     neighbours = list(network.edges[node].items())
+    # The table that replaces the node may be far larger than its two edges: elimination with a good order does better.
     if len(neighbours) == 2 and neighbours[0][1].shape[1] * neighbours[1][1].shape[1] > _LARGEST_EDGE:
         return
     network.remove(node)
@@ -185,6 +192,7 @@ def _drop_dominated(network: Network, node: int) -> bool:
     edges = list(network.edges[node].values())
     if any(table.size * size > _LARGEST_EDGE for table in edges):
         return False
+    # The answer depends on these arrays alone, which equal layers share: one comparison serves all of them.
     usages = (network.usages[node],) if network.usages else ()
     keep = network.tables.once(
         "undominated", (vector, *usages, *edges), lambda: _undominated_strategies(network, vector, usages, edges)
@@ -199,7 +207,9 @@ def _undominated_strategies(network: Network, vector: Array, usages: tuple[Array
     """Return the positions of the strategies that remain; the first of equal ones stays."""
     size = len(vector)
     keep = np.ones(size, dtype=bool)
+    # Otherwise inf - inf would be NaN; the queue drops forbidden strategies first, and the search comes back.
     if np.isfinite(vector).all():
+        # loss[s, t]: the most that choosing t instead of s can add, over all choices of the neighbours.
         loss = vector[None, :] - vector[:, None]
         for table in edges:
             loss = loss + network.tables.advantage(table)

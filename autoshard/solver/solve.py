@@ -190,6 +190,7 @@ class _SolveState:
     def record(self, phase: str, found: ScoredAssignment, bound: float, work: float) -> None:
         """Record the result of a step without the limit, a bound of every assignment, and the work of the step."""
         if np.isfinite(found.cost) and self.fits(found.choices):
+            # A function: of many offers only the last one is read.
             self.budget.offer(found.cost, lambda: _assignment(self.problem, found), phase)
         self.budget.raise_bound(bound)
         self.budget.spend(work)
@@ -221,6 +222,7 @@ def _solution(problem: Problem, outcome: _MethodResult, budget: Budget) -> Solut
         return Solution((), float("inf"), bound, 0.0, status, outcome.method, monotonic() - budget.start)
     budget.raise_bound(outcome.bound)
     assignment = _assignment(problem, outcome.best)
+    # Summed anew in the problem's own tables: costs of a search carry the rounding of reductions.
     cost = problem.cost(assignment)
     proved = outcome.proved or outcome.bound >= cost - TOLERANCE * abs(cost)
     peak = problem.peak(assignment)
@@ -264,6 +266,7 @@ def _alternate(task: _SolveState) -> _MethodResult:
     task.record("search", found, float("-inf"), 0)
     if found.choices and not task.fits(found.choices):
         return _solve_flat(task, finish=False)
+    # No table has one entry only: `certify` is to bound, not to eliminate.
     result = certify(task.network, found, cap=1.0, budget=task.budget.for_step(1.0), rounds=1)
     # The assignment that the bound rounds may be cheaper, but exceed the limit.
     best = result.best if not result.best.choices or task.fits(result.best.choices) else found
@@ -313,6 +316,7 @@ def _auto(task: _SolveState) -> _MethodResult:
     bound = float("-inf")
     if task.moments is not None:
         core = task.core(dominance=True)
+        # The integer program knows memory and takes milliseconds at this size; message passing would need prices first.
         if not core.feasible or core.cells <= _SMALL:
             result = _solve_integer_program(task, core)
             if result.proved:
@@ -378,6 +382,7 @@ def _solve_without_limit(task: _SolveState) -> _MethodResult:
     task.record("proof", result.best, result.bound, 0)
     if result.rest is None or task.budget.is_close(result.best.cost, result.bound):
         return _MethodResult(result.best, result.bound, result.rest is None, "alternate")
+    # Too large for the integer program: the remaining time goes to larger neighbourhoods.
     if result.rest.cells > _INTEGER_CELLS:
         found = result.best
         if found.choices:

@@ -106,6 +106,7 @@ class Budget:
         """Record a feasible assignment if it is the best so far; it is computed only when read."""
         if not cost < self.cost:
             return False
+        # In one statement, so that Ctrl-C finds the cost and the assignment of one offer.
         self.cost, self._best, self.method = cost, assignment, method
         return True
 

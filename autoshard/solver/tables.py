@@ -44,6 +44,7 @@ class Tables:
         array = np.ascontiguousarray(array)
         key = (array.shape, array.dtype.str, array.tobytes())
         array = self._find(key, array)
+        # The reference keeps the array alive: an id of a freed array could be given to another one.
         self._known[id(array)] = array
         return array
 
@@ -77,6 +78,7 @@ class Tables:
 
         def compute() -> Array:
             flipped = table.T
+            # Interned as the view it is: a contiguous copy would double the memory of every edge.
             self._known[id(flipped)] = flipped
             self._results["transpose", id(flipped)] = ((flipped,), table)
             return flipped
@@ -129,6 +131,7 @@ class Tables:
             columns = rest.min(0)
             rest = rest - columns[None, :]
             scale = np.abs(table[np.isfinite(table)]).max()
+            # A separable table leaves rounding, which would keep an edge that decides nothing.
             negligible = rest.max() <= _NEGLIGIBLE * scale
             return self.intern(rows), self.intern(columns), None if negligible else self.intern(rest)
 

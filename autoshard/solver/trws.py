@@ -130,6 +130,8 @@ class Messages:
         rank[self.sequence] = np.arange(problem.size)
         source = np.array([edge.source for edge in problem.edges], dtype=np.int64)
         target = np.array([edge.target for edge in problem.edges], dtype=np.int64)
+        # Messages run between the earlier and the later node of an edge; tables keep the rows of the source. `turned`
+        # edges have the later node at their rows.
         self.earlier = np.where(rank[source] < rank[target], source, target)
         self.later = np.where(rank[source] < rank[target], target, source)
         self.turned = rank[source] > rank[target]
@@ -140,12 +142,16 @@ class Messages:
         self.up, self.down = np.zeros(self.up_at[-1]), np.zeros(self.down_at[-1])
         self.out, self.out_at = _group_edges(self.earlier, problem.size)
         self.into, self.into_at = _group_edges(self.later, problem.size)
+        # Kolmogorov 2006, section 3: a node lies on as many chains as it has edges on its busier side, and each of them
+        # gets an even share of its costs.
         widest = np.maximum(np.diff(self.out_at), np.diff(self.into_at))
         self.share = 1.0 / np.maximum(widest, 1)
         self.belief = np.zeros(len(self.costs))
 
     def _lay_tables(self) -> None:
         """Concatenate the distinct tables; for edges of one table, only one of equal rows and one of equal columns."""
+        # A table that is alone on its edge is stored by classes of rows and columns; as a part of a sum it is stored
+        # whole, since the parts of a sum rarely have the same classes.
         places: dict[tuple[int, bool], int] = {}
         # Single table of an edge -> its row of `ends`.
         alone: dict[int, tuple[int, int, int, int]] = {}
@@ -225,6 +231,7 @@ class Messages:
         cost = float("inf")
         while len(history) < iterations:
             value = self._forward_backward()
+            # In exact arithmetic no pass lowers the bound; the maximum keeps rounding out of the measure of progress.
             history.append(max(value, history[-1]) if history else value)
             # The first rounded assignments are seldom better than a known one.
             early = np.isfinite(upper) and len(history) < _ROUNDING_PERIOD
@@ -252,6 +259,8 @@ class Messages:
         last backward pass and holds for the bound before that pass: the result is exact up to the gain of this pass.
         """
         ends = zip(self.at[:-1], self.at[1:], strict=True)
+        # After a pass back, the least of a node's beliefs is the optimum of its chains, and the others the optima with
+        # each strategy: the difference is what that strategy adds to the bound.
         beliefs = (self.belief[first:last] for first, last in ends)
         slacks = np.broadcast_to(slack, self.problem.size)
         return [np.flatnonzero(costs <= costs.min() + most) for costs, most in zip(beliefs, slacks, strict=True)]
@@ -360,6 +369,8 @@ def _pass(sequence, nodes, edges, share, belief, turned, to, forward):  # type: 
                 base[s] = share[node] * costs_here[s] - answer[received + s] if costs_here[s] < np.inf else np.inf
             here, there = (2, 0) if turned[edge] else (0, 2)
             few, wide = ends[edge, here + 1], ends[edge, there + 1]
+            # Equal rows cost the same for every strategy of the other node: the least of a class stands for all of
+            # them.
             if few < size:
                 mine[:few] = np.inf
                 for s in range(size):
@@ -427,6 +438,7 @@ def _pass(sequence, nodes, edges, share, belief, turned, to, forward):  # type: 
                                 blended[t] += factor[extra] * more[t]
                         for t in range(wide):
                             theirs[t] = blended[t] if blended[t] < theirs[t] else theirs[t]
+            # All strategies of a class of columns receive the one minimum of the class.
             if wide < width:
                 for t in range(width):
                     message[t] = theirs[classes[ends[edge, there] + t]]
@@ -439,6 +451,7 @@ def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] #
     """Return the sum of the optima of all chains, each known at its first node after a backward pass."""
     total = 0.0
     for node in range(len(sizes)):
+        # The share of the node's costs on chains that begin here: all of them less those that came along an edge.
         begun = 1.0 - (into_at[node + 1] - into_at[node]) * share[node]
         if begun > 0.0:
             total += begun * belief[at[node] : at[node] + sizes[node]].min()
