@@ -116,6 +116,7 @@ class Bench:
             start = make_collective("all_reduce", _OVERLAP_BYTES, local, watch.device)
             sending = make_blocking(start)
             estimates = [watch.rough_seconds(sending), watch.rough_seconds(compute)]
+            # As many products as take the time of the collective: the comparison is then between equal stretches.
             communication, product = watch.mean_seconds([sending, compute], estimates)
             computing = chain_calls(*[compute] * max(1, round(communication / product)))
 
@@ -165,6 +166,7 @@ def _make_call(sample: Sample, size: int) -> tuple[SampleCall, Rotation] | None:
     try:
         call = sample.make(size)
         return call, Rotation(functools.partial(sample.make, size), call.amounts()[1])
+    # Out of memory is a RuntimeError too: a size that does not fit ends the curve, as an unsupported dtype does.
     except RuntimeError:
         return None
 

@@ -77,7 +77,9 @@ def calibrate(
     per_host = _devices_per_host(devices)
     report = progress if progress is not None and dist.get_rank() == 0 else lambda _: None
     bench = Bench(Stopwatch(device, repeats, patience), report)
+    # float32 first: operators without a curve are priced by its "add". `fromkeys` keeps the order and drops repeats.
     measured_dtypes = dict.fromkeys((torch.float32, *dtypes, *DTYPES))
+    # The samples draw random numbers; the user's generator must go on as if nothing had been measured.
     with torch.no_grad(), torch.random.fork_rng():
         operators = {
             key: curve
@@ -138,7 +140,9 @@ def _device(operators: dict[tuple[str, str, str], Curve], device: torch.device, 
         name=name,
         memory=memory,
         peak_flops=rates,
+        # The largest one is behind all caches.
         memory_bandwidth=adds.amounts[-1] / adds.seconds[-1],
+        # The smallest add is all overhead.
         kernel_overhead=adds.seconds[0],
     )
 

@@ -79,6 +79,7 @@ class Cluster:
                 f"cluster={cluster!r} is {type(cluster).__name__}: pass a Cluster, a preset's name such as "
                 f'"h100" ({", ".join(Cluster.presets())}), or the path of a file that Cluster.save wrote.'
             )
+        # A text that is no file name is a preset or a list of devices: the path of a file must say so by its suffix.
         if isinstance(cluster, str) and not cluster.endswith(".json"):
             return Cluster.parse(cluster) if is_devices(cluster) else Cluster.preset(cluster)
         return Cluster.load(cluster)
@@ -156,6 +157,7 @@ class Cluster:
         places = [self._place(rank) for rank in ranks]
         if not self.stretches and list(ranks) == list(range(len(ranks))):
             return self
+        # A cluster of any number of devices becomes a stretch that is long enough for all of these ranks.
         whole = Hosts(self.name, max(ranks) + 1, self.device, self.devices_per_host, self.inside, self.between)
         stretches = stretches_of(self.stretches or (whole,), places)
         if self.stretches or len(stretches) > 1:
@@ -252,6 +254,7 @@ def _stretch(preset: Cluster, devices: Devices, devices_per_host: int | None, be
     """The ranks of one part of a text."""
     device = preset.device
     if devices.memory not in (None, device.memory):
+        # Such as the 16 GB version of a V100: its rates are those of the preset.
         device = replace(device, name=devices.text, memory=devices.memory)
     per_host = devices_per_host or preset.devices_per_host
     return Hosts(devices.text, devices.count, device, per_host, preset.inside, between or preset.between)
@@ -279,6 +282,7 @@ def _join_stretches(stretches: tuple[Hosts, ...], source: str, contention: float
     return Cluster(
         name=" + ".join(f"{stretch.count}x{stretch.name}" for stretch in stretches),
         device=Device.slowest([stretch.device for stretch in stretches]),
+        # A stretch may be shorter than a host.
         devices_per_host=min(min(stretch.devices_per_host, stretch.count) for stretch in stretches),
         inside=Link.slowest([stretch.inside for stretch in stretches]),
         between=Link.slowest([stretch.between for stretch in stretches]),

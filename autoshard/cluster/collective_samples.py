@@ -58,6 +58,7 @@ def make_collective(
     rows = max(1, -(-bytes // 4 // size)) * size
     tensor = torch.ones(rows, device=device)
     rank, ranks = group.rank(), range(size)
+    # Whole-tensor splits to one peer and from one: an all-to-all in which each rank sends to the next.
     received, sent = ([rows * (peer == (rank + step) % size) for peer in ranks] for step in (-1, 1))
     arguments: dict[str, tuple[Any, ...]] = {
         "all_gather": (collectives.all_gather_into_tensor.default, size),

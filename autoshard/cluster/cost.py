@@ -161,6 +161,7 @@ class CostModel:
             case "reduce_scatter" | "all_to_all":
                 return [(wait, whole * (size - 1) / size)]
             case "all_reduce":
+                # NCCL chooses between ring and tree as well: few hops for small messages, least bytes for large ones.
                 tree = 2 * _levels(size) * self._links[axis].latency
                 return [(2 * wait, 2 * whole * (size - 1) / size), (tree, 2 * whole)]
             case "shift":

@@ -157,6 +157,7 @@ class Link:
         kinds = list(dict.fromkeys(links))
         if len(kinds) == 1:
             return kinds[0]
+        # Where one link has no curve, latency and bandwidth bound all of them.
         shared = [kind for kind in kinds[0].collectives if all(kind in link.collectives for link in kinds)]
         return Link(
             min(link.bandwidth for link in kinds),

@@ -91,6 +91,7 @@ def _is_set(args: Sequence[object], position: int) -> bool:
 def _convolution(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
     """One product of the weight of a channel with every element of the result, or of the input where transposed."""
     source, weight = operands[:2]
+    # Graphs leave trailing default arguments out.
     transposed = len(args) > 6 and bool(args[6])
     return 2 * math.prod(source if transposed else results[0]) * math.prod(weight[1:])
 

@@ -57,6 +57,7 @@ def stretches_of(stretches: Sequence[Hosts], places: Iterable[RankPlace]) -> tup
     joined: list[Hosts] = []
     for place, run in itertools.groupby(places):
         count = len(list(run))
+        # Each run of ranks on one host begins as a host of its own, with as many devices as ranks were chosen there.
         host = replace(stretches[place.stretch], count=count, devices_per_host=count)
         last = joined[-1] if joined else None
         # A stretch numbers its hosts by division, so that only its last host may be smaller than the others.

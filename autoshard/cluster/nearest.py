@@ -48,6 +48,7 @@ def default_cluster(device_type: str | None) -> Cluster:
     """
     if device_type == "cpu":
         return Cluster.preset("cpu")
+    # Plans for devices that are not there are for a data centre; its most usual device stands for the unknown one.
     if device_type != "cuda" or not torch.cuda.is_available():
         return Cluster.preset("h100")
     return cluster_of(torch.cuda.get_device_properties(torch.cuda.current_device()))
@@ -64,6 +65,7 @@ def cluster_of(properties: Properties) -> Cluster:
         return Cluster.preset(named)
     bandwidth = _bandwidth(properties)
     presets = [Cluster.preset(name) for name in Cluster.presets()]
+    # Presets of CPUs have no multiprocessors to scale by.
     known = [preset for preset in presets if preset.device.multiprocessors]
     nearest = min(known, key=lambda preset: _distance(preset, properties, bandwidth))
     scaled = _scale_preset(nearest, properties, bandwidth)
@@ -99,6 +101,7 @@ def _distance(preset: Cluster, properties: Properties, bandwidth: float | None) 
 def _scale_preset(preset: Cluster, properties: Properties, bandwidth: float | None) -> Cluster:
     device = preset.device
     compute = properties.multi_processor_count / device.multiprocessors
+    # Without a figure of the memory, a larger device is taken to have more of both.
     memory = compute if bandwidth is None else bandwidth / device.memory_bandwidth
     scaled = replace(
         device,

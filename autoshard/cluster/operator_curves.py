@@ -99,6 +99,7 @@ def operator_seconds(
         return None if curve is None else curve.at(bytes)
     kind = family(operator, "mm")
     work = _curve(curves, kind, name, FLOPS) or _curve(curves, "mm", name, FLOPS)
+    # Between the two bounds of the roofline, narrow products reach neither the rate of operations nor that of bytes.
     narrow = _curve(curves, kind, name, INTENSITY)
     if work is None or moved is None:
         return None
@@ -112,6 +113,7 @@ def _curve(curves: OperatorCurves, operator: str, dtype: str, amounts: str) -> C
 
 def slowest_curves(kinds: Sequence[OperatorCurves]) -> dict[tuple[str, str, str], Curve]:
     """Return the slowest of the curves that devices of all kinds have."""
+    # A curve of some devices only can't bound the others.
     shared = [key for key in kinds[0] if all(key in curves for curves in kinds)]
     return {key: Curve.slowest([curves[key] for curves in kinds]) for key in shared}
 

@@ -90,6 +90,7 @@ class Stopwatch:
                 dist.barrier()
                 timings[place, turn] = self._time_calls(work, count) / count
         timings = timings.to(self.device)
+        # A collective waits for the last rank: a step takes as long as its slowest device.
         dist.all_reduce(timings, dist.ReduceOp.MAX)
         # The mean, not the median: times of processes that share a processor vary with the order of their time slices,
         # and it is means that add up to the time of a step.

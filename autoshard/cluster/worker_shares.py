@@ -140,6 +140,7 @@ def _allocate_greedily(total: int, room: Sequence[int], price: Callable[[int, in
 
 def _most_elements(total: int, memory: float, memory_of: Callable[[int], float]) -> int:
     """The most elements, up to `total`, that a memory holds; -1 where it is too small without a single element."""
+    # Bisection: memory never falls with the elements, and each evaluation may replay a plan.
     low, high = -1, total
     while low < high:
         middle = (low + high + 1) // 2

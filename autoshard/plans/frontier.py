@@ -99,6 +99,7 @@ class Frontier(Sequence[ShardingPlan]):
     def _within_memory(self, limit: int) -> ShardingPlan:
         fitting = [plan for plan in self.plans if plan.memory.peak <= limit]
         if fitting:
+            # Plans are sorted by memory, so the last one that fits is the fastest of them.
             return fitting[-1]
         smallest = self.plans[0]
         memory = smallest.memory
@@ -114,6 +115,7 @@ class Frontier(Sequence[ShardingPlan]):
             raise PlanError(f"step_seconds={seconds!r}: a step takes more than zero seconds.")
         fitting = [plan for plan in self.plans if plan.step_seconds <= seconds]
         if fitting:
+            # The first one that is fast enough holds least memory.
             return fitting[0]
         fastest = self.plans[-1]
         raise BudgetError(
@@ -135,6 +137,7 @@ class Frontier(Sequence[ShardingPlan]):
         first, last = self.plans[0], self.plans[-1]
 
         def below(plan: ShardingPlan) -> float:
+            # 1 - more - slower is the height below the line between the ends, where both shares are 1 together.
             more = (plan.memory.peak - first.memory.peak) / (last.memory.peak - first.memory.peak)
             slower = (plan.step_seconds - last.step_seconds) / (first.step_seconds - last.step_seconds)
             return 1.0 - more - slower
@@ -211,6 +214,7 @@ class Frontier(Sequence[ShardingPlan]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plans to one JSON file."""
+        # Each plan with a checksum of its own, so that an edited one is named by its number.
         texts = [plan.to_json() for plan in self.plans]
         Path(path).write_text(json.dumps({"format": FORMAT, "version": 1, "plans": texts}, indent=1), "utf-8")
 

@@ -45,6 +45,7 @@ def gantt(
         The text of an `.svg` file.
     """
     seconds = max(ends, default=0.0)
+    # A step of no seconds has no time axis.
     scale = (width - _LEFT - 20) / seconds if seconds else 0.0
     ranks = sorted({rank for task in tasks for rank in task.ranks})
     rows = {rank: _TOP + _ROW * place for place, rank in enumerate(ranks)}
@@ -54,6 +55,7 @@ def gantt(
     shapes = [_shape(task, start * scale, end * scale, rows[rank]) for task, start, end in timed for rank in task.ranks]
     names = [f'<text x="8" y="{top + 18}">rank {rank}</text>' for rank, top in rows.items()]
     ticks = [_tick(seconds * part / _TICKS, scale, bottom) for part in range(_TICKS + 1)] if seconds else []
+    # In order of first appearance, without repeats: a set would order the legend anew in every run.
     kinds = dict.fromkeys(task.kind for task, _, _ in timed)
     parts = [f'<text x="8" y="24" font-size="15">{escape(title)}</text>', *names, *ticks, *shapes]
     parts += _legend(kinds, bottom + 40)
@@ -73,6 +75,7 @@ def _shape(task: Task, start: float, end: float, top: int) -> str:
         f'fill="{_COLOURS.get(task.kind, _OTHER)}" stroke="white" stroke-width="0.5">'
         f"<title>{escape(f'{task.name}: {task.kind}')}</title></rect>"
     )
+    # A label wider than its bar would run into the next one; the tooltip names the task in any case.
     if computes and task.label and end - start >= _LETTER * len(task.label) + 2:
         middle = _LEFT + (start + end) / 2
         drawn += f'<text x="{middle:.2f}" y="{y + 17}" text-anchor="middle" fill="white">{escape(task.label)}</text>'

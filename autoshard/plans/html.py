@@ -10,6 +10,7 @@ from autoshard.plans.contents import PlanContents
 from autoshard.plans.plan_rows import TensorRow, WorkRow
 from autoshard.units import format_bytes, format_seconds
 
+# The page loads nothing: it must open from a disk, in a mail and behind a strict content policy.
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --sharded: #0b7285; --partial: #9c36b5; }
 @media (prefers-color-scheme: dark) { :root { --sharded: #66d9e8; --partial: #e599f7; } }
@@ -60,6 +61,7 @@ def _memory(plan: PlanContents) -> str:
     held = [(name, amount, _COLOURS[index % len(_COLOURS)]) for index, (name, amount) in enumerate(parts.items())]
     if not held:
         return ""
+    # Shares of the bar are the bytes themselves, as flex factors: the browser does the division.
     bar = "".join(f'<span style="flex: {amount}; background: {colour}"></span>' for _, amount, colour in held)
     legend = "".join(
         f'<span><i style="background: {colour}"></i>{name} {format_bytes(amount)}</span>'

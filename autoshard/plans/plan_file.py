@@ -22,6 +22,7 @@ from autoshard.specs.spec import parse_placement, placement_text
 TEXT = {"type": "string"}
 NUMBER = {"type": "number"}
 COUNT = {"type": "integer", "minimum": 0}
+# The texts of `spec.placement_text`; torch's own repr of placements changes between versions.
 _PLACEMENT = {"type": "string", "pattern": r"^(R|S\(\d+(,f=[1-9]\d*)?\)|P\(\w+\))$"}
 
 
@@ -202,6 +203,7 @@ def _value(value: object) -> str:
 
 
 def _compact(value: object) -> str:
+    # JSON has no NaN: what Python would write is refused by other readers.
     return json.dumps(value, allow_nan=False)
 
 
@@ -239,6 +241,7 @@ def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
             f"{what} is cut short or damaged: it ends or breaks at line {error.lineno}, column {error.colno} "
             f"({error.msg}). {advice}"
         ) from error
+    # `JSONDecodeError` is a ValueError too and is caught above: this one is NaN or infinity.
     except ValueError as error:
         raise PlanError(f"{what} was edited or damaged since it was saved: {error}. {advice}") from error
     data = _open(envelope, what, format)

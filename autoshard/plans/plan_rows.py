@@ -120,6 +120,7 @@ def peak_text(memory: Memory) -> str:
     if not memory.phase:
         return ""
     where = "" if memory.phase == "optimizer" else f" of {memory.module or 'the root module'}, {memory.operator}"
+    # Equal names are one entry with a count: the largest tensors are often one activation of every layer.
     sums: dict[str, list[int]] = {}
     for tensor in memory.largest:
         sums.setdefault(f"{tensor.name} ({tensor.kind})", []).append(tensor.bytes)
@@ -144,6 +145,7 @@ def _layers_text(layers: Sequence[str]) -> str:
 
 
 def _proof(plan: PlanContents) -> str:
+    # A model of one device, or without operators that communicate, has nothing to decide.
     if plan.cost <= 0:
         return "nothing to choose"
     bound = f"cost {format_seconds(plan.cost)}, lower bound {format_seconds(plan.lower_bound)}"
@@ -193,6 +195,7 @@ def collective_rows(collectives: Iterable[Collective]) -> tuple[WorkRow, ...]:
         )
         for sent in collectives
     )
+    # A stable sort: rows of equal time stay in the order of the step.
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
@@ -207,6 +210,7 @@ def _work_rows(records: Iterable[tuple[tuple[str, ...], str, int, int, float]]) 
     """Sum up the records (labels, module, count, bytes, seconds) of every module, then join modules with equal sums."""
     sums: dict[tuple[str, ...], dict[str, tuple[int, int, float]]] = {}
     for labels, module, count, size, seconds in records:
+        # Sums per module come first: an operator called twice in every layer is a row with twice the count.
         modules = sums.setdefault(labels, {})
         total = modules.get(module, (0, 0, 0.0))
         modules[module] = (total[0] + count, total[1] + size, total[2] + seconds)

@@ -108,6 +108,7 @@ def explanation_table(plan: PlanContents, path_glob: str) -> Group:
 def _explanation(plan: PlanContents, path_glob: str) -> list[Table | Text]:
     names = {name for name in plan.placements if _under(path_glob, name)}
     owners = {name.rpartition(".")[0] for name in names}
+    # A parameter's operators stand under the module that owns it.
     modules = {module for module in _modules(plan) if module in owners or _under(path_glob, module)}
     if not names and not modules:
         raise no_match_error(path_glob, paths(plan))
@@ -173,9 +174,11 @@ def _colour_placements(part: Table | Text) -> Table | Text:
 
 def plain(parts: Iterable[RenderableType], width: int) -> str:
     """Return tables as text of limited width, without colours or trailing blanks."""
+    # Widths and colours of the caller's terminal must not change the text.
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, emoji=False)
     with console.capture() as captured:
         for part in parts:
             console.print(part)
     text = "\n".join(line.rstrip() for line in captured.get().splitlines())
+    # rich pads tables with blank lines of its own.
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")

@@ -115,6 +115,7 @@ class ShardingPlan(PlanContents):
         Raises:
             PlanError: naming every difference found.
         """
+        # All differences at once: a user who fixes one of them should not meet the next.
         differences = [] if mesh == self.mesh else [f"it was made for the mesh {self.mesh}; this mesh is {mesh}"]
         differences += [*self._parameter_differences(shapes), *self._share_differences(mesh)]
         # Other parameters or another mesh give another graph: its fingerprint says more only where these agree.

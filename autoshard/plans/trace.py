@@ -35,6 +35,7 @@ def trace(tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float],
             if key not in threads:
                 # Numbers of threads begin at 0 in each rank.
                 threads[key] = sum(known == rank for known, _ in threads)
+            # The format counts microseconds.
             span = {"ts": start * 1e6, "dur": (end - start) * 1e6}
             events.append({"name": task.name, "cat": task.kind, "ph": "X", "pid": rank, "tid": threads[key], **span})
     for rank, moments in enumerate(memory):

@@ -42,6 +42,7 @@ class Blend:
     @property
     def diagonal(self) -> Array:
         """The costs of equal strategies at both ends."""
+        # Of each part: the sum of the whole tables may never be needed.
         return np.asarray(sum(factor * np.diagonal(table) for factor, table in self.parts))
 
     def at(self, row: int, column: int) -> float:

@@ -48,8 +48,8 @@ def trivial_bound(network: Network) -> Bound:
     slack = {node: vector.copy() for node, vector in network.vectors.items()}
     value = network.offset
     for node, neighbours in network.edges.items():
-        for other, table in neighbours.items():
-            if node < other:
+        for neighbour, table in neighbours.items():
+            if node < neighbour:
                 value += float(table.min())
                 # The row minima above the least one are due if the node takes that row. One end of the edge may claim
                 # them.
@@ -79,7 +79,7 @@ def lower_bound(
     """
     linked = [node for node in core.vectors if core.edges[node]]
     widest = max((len(core.vectors[node]) for node in linked), default=0)
-    distinct = {id(t) for node in linked for other, t in core.edges[node].items() if node < other}
+    distinct = {id(t) for node in linked for neighbour, t in core.edges[node].items() if node < neighbour}
     # Tables are padded to the widest node, so that one numpy call handles a level; a few very wide nodes could exhaust
     # memory.
     if not linked or len(distinct) * widest * widest * 8 > _BYTES:
@@ -159,12 +159,12 @@ class _Chains:
         stack: list[Array] = []
         index: dict[int, int] = {}
         for node in self.nodes:
-            for other, table in self.core.edges[node].items():
-                if self.row[node] < self.row[other]:
+            for neighbour, table in self.core.edges[node].items():
+                if self.row[node] < self.row[neighbour]:
                     if id(table) not in index:
                         index[id(table)] = len(stack)
                         stack.append(table)
-                    ends.append((self.row[node], self.row[other], index[id(table)]))
+                    ends.append((self.row[node], self.row[neighbour], index[id(table)]))
         self.earlier, self.later, self.table = np.array(ends, dtype=np.int64).reshape(-1, 3).T.copy()
         # Padded pairs cost nothing; the infinite costs of padded nodes keep them out of every minimum.
         self.stack = np.zeros((len(stack), widest, widest))
@@ -231,17 +231,17 @@ class _Chains:
         # have their optimum in the forward minima, those that begin after it in the backward minima, and those that an
         # edge carries past it in the backward minimum of the edge's later node.
         minimum = self.belief.min(1)
-        ended = np.cumsum(self.ends_after * self.forward_minimum) - self.ends_after * self.forward_minimum
-        begun = self.ends_before * minimum
-        begun = np.cumsum(begun[::-1])[::-1] - begun
+        optima_before = np.cumsum(self.ends_after * self.forward_minimum) - self.ends_after * self.forward_minimum
+        optima_after = self.ends_before * minimum
+        optima_after = np.cumsum(optima_after[::-1])[::-1] - optima_after
         # An edge crosses the rows between its ends: a difference array, summed up below.
         crossing = np.zeros(len(self.nodes) + 1)
         carried = self.share[self.later] * minimum[self.later]
         np.add.at(crossing, self.earlier + 1, carried)
         np.subtract.at(crossing, self.later, carried)
-        passed: Array = self.belief + (ended + begun + np.cumsum(crossing)[:-1])[:, None]
+        floors: Array = self.belief + (optima_before + optima_after + np.cumsum(crossing)[:-1])[:, None]
         # The bound of all assignments holds for those with the strategy too.
-        return np.maximum(passed, value)
+        return np.maximum(floors, value)
 
     def round_assignment(self) -> tuple[IntArray, float]:
         """Choose for each node, in order, the best for its earlier neighbours and later messages; return the cost."""
@@ -250,13 +250,13 @@ class _Chains:
         total = 0.0
         for rows, incoming, groups, _, _ in self.levels:
             costs = self.messages[incoming]
-            known = np.flatnonzero(incoming < count)
+            from_earlier = np.flatnonzero(incoming < count)
             # Messages from earlier nodes give way to the cost of the edge beside the choice made there.
-            edges = incoming[known]
+            edges = incoming[from_earlier]
             pairs = self.stack[self.table[edges], choice[self.earlier[edges]]]
-            costs[known] = pairs
+            costs[from_earlier] = pairs
             choice[rows] = (self.unary[rows] + np.add.reduceat(costs, groups, axis=0)).argmin(1)
-            if len(known):
+            if len(from_earlier):
                 owner = self.later[edges]
                 total += float(pairs[np.arange(len(edges)), choice[owner]].sum())
         total += float(self.unary[np.arange(len(choice)), choice].sum())
@@ -283,7 +283,7 @@ def _sort_into_levels(core: Network, linked: list[int]) -> tuple[list[int], list
     # In ascending order of nodes, an edge always leads to a later level, so that nodes of one level never depend on
     # each other.
     for node in sorted(linked):
-        level[node] = 1 + max((level[other] for other in core.edges[node] if other in level), default=-1)
+        level[node] = 1 + max((level[neighbour] for neighbour in core.edges[node] if neighbour in level), default=-1)
     nodes = sorted(linked, key=lambda node: (level[node], node))
     slices = []
     start = 0

@@ -82,10 +82,12 @@ def cost_frontier(
     order = search.order(kept)
     fixed = [step.node for step in order if not step.exact]
     if not fixed:
-        known, within = search.track(kept, [step.node for step in order])
-        return CostFrontier(known.memory, known.time, known.assignments, within, 0)
+        points, within = search.track(kept, [step.node for step in order])
+        return CostFrontier(points.memory, points.time, points.assignments, within, 0)
     # The frontier of the problem without the tables that are too large: one for every choice of the fixed nodes.
     frontier = None
+    # Three settings of the fixed nodes: their own frontier is lost, the two ends and a middle remain (a heuristic, as
+    # TensorOpt fixes nodes that it cannot eliminate).
     for guide in search.guides():
         narrow = list(kept)
         for node in fixed:
@@ -146,17 +148,18 @@ class _CostFrontierSearch:
         place = {node: number for number, node in enumerate(order)}
         sizes = {node: len(kept[node]) for node in order}
         tracker = Tracker(sizes, list(self._costs(kept, place)), order, self.epsilon, self.limit)
-        known, within = tracker.run()
-        assignments = np.empty((len(known), self.problem.size), dtype=np.int64)
+        points, within = tracker.run()
+        assignments = np.empty((len(points), self.problem.size), dtype=np.int64)
         for node, strategies in enumerate(kept):
-            chosen = known.assignments[:, place[node]] if node in place else 0
+            chosen = points.assignments[:, place[node]] if node in place else 0
             assignments[:, node] = strategies[chosen]
-        return KnownPoints(known.memory, known.time, assignments), within
+        return KnownPoints(points.memory, points.time, assignments), within
 
     def _costs(self, kept: Sequence[IntArray], place: Mapping[int, int]) -> Iterator[Costs]:
         """Yield the costs of every strategy of every node, and of every pair of every edge (initialization)."""
         for node, strategies in enumerate(kept):
             time, memory = self.problem.costs[node][strategies], self.usages[node][strategies]
+            # A node with one strategy is a constant.
             yield Costs((node,), time, memory) if node in place else Costs((), time[0], memory[0])
         for number, edge in enumerate(self.problem.edges):
             at = np.ix_(kept[edge.source], kept[edge.target])

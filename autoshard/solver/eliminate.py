@@ -90,15 +90,15 @@ def run_order(core: Network, order: EliminationOrder) -> tuple[dict[int, int], f
     Returns:
         The choices (node -> strategy of the problem), empty if no assignment is finite; the cost without the offset.
     """
-    known: dict[Hashable, tuple[list[int], float]] = {}
+    solved: dict[Hashable, tuple[list[int], float]] = {}
     choices: dict[int, int] = {}
     total = 0.0
     for nodes in _components(core, [node for node, _ in order.steps]):
         # Towers and blocks that are alike and not joined (after the shared hub was held) are solved once.
         signature = _signature(core, nodes)
-        if signature not in known:
-            known[signature] = _run_component(core, nodes)
-        places, cost = known[signature]
+        if signature not in solved:
+            solved[signature] = _run_component(core, nodes)
+        places, cost = solved[signature]
         if not np.isfinite(cost):
             return {}, float("inf")
         total += cost
@@ -127,7 +127,7 @@ def _signature(core: Network, nodes: list[int]) -> Hashable:
     rank = {node: position for position, node in enumerate(nodes)}
     return tuple(
         # Tables are interned: equal ones are one object.
-        (id(core.vectors[node]), *sorted((rank[other], id(table)) for other, table in core.edges[node].items()))
+        (id(core.vectors[node]), *sorted((rank[neighbour], id(table)) for neighbour, table in core.edges[node].items()))
         for node in nodes
     )
 
@@ -164,16 +164,16 @@ def _buckets(core: Network, rank: dict[int, int]) -> dict[int, list[Factor]]:
     """Put every table in the bucket of the node that is eliminated first, with that node as its first axis."""
     buckets: dict[int, list[Factor]] = {node: [((node,), core.vectors[node])] for node in rank}
     for node in rank:
-        for other, table in core.edges[node].items():
-            if rank[node] < rank[other]:
-                buckets[node].append(((node, other), table))
+        for neighbour, table in core.edges[node].items():
+            if rank[node] < rank[neighbour]:
+                buckets[node].append(((node, neighbour), table))
     return buckets
 
 
 def _minimum_over(node: int, scope: Scope, factors: list[Factor], core: Network) -> tuple[Array, Choose]:
     """Return the minimum of the sum of the factors over `node`, a table over `scope`, and a chooser of the node."""
     joint = (node, *scope)
-    shape = tuple(len(core.vectors[other]) for other in joint)
+    shape = tuple(len(core.vectors[member]) for member in joint)
     # Narrow factors first: their sum stays small for long.
     factors = sorted(factors, key=lambda factor: (factor[1].size, factor[0]))
     spread = [_spread(part, table, joint) for part, table in factors]
@@ -199,7 +199,7 @@ def _recompute(factors: list[Factor]) -> Choose:
     def choose(places: dict[int, int]) -> int:
         total: Array = np.zeros(())
         for part, table in factors:
-            index: tuple[Any, ...] = (slice(None), *(places[other] for other in part[1:]))
+            index: tuple[Any, ...] = (slice(None), *(places[neighbour] for neighbour in part[1:]))
             total = total + table[index]
         return int(np.argmin(total))
 
@@ -219,4 +219,4 @@ def _minimum_by_strategy(scope: Scope, shape: tuple[int, ...], spread: list[Arra
         better = np.broadcast_to(total < result, shape[1:])
         winner[better] = strategy
         np.minimum(result, total, out=result)
-    return result, lambda places: int(winner[tuple(places[other] for other in scope)])
+    return result, lambda places: int(winner[tuple(places[neighbour] for neighbour in scope)])

@@ -78,13 +78,13 @@ class EliminationGraph:
     def __init__(self, sizes: Mapping[int, int], neighbours: Mapping[int, Mapping[int, object]], cap: float) -> None:
         self.sizes = sizes
         self.cap = cap
-        self.neighbours = {node: set(others) for node, others in neighbours.items()}
+        self.neighbours = {node: set(adjacent) for node, adjacent in neighbours.items()}
 
     def table(self, node: int) -> float:
         """Return the entries of the table of eliminating the node, counted until the cap is exceeded."""
         entries = float(self.sizes[node])
-        for other in self.neighbours[node]:
-            entries *= self.sizes[other]
+        for neighbour in self.neighbours[node]:
+            entries *= self.sizes[neighbour]
             if entries > self.cap:
                 break
         return entries
@@ -92,36 +92,38 @@ class EliminationGraph:
     def missing(self, node: int) -> float:
         """Return the entries of the edges that eliminating the node would add."""
         total = 0.0
-        others = self.neighbours[node]
-        for other in others:
-            absent = others - self.neighbours[other]
+        adjacent = self.neighbours[node]
+        for neighbour in adjacent:
+            absent = adjacent - self.neighbours[neighbour]
             # The neighbour itself is always absent from its own neighbours.
             if len(absent) > 1:
-                total += self.sizes[other] * sum(self.sizes[third] for third in absent if third != other)
+                total += self.sizes[neighbour] * sum(
+                    self.sizes[opposite] for opposite in absent if opposite != neighbour
+                )
         # Every absent edge was counted from both of its ends.
         return total / 2
 
     def drop(self, node: int) -> set[int]:
         """Remove a node; return its neighbours."""
-        others = self.neighbours.pop(node)
-        for other in others:
-            self.neighbours[other].discard(node)
-        return others
+        adjacent = self.neighbours.pop(node)
+        for neighbour in adjacent:
+            self.neighbours[neighbour].discard(node)
+        return adjacent
 
     def eliminate(self, node: int) -> set[int]:
         """Remove a node and join its neighbours; return the nodes whose score may have changed."""
-        others = self.drop(node)
-        touched = set(others)
-        for other in others:
-            new = others - self.neighbours[other]
-            new.discard(other)
-            for third in new:
+        adjacent = self.drop(node)
+        touched = set(adjacent)
+        for neighbour in adjacent:
+            new = adjacent - self.neighbours[neighbour]
+            new.discard(neighbour)
+            for opposite in new:
                 # A new edge changes the fill of the common neighbours of its ends.
-                if third > other:
-                    touched |= self.neighbours[other] & self.neighbours[third]
-        for other in others:
-            self.neighbours[other] |= others
-            self.neighbours[other].discard(other)
+                if opposite > neighbour:
+                    touched |= self.neighbours[neighbour] & self.neighbours[opposite]
+        for neighbour in adjacent:
+            self.neighbours[neighbour] |= adjacent
+            self.neighbours[neighbour].discard(neighbour)
         return touched
 
 
@@ -183,21 +185,21 @@ def greedy_order(
             width, largest, entries = max(width, len(graph.neighbours[node])), max(largest, table), entries + table
             touched = graph.eliminate(node)
         del scores[node]
-        for other in touched - {node}:
-            fresh = score(graph, other)
-            if fresh != scores[other]:
-                scores[other] = fresh
-                heappush(heap, (fresh, other))
+        for neighbour in touched - {node}:
+            fresh = score(graph, neighbour)
+            if fresh != scores[neighbour]:
+                scores[neighbour] = fresh
+                heappush(heap, (fresh, neighbour))
     return EliminationOrder(tuple(steps), tuple(conditioned), width, largest, entries, True)
 
 
 def _node_to_hold(graph: EliminationGraph, node: int, reluctance: Mapping[int, float]) -> int:
     """Return the node of a table to hold: many neighbours, many strategies, little reluctance."""
 
-    def worth(other: int) -> tuple[float, int]:
+    def worth(neighbour: int) -> tuple[float, int]:
         # Holding a node shrinks every table that it is in, by its number of strategies; the root keeps a wide node of
         # few neighbours from being held before a hub.
-        weight = len(graph.neighbours[other]) * graph.sizes[other] ** 0.5
-        return weight / (1.0 + reluctance.get(other, 0.0)), -other
+        weight = len(graph.neighbours[neighbour]) * graph.sizes[neighbour] ** 0.5
+        return weight / (1.0 + reluctance.get(neighbour, 0.0)), -neighbour
 
     return max((node, *graph.neighbours[node]), key=worth)

@@ -34,8 +34,10 @@ class EquivalenceClasses:
         """Return classes of equal hashes."""
         _, first, number = np.unique(hashes, return_index=True, return_inverse=True)
         # Where nothing is equal, the order of the rows stays, which reads memory in sequence.
-        every = np.arange(len(hashes))
-        return EquivalenceClasses(first, number) if len(first) < len(hashes) else EquivalenceClasses(every, every)
+        if len(first) < len(hashes):
+            return EquivalenceClasses(first, number)
+        positions = np.arange(len(hashes))
+        return EquivalenceClasses(positions, positions)
 
 
 def equal_rows_and_columns(table: npt.NDArray[np.float64]) -> tuple[EquivalenceClasses, EquivalenceClasses] | None:

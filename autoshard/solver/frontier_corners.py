@@ -36,6 +36,7 @@ class KnownPoints:
     @staticmethod
     def of(memory: Array, time: Array, assignments: IntArray) -> KnownPoints:
         """Return the assignments that no other one beats by more than rounding."""
+        # By memory, then time: a point is undominated exactly if it is faster than all before it.
         order = np.lexsort((time, memory))
         kept: list[int] = []
         for place in order:
@@ -65,6 +66,7 @@ class KnownPoints:
         """
         priced = weights[:, 0] > 0
         less, more = weights[priced].T
+        # Equal ratios of time, since the share is relative: the band beside the hull is equally wide everywhere.
         steps = max(2, math.ceil(math.log(self.time[0] / self.time[-1]) / math.log1p(share)))
         # The memory at which the hull has each of these times: the most that any price says.
         time = np.geomspace(self.time[0], self.time[-1], steps + 1)
@@ -89,6 +91,7 @@ class KnownPoints:
         # Every price bounds the time of an assignment with less memory than the next point from below.
         less, more = weights[priced].T
         bound = (best[priced] - more * self.memory[1:, None]) / less
+        # Beyond the last point there is no next one: the least time of all, at the price of nothing, bounds it.
         fastest = np.append(bound.max(1), (best[priced & free] / weights[priced & free, 0]).max())
         if (fastest <= 0).any():
             return float("inf")
@@ -111,22 +114,26 @@ class OpenCorners:
 
     @staticmethod
     def between(
-        known: KnownPoints, weights: Array, best: Array, epsilon: float, most: tuple[float, float]
+        points: KnownPoints, weights: Array, best: Array, epsilon: float, most: tuple[float, float]
     ) -> OpenCorners:
         """Return the corners that the optima at the prices do not rule out.
 
         Args:
-            known: known points; a slower point is not new, nor one that is faster by less than epsilon.
+            points: known points; a slower point is not new, nor one that is faster by less than epsilon.
             weights, best: prices [prices, 2], and the optimum at each [prices].
             epsilon: share of its time by which a new point may be faster than a known one.
             most: memory and time that no assignment exceeds.
         """
-        time = np.minimum(known.time, known.time / (1.0 + epsilon))
-        memory = np.append(known.memory, most[0])
+        time = np.minimum(points.time, points.time / (1.0 + epsilon))
+        memory = np.append(points.memory, most[0])
+        # A corner has the time of the point before it and the memory of the point after it: anything new between the
+        # two is below it in both.
         time = np.append(most[1], time)
         corners = time[:, None] * weights[:, 0] + memory[:, None] * weights[:, 1]
-        scale = np.abs(known.time).max() * weights[:, 0] + np.abs(known.memory).max() * weights[:, 1]
+        scale = np.abs(points.time).max() * weights[:, 0] + np.abs(points.memory).max() * weights[:, 1]
+        # A sum that is below a corner by rounding alone is not new.
         corners = corners - _ROUNDING * scale
+        # A price whose optimum exceeds the cost of a corner proves that nothing lies below it.
         open_ = (corners > best).all(1)
         # Of too many corners, neighbours become one that dominates them all.
         groups = np.array_split(np.flatnonzero(open_), min(_CORNERS, max(1, int(open_.sum()))))
@@ -171,21 +178,23 @@ class PruningBounds:
     outside: Array
     pairs: np.ndarray
 
-    def promising_points(self, cell: IntArray, memory: Array, time: Array, each: int | None) -> IntArray:
+    def promising_points(self, cell: IntArray, memory: Array, time: Array, per_corner: int | None) -> IntArray:
         """Return the positions of the points that may lead below a corner.
 
         Args:
             cell, memory, time: of the points.
-            each: points of a cell at most for every corner: those that may come farthest below it. None for all.
+            per_corner: points of a cell at most for every corner: those that may come farthest below it. None for all.
         """
         weights = self.corners.weights
         wholes = time[:, None] * weights[:, 0] + memory[:, None] * weights[:, 1] + self.outside[cell]
+        # A point is worth keeping if, with the least cost of all that is still to be added, it is below some corner at
+        # every price.
         row, corner = self.corners.pairs_below(wholes)
-        if each is not None and len(row):
+        if per_corner is not None and len(row):
             priced = weights[:, 0] > 0
-            ahead = ((self.corners.costs[corner] - wholes[row])[:, priced] / weights[priced, 0]).min(1)
-            order = np.lexsort((-ahead, corner, cell[row]))
+            lead = ((self.corners.costs[corner] - wholes[row])[:, priced] / weights[priced, 0]).min(1)
+            order = np.lexsort((-lead, corner, cell[row]))
             group = (cell[row] * len(self.corners) + corner)[order]
             rank = np.arange(len(order)) - np.searchsorted(group, group)
-            row = row[order[rank < each]]
+            row = row[order[rank < per_corner]]
         return np.unique(row)

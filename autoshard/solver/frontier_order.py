@@ -34,6 +34,7 @@ def elimination_steps(
 
     Source: TensorOpt 3.2, Algorithm 2.
     """
+    # Both are made: neither is always better, and an order costs far less than the frontier.
     orders = [_GreedyElimination(sizes, neighbours, linear, cells, fill) for fill in (False, True)]
     results = [order.run() for order in orders]
 
@@ -56,7 +57,7 @@ class _GreedyElimination:
         self.work = 0.0
         self.sizes = sizes
         self.cells = cells
-        self.neighbours = {node: set(others) for node, others in neighbours.items()}
+        self.neighbours = {node: set(adjacent) for node, adjacent in neighbours.items()}
         self.place: dict[int, int] = {}
         self.last: set[int] = set()
         for node in neighbours:
@@ -81,42 +82,45 @@ class _GreedyElimination:
             if not exact:
                 node = max((node, *self.neighbours[node]), key=lambda hub: (len(self.neighbours[hub]), -hub))
             self.work += self._table(node) * self.sizes[node] if exact else 0.0
-            for other in self._remove(node, exact):
-                heappush(heap, (self._score(other), other))
+            for neighbour in self._remove(node, exact):
+                heappush(heap, (self._score(neighbour), neighbour))
             steps.append(EliminationStep(node, exact))
         return steps
 
     def _remove(self, node: int, join: bool) -> Iterable[int]:
         """Remove a node, and join its neighbours if it is eliminated; return the nodes whose score has changed."""
-        others = self.neighbours.pop(node)
-        changed = set(others)
-        for other in others:
-            self.neighbours[other].discard(node)
+        adjacent = self.neighbours.pop(node)
+        changed = set(adjacent)
+        for neighbour in adjacent:
+            self.neighbours[neighbour].discard(node)
             if join:
-                new = others - self.neighbours[other] - {other}
-                self.neighbours[other] |= new
-                for third in new if self.fill else ():
-                    changed |= self.neighbours[other] & self.neighbours[third]
+                new = adjacent - self.neighbours[neighbour] - {neighbour}
+                self.neighbours[neighbour] |= new
+                # A new edge joins two neighbours: their common neighbours miss one edge less.
+                for opposite in new if self.fill else ():
+                    changed |= self.neighbours[neighbour] & self.neighbours[opposite]
             elif self.fill:
-                changed |= self.neighbours[other]
+                changed |= self.neighbours[neighbour]
         return sorted(changed)
 
     def _table(self, node: int) -> float:
-        return math.prod(self.sizes[other] for other in self.neighbours[node])
+        return math.prod(self.sizes[neighbour] for neighbour in self.neighbours[node])
 
     def _score(self, node: int) -> tuple[bool, float, float, int]:
         table = self._table(node) * self.sizes[node]
         if table > self.cells * self.sizes[node]:
             # Too large: after all others, so that fixing hubs comes as late as possible.
             return node in self.last, math.inf, table, self.place[node]
+        # Places in the graph break ties, so that equal layers are eliminated from one end to the other.
         return node in self.last, self._missing(node) if self.fill else table, table, self.place[node]
 
     def _missing(self, node: int) -> float:
         """Return the entries of the edges that eliminating the node would add."""
-        others = sorted(self.neighbours[node])
+        adjacent = sorted(self.neighbours[node])
         return sum(
-            self.sizes[end] * sum(self.sizes[other] for other in others[:place] if other not in self.neighbours[end])
-            for place, end in enumerate(others)
+            self.sizes[end]
+            * sum(self.sizes[neighbour] for neighbour in adjacent[:place] if neighbour not in self.neighbours[end])
+            for place, end in enumerate(adjacent)
         )
 
     def _farthest(self, node: int) -> int:
@@ -131,6 +135,6 @@ class _GreedyElimination:
         distance = {start: 0}
         layer = [start]
         while layer:
-            layer = sorted({other for node in layer for other in self.neighbours[node]} - distance.keys())
+            layer = sorted({neighbour for node in layer for neighbour in self.neighbours[node]} - distance.keys())
             distance.update(dict.fromkeys(layer, 1 + next(reversed(distance.values()))))
         return distance

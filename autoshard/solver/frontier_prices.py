@@ -32,6 +32,7 @@ class Costs:
 
     def at(self, weights: Array) -> Array:
         """Return time and memory weighted by the prices [*scope, prices]; a forbidden combination stays infinite."""
+        # Infinite time at a price of nothing for time would be NaN, and would not forbid.
         allowed = np.isfinite(self.time)
         time = np.where(allowed, self.time, 0.0)
         total = time[..., None] * weights[:, 0] + self.memory[..., None] * weights[:, 1]
@@ -73,11 +74,14 @@ def buckets(order: Sequence[int], costs: Sequence[Costs]) -> list[Bucket]:
     children: list[list[int]] = [[] for _ in order]
     result: list[Bucket] = []
     for number, node in enumerate(order):
-        others = {other for cost in by_node[number] for other in cost.scope}
-        others.update(other for child in children[number] for other in result[child].rest)
-        scope = sorted({node, *others}, key=place.__getitem__, reverse=True)
+        members = {member for cost in by_node[number] for member in cost.scope}
+        members.update(member for child in children[number] for member in result[child].rest)
+        # The eliminated node is last, so that the minimum over it is over the last axis of strategies.
+        scope = sorted({node, *members}, key=place.__getitem__, reverse=True)
         result.append(Bucket(tuple(scope), tuple(by_node[number]), tuple(children[number])))
         if len(scope) > 1:
+            # The minimum is added where the next of its nodes is eliminated: the buckets form a tree, and each is
+            # summed once.
             children[place[scope[-2]]].append(number)
     return result
 
@@ -152,13 +156,15 @@ class PricedProblem:
             minimum = self.minima[number]
             reached = np.isfinite(minimum)
             # The optimum given the rest, from the bucket above; a component depends on no other.
-            whole = above.pop(number) if bucket.rest else self.best
+            optimum = above.pop(number) if bucket.rest else self.best
             with np.errstate(invalid="ignore"):
                 # Inf - inf where all is forbidden.
-                outside = np.where(reached, whole - minimum, 0.0)
+                outside = np.where(reached, optimum - minimum, 0.0)
+            # The downward pass: all in and below the bucket, plus the least of everything else, is an optimum of the
+            # whole problem.
             total = self._sum(bucket) + outside[..., None, :]
             for child in bucket.children:
-                kept = set(self.tree[child].rest)
-                gone = tuple(axis for axis, node in enumerate(bucket.scope) if node not in kept)
-                above[child] = total.min(gone) if gone else total
+                child_rest = set(self.tree[child].rest)
+                minimised = tuple(axis for axis, node in enumerate(bucket.scope) if node not in child_rest)
+                above[child] = total.min(minimised) if minimised else total
             yield total, outside

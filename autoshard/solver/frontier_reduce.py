@@ -27,9 +27,9 @@ def undominated_strategies(
     kept = [strategies if len(strategies) else np.zeros(1, dtype=np.int64) for strategies in kept]
     around: list[list[tuple[int, Array, Array | None]]] = [[] for _ in problem.costs]
     for number, edge in enumerate(problem.edges):
-        held = None if edge_usages is None else edge_usages[number]
-        around[edge.source].append((edge.target, edge.costs, held))
-        around[edge.target].append((edge.source, edge.costs.T, None if held is None else held.T))
+        edge_usage = None if edge_usages is None else edge_usages[number]
+        around[edge.source].append((edge.target, edge.costs, edge_usage))
+        around[edge.target].append((edge.source, edge.costs.T, None if edge_usage is None else edge_usage.T))
     for _ in range(_ROUNDS):
         before = sum(map(len, kept))
         for node, edges in enumerate(around):
@@ -47,19 +47,19 @@ def _undominated_of_node(
     edges: Sequence[tuple[int, Array, Array | None]],
 ) -> IntArray:
     strategies = kept[node]
-    if len(strategies) < 2 or any(len(strategies) ** 2 * len(kept[other]) > _LARGEST for other, _, _ in edges):
+    if len(strategies) < 2 or any(len(strategies) ** 2 * len(kept[neighbour]) > _LARGEST for neighbour, _, _ in edges):
         return strategies
     # [s, t]: the most that choosing t instead of s can add.
     slower = costs[strategies][None, :] - costs[strategies][:, None]
     larger = usage[strategies][None, :] - usage[strategies][:, None]
-    for other, table, held in edges:
-        at = np.ix_(strategies, kept[other])
+    for neighbour, table, edge_usage in edges:
+        at = np.ix_(strategies, kept[neighbour])
         allowed = np.isfinite(table[at])
         # Where s is forbidden, t is no worse, even if it is forbidden too.
         # NaN where both are forbidden everywhere, which compares False.
         with np.errstate(invalid="ignore"):
             slower = slower + _largest_increase(table[at], allowed)
-        larger = larger + (_largest_increase(held[at], allowed) if held is not None else 0.0)
+        larger = larger + (_largest_increase(edge_usage[at], allowed) if edge_usage is not None else 0.0)
     better = (slower <= 0) & (larger <= 0)
     np.fill_diagonal(better, False)
     remains = np.ones(len(strategies), dtype=bool)

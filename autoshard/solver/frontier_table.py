@@ -54,8 +54,8 @@ class FrontierTable:
     def of(time: Array, memory: Array) -> FrontierTable:
         """Return a table with one point per finite entry of the arrays, and none elsewhere."""
         time, memory = np.ravel(time), np.ravel(memory)
-        there = np.isfinite(time)
-        return FrontierTable(np.append(0, np.cumsum(there)), memory[there], time[there])
+        allowed = np.isfinite(time)
+        return FrontierTable(np.append(0, np.cumsum(allowed)), memory[allowed], time[allowed])
 
     @property
     def cells(self) -> int:
@@ -107,7 +107,7 @@ class Joiner:
         right_cells: IntArray,
         fan: int = 1,
         decided: int | None = None,
-        outlook: PruningBounds | None = None,
+        pruning: PruningBounds | None = None,
     ) -> FrontierTable:
         """Return the frontiers of sums of points.
 
@@ -119,34 +119,38 @@ class Joiner:
             left_cells, right_cells: cells to be summed in pairs [cells of the result * fan].
             fan: pairs per cell of the result: the strategies of the eliminated node, or 1.
             decided: that node, whose strategies are the last index of the left table's cells.
-            outlook: bounds; points that lead to nothing new are dropped. None keeps all.
+            pruning: bounds; points that lead to nothing new are dropped. None keeps all.
 
         Source: TensorOpt 3.2: product, union, and Algorithm 1.
         """
         share = 0.0
         if decided is not None:
+            # What earlier joins did not use is shared by those to come.
             share = max(0.0, self.budget - self.spent) / max(1, self.joins)
             self.joins -= 1
         pairs = left.counts[left_cells] * right.counts[right_cells]
-        if outlook is not None:
-            pairs *= outlook.pairs
+        if pruning is not None:
+            # Pairs that lead to nothing new are not even formed.
+            pairs *= pruning.pairs
         # Ranges of cells with about `_CHUNK` candidates each; a single cell may have more.
-        done = np.cumsum(pairs.reshape(-1, fan).sum(1))
-        parts_at = np.unique(done // _CHUNK, return_index=True)[1]
-        bounds = [0, *(int(part) for part in parts_at if part), len(done)]
+        cumulative = np.cumsum(pairs.reshape(-1, fan).sum(1))
+        parts_at = np.unique(cumulative // _CHUNK, return_index=True)[1]
+        bounds = [0, *(int(part) for part in parts_at if part), len(cumulative)]
         parts = []
         for a, b in itertools.pairwise(bounds):
             at = slice(a * fan, b * fan)
             task = _JoinChunk(
-                left, right, left_cells[at], right_cells[at], pairs[at], fan, share, self.points_per_corner, outlook, a
+                left, right, left_cells[at], right_cells[at], pairs[at], fan, share, self.points_per_corner, pruning, a
             )
             parts.append(task.run())
+        # A final point passes one cell of every join, so cells do not add up, joins do.
         self.spent += max((part.slower for part in parts), default=0.0)
         counts = np.concatenate([part.counts for part in parts])
         memory, time, left_points, right_points = (
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("memory", "time", "left_points", "right_points")
         )
+        # Assignments are not carried along: the origins lead back to them, for the few points that are left at the end.
         origin = Origin(left, left_points, right, right_points, decided, fan)
         return FrontierTable(np.append(0, np.cumsum(counts)), memory, time, origin)
 
@@ -246,18 +250,19 @@ def _frontiers(counts: IntArray, memory: Array, time: Array) -> tuple[IntArray, 
     for bits in np.unique(length[counts > 0]):
         rows = np.flatnonzero(length == bits)
         at = np.arange(counts[rows].max())
-        there = at < counts[rows][:, None]
-        place = np.where(there, starts[rows][:, None] + at, 0)
-        held = np.where(there, memory[place], np.inf)
+        present = at < counts[rows][:, None]
+        place = np.where(present, starts[rows][:, None] + at, 0)
+        memories = np.where(present, memory[place], np.inf)
         if len(at) > 1:
-            order = np.argsort(held, axis=1, kind="stable")
-            held, place = np.take_along_axis(held, order, 1), np.take_along_axis(place, order, 1)
-        times = np.where(np.isfinite(held), time[place], np.inf)
+            order = np.argsort(memories, axis=1, kind="stable")
+            memories, place = np.take_along_axis(memories, order, 1), np.take_along_axis(place, order, 1)
+        # Padding has infinite memory and comes last; its time must not win either.
+        times = np.where(np.isfinite(memories), time[place], np.inf)
         least = np.minimum.accumulate(times, 1)
         keep = times < np.hstack([np.full((len(rows), 1), np.inf), least[:, :-1]])
         row, column = np.nonzero(keep)
         # The sort may have placed the slower of two points of equal memory first.
-        last = np.append((row[1:] != row[:-1]) | (held[keep][1:] != held[keep][:-1]), True)[: len(row)]
+        last = np.append((row[1:] != row[:-1]) | (memories[keep][1:] != memories[keep][:-1]), True)[: len(row)]
         cells.append(rows[row[last]])
         places.append(place[row[last], column[last]])
     if not cells:
@@ -279,6 +284,7 @@ def _thin_points(cell: IntArray, time: Array, cells: int, tolerance: float) -> t
     ends = np.cumsum(counts)[counts > 0]
     fastest = np.zeros(cells)
     fastest[counts > 0] = time[ends - 1]
+    # Steps count from the fastest point of the cell; the first point of a step, by memory, stands for the others.
     number = np.floor((time - fastest[cell]) / tolerance)
     new = (np.diff(number, prepend=-1) != 0) | (np.diff(cell, prepend=-1) != 0)
     new[ends - 1] = True

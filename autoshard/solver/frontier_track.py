@@ -73,24 +73,25 @@ class Tracker:
     def run(self) -> tuple[KnownPoints, float]:
         """Return assignments [points, places in the order], and how much slower than the exact frontier they are at
         most."""
+        # The two ends: time alone, and memory alone.
         weights = np.array([[1.0, 0.0], [0.0, 1.0]])
         priced = PricedProblem(self.sizes, self.constant, self.tree, weights)
         if not np.isfinite(priced.best).all():
             return KnownPoints(np.zeros(0), np.zeros(0), np.zeros((0, len(self.order)), dtype=np.int64)), 0.0
-        known = self._evaluate(priced.optima())
-        known, priced = self._hull(known, weights)
-        within = known.largest_gap(priced.weights, priced.best)
-        for each, hope in self._passes():
-            if within <= self.epsilon:
+        points = self._evaluate(priced.optima())
+        points, priced = self._hull(points, weights)
+        gap = points.largest_gap(priced.weights, priced.best)
+        for per_corner, band in self._passes():
+            if gap <= self.epsilon:
                 break
-            found, proved = self._pass(known, priced, each, hope)
-            known = known.merge(found)
-            within = min(known.largest_gap(priced.weights, priced.best), proved)
-        return known, within
+            new_points, proved = self._pass(points, priced, per_corner, band)
+            points = points.merge(new_points)
+            gap = min(points.largest_gap(priced.weights, priced.best), proved)
+        return points, gap
 
     def _passes(self) -> list[tuple[int | None, float]]:
         """Return, per pass, the points of a cell for every corner and the width of the band beside the hull."""
-        coarse = [(each, share * max(self.epsilon, _FINE)) for each, share in _COARSE]
+        coarse = [(per_corner, share * max(self.epsilon, _FINE)) for per_corner, share in _COARSE]
         return [pair for pair in coarse if self.limit is None or pair[0] <= self.limit] + [(self.limit, 0.0)]
 
     def _evaluate(self, strategies: Mapping[int, IntArray]) -> KnownPoints:
@@ -107,17 +108,19 @@ class Tracker:
 
     def _upper_bounds(self) -> tuple[float, float]:
         """Return memory and time that no assignment exceeds."""
-        every = [cost for bucket in self.tree for cost in bucket.costs]
-        memory = sum(float(cost.memory.max()) for cost in every) + float(self.constant.memory)
-        finite = (cost.time[np.isfinite(cost.time)] for cost in every)
+        all_costs = [cost for bucket in self.tree for cost in bucket.costs]
+        memory = sum(float(cost.memory.max()) for cost in all_costs) + float(self.constant.memory)
+        finite = (cost.time[np.isfinite(cost.time)] for cost in all_costs)
         time = sum(float(times.max(initial=0.0)) for times in finite) + float(self.constant.time)
         return 1.0 + memory, 1.0 + time
 
-    def _hull(self, known: KnownPoints, weights: Array) -> tuple[KnownPoints, PricedProblem]:
+    def _hull(self, points: KnownPoints, weights: Array) -> tuple[KnownPoints, PricedProblem]:
         """Return the convex hull of the frontier, without small changes of slope, and the prices that bound it."""
         tried, optima = np.zeros((0, 2)), np.zeros(0)
-        saved, slower = known.memory[-1] - known.memory[0], known.time[0] - known.time[-1]
-        rates = slower / saved * 2.0 ** np.arange(-_OCTAVES, _OCTAVES + 1) if len(known) > 1 else np.zeros(0)
+        saved, slower = points.memory[-1] - points.memory[0], points.time[0] - points.time[-1]
+        # The overall exchange rate of seconds for bytes is the best first guess; the hull may be far steeper at its
+        # ends.
+        rates = slower / saved * 2.0 ** np.arange(-_OCTAVES, _OCTAVES + 1) if len(points) > 1 else np.zeros(0)
         for _ in range(1 + _ROUNDS):
             fresh = np.array([rate for rate in rates if not np.isclose(rate, tried[:, 1], rtol=1e-9, atol=0.0).any()])
             if not len(fresh):
@@ -126,73 +129,78 @@ class Tracker:
             tried = np.concatenate([tried, fresh])
             priced = PricedProblem(self.sizes, self.constant, self.tree, fresh)
             optima = np.append(optima, priced.best)
-            known = known.merge(self._evaluate(priced.optima()))
-            slower = known.time[:-1] - known.time[1:]
+            points = points.merge(self._evaluate(priced.optima()))
+            slower = points.time[:-1] - points.time[1:]
             # The next prices are the rates between neighbours that are far apart in time.
-            share = slower / np.maximum(np.abs(known.time[1:]), _SMALL * np.abs(known.time).max())
+            share = slower / np.maximum(np.abs(points.time[1:]), _SMALL * np.abs(points.time).max())
             wide = np.argsort(-share, kind="stable")[:_MOST_PRICES]
             wide = wide[share[wide] > self.epsilon / 4]
-            rates = (slower / np.diff(known.memory))[np.sort(wide)]
-        return known, PricedProblem(
-            self.sizes, self.constant, self.tree, self._decisive_prices(known, weights, tried, optima)
+            rates = (slower / np.diff(points.memory))[np.sort(wide)]
+        return points, PricedProblem(
+            self.sizes, self.constant, self.tree, self._decisive_prices(points, weights, tried, optima)
         )
 
-    def _decisive_prices(self, known: KnownPoints, ends: Array, tried: Array, optima: Array) -> Array:
+    def _decisive_prices(self, points: KnownPoints, ends: Array, tried: Array, optima: Array) -> Array:
         """Return the prices at the ends, and those that give the highest bound of the time at some memory."""
         if not len(tried):
             return ends
+        # More prices make every bound slower to compare: only those that are the highest bound somewhere are kept.
         share = np.linspace(0.0, 1.0, _BETWEEN, endpoint=False)
-        memory = np.append(known.memory[:-1, None] + np.diff(known.memory)[:, None] * share, known.memory[-1])
+        memory = np.append(points.memory[:-1, None] + np.diff(points.memory)[:, None] * share, points.memory[-1])
         return np.concatenate([ends, tried[np.unique((optima - memory[:, None] * tried[:, 1]).argmax(1))]])
 
     def _pass(
-        self, known: KnownPoints, priced: PricedProblem, each: int | None, hope: float
+        self, points: KnownPoints, priced: PricedProblem, per_corner: int | None, band: float
     ) -> tuple[KnownPoints, float]:
         """Return new assignments between known ones, and how much slower than the exact frontier all are at most."""
         least = float(priced.best[0])
         # Only the last pass keeps all points, and so proves a bound. Half of epsilon goes to the corners, the rest to
         # thinning.
-        followed = each is None and not hope
+        followed = per_corner is None and not band
         epsilon = self.epsilon / 2 if followed else 0.0
         spare = (1 + self.epsilon) / (1 + epsilon) - 1 if followed else 0.0
-        if hope and least > 0:
-            known = known.with_targets(priced.weights, priced.best, hope)
-        room = OpenCorners.between(known, priced.weights, priced.best, epsilon, self._upper_bounds())
-        joiner = Joiner(spare * max(0.0, least), len(self.order), each)
-        table = self._eliminate_all(joiner, priced, self._pruning_bounds(priced, room))
+        if band and least > 0:
+            points = points.with_targets(priced.weights, priced.best, band)
+        corners = OpenCorners.between(points, priced.weights, priced.best, epsilon, self._upper_bounds())
+        joiner = Joiner(spare * max(0.0, least), len(self.order), per_corner)
+        table = self._eliminate_all(joiner, priced, self._pruning_bounds(priced, corners))
         assignments = np.zeros((len(table.memory), 1 + max(self.order, default=0)), dtype=np.int64)
         unroll(table, assignments)
+        # The corners leave out what is faster by less than epsilon; thinning leaves out `spent` seconds, at most a
+        # share of the least time. The two factors multiply.
         proved = (1 + epsilon) * (1 + (joiner.spent / least if joiner.spent else 0.0)) - 1
-        found = KnownPoints.of(table.memory, table.time, assignments[:, list(self.order)])
-        return found, proved if followed else float("inf")
+        new_points = KnownPoints.of(table.memory, table.time, assignments[:, list(self.order)])
+        return new_points, proved if followed else float("inf")
 
-    def _pruning_bounds(self, priced: PricedProblem, room: OpenCorners) -> list[PruningBounds]:
-        found = []
-        for wholes, outside in priced.conditional_optima():
-            prices = wholes.shape[-1]
-            wholes = wholes.reshape(-1, prices)
-            pairs = np.zeros(len(wholes), dtype=bool)
-            pairs[room.pairs_below(wholes)[0]] = True
-            found.append(PruningBounds(room, outside.reshape(-1, prices), pairs))
-        return found[::-1]
+    def _pruning_bounds(self, priced: PricedProblem, corners: OpenCorners) -> list[PruningBounds]:
+        bounds = []
+        for conditional, outside in priced.conditional_optima():
+            prices = conditional.shape[-1]
+            conditional = conditional.reshape(-1, prices)
+            pairs = np.zeros(len(conditional), dtype=bool)
+            pairs[corners.pairs_below(conditional)[0]] = True
+            bounds.append(PruningBounds(corners, outside.reshape(-1, prices), pairs))
+        return bounds[::-1]
 
-    def _eliminate_all(self, joiner: Joiner, priced: PricedProblem, outlooks: Sequence[PruningBounds]) -> FrontierTable:
+    def _eliminate_all(self, joiner: Joiner, priced: PricedProblem, prunings: Sequence[PruningBounds]) -> FrontierTable:
         """Return a table of one cell, the frontier after all nodes are eliminated."""
         tables: list[FrontierTable] = []
-        rest = FrontierTable.of(self.constant.time, self.constant.memory)
-        done = self.constant.at(priced.weights)
-        for bucket, minimum, outlook in zip(self.tree, priced.minima, outlooks, strict=True):
-            table = self._eliminate_bucket(joiner, bucket, tables, outlook)
+        combined = FrontierTable.of(self.constant.time, self.constant.memory)
+        decided_costs = self.constant.at(priced.weights)
+        for bucket, minimum, pruning in zip(self.tree, priced.minima, prunings, strict=True):
+            table = self._eliminate_bucket(joiner, bucket, tables, pruning)
             tables.append(table)
             # A component ends.
             if not bucket.rest:
-                done = done + minimum
-                onward = PruningBounds(outlook.corners, (priced.best - done)[None], np.ones(1, dtype=bool))
-                rest = joiner.join(rest, table, _FIRST, _FIRST, outlook=onward)
-        return rest
+                decided_costs = decided_costs + minimum
+                component_pruning = PruningBounds(
+                    pruning.corners, (priced.best - decided_costs)[None], np.ones(1, dtype=bool)
+                )
+                combined = joiner.join(combined, table, _FIRST, _FIRST, pruning=component_pruning)
+        return combined
 
     def _eliminate_bucket(
-        self, joiner: Joiner, bucket: Bucket, tables: Sequence[FrontierTable], outlook: PruningBounds
+        self, joiner: Joiner, bucket: Bucket, tables: Sequence[FrontierTable], pruning: PruningBounds
     ) -> FrontierTable:
         """Return the frontiers of the sum of a bucket, minimised over its node.
 
@@ -212,12 +220,12 @@ class Tracker:
         parts = [(tables[child], self.tree[child].rest) for child in bucket.children]
         parts.sort(key=lambda part: (len(part[0].memory), part[1]))
         last, inner = parts.pop() if parts else (UNIT, ())
-        for table, other in parts:
-            joint = self._union_scope([scope, other], bucket)
-            together = joiner.join(together, table, self._cells(scope, joint), self._cells(other, joint))
+        for table, child_scope in parts:
+            joint = self._union_scope([scope, child_scope], bucket)
+            together = joiner.join(together, table, self._cells(scope, joint), self._cells(child_scope, joint))
             scope = joint
         left, right = self._cells(scope, bucket.scope), self._cells(inner, bucket.scope)
-        return joiner.join(together, last, left, right, self.sizes[bucket.node], bucket.node, outlook)
+        return joiner.join(together, last, left, right, self.sizes[bucket.node], bucket.node, pruning)
 
     def _union_scope(self, scopes: Sequence[Scope], bucket: Bucket) -> Scope:
         """Return the nodes of a bucket that are in some scopes, and its own node."""

@@ -47,8 +47,8 @@ def solve_integer(
     core = thin_memory(network_to_core(network, moments)) if network.feasible else None
     if core is None or not core.feasible:
         return IntegerResult(NO_ASSIGNMENT, float("inf"), True)
-    known = network.positions(hint.choices) if hint.choices else None
-    start = None if known is None else np.array([known[node] for node in network.vectors], dtype=np.int64)
+    positions = network.positions(hint.choices) if hint.choices else None
+    start = None if positions is None else np.array([positions[node] for node in network.vectors], dtype=np.int64)
     answer = solve_core(core, start=start, deadline=deadline, seed=seed, nodes=nodes)
     if answer.places is None:
         return IntegerResult(NO_ASSIGNMENT, answer.bound, answer.proved)
@@ -64,18 +64,18 @@ def network_to_core(network: Network, moments: Moments | None) -> Core:
     number = {node: place for place, node in enumerate(network.vectors)}
     size = np.array([len(vector) for vector in network.vectors.values()], dtype=np.int64)
     pairs = [
-        (number[node], number[other], table)
+        (number[node], number[neighbour], table)
         for node, around in network.edges.items()
-        for other, table in around.items()
-        if node < other
+        for neighbour, table in around.items()
+        if node < neighbour
     ]
     tables = [table.ravel() for *_, table in pairs]
     live = [node for node in network.usages if moments is not None and moments.first[node] < moments.last[node]]
     rows = np.array([number[node] for node in live], dtype=np.int64)
     # Eliminated nodes still hold their memory, whatever is chosen for the others.
-    held = np.zeros(0 if moments is None else len(moments.usages))
+    fixed_usage = np.zeros(0 if moments is None else len(moments.usages))
     for node, usage in network.held.items():
-        held[node] = usage
+        fixed_usage[node] = usage
     return Core(
         size=size,
         offset=starts(size),
@@ -88,7 +88,7 @@ def network_to_core(network: Network, moments: Moments | None) -> Core:
         high=np.array([moments.last[node] for node in live] if moments else [], dtype=np.int64),
         usage_start=starts(size[rows])[:-1],
         usage=np.concatenate([*(network.usages[node] for node in live), np.zeros(0)]),
-        base=np.zeros(0) if moments is None else moments.spread(held),
+        base=np.zeros(0) if moments is None else moments.spread(fixed_usage),
         limit=float("inf") if moments is None else moments.limit,
         moment=np.arange(0 if moments is None else moments.count),
         constant=network.offset,

@@ -80,9 +80,9 @@ def alternate(
         if budget.is_over:
             break
         budget.spend(_AXIS_WORK * axes * network.cells)
-        found = _initial_assignment(network, labels, sequence)
-        if np.isfinite(found.cost):
-            best = cheaper_of(best, _descend(network, labels, found, sequence, budget))
+        candidate = _initial_assignment(network, labels, sequence)
+        if np.isfinite(candidate.cost):
+            best = cheaper_of(best, _descend(network, labels, candidate, sequence, budget))
     return best
 
 
@@ -113,7 +113,9 @@ def _initial_assignment(network: Network, labels: list[IntArray], sequence: tupl
         }
         remaining = remaining.restrict(rows)
     # Strategies may have equal labels on all axes: the cheapest of them is taken.
-    choices = {node: int(left[remaining.vectors[node].argmin()]) for node, left in remaining.labels.items()}
+    choices = {
+        node: int(node_labels[remaining.vectors[node].argmin()]) for node, node_labels in remaining.labels.items()
+    }
     return ScoredAssignment(remaining.expand(choices), network.value(choices))
 
 
@@ -122,21 +124,22 @@ def _project_axis(network: Network, labels: list[IntArray], axis: int) -> Networ
     tables = network.tables
     result = Network(tables, offset=network.offset)
     groups: dict[int, tuple[IntArray, IntArray]] = {}
-    for node, left in network.labels.items():
-        names = tables.once(f"axis {axis}", (labels[node], left), lambda n=node, le=left: labels[n][le, axis])  # type: ignore[misc]
-        order, starts = tables.once("groups", (names,), lambda names=names: _groups(names))  # type: ignore[misc]
+    for node, node_labels in network.labels.items():
+        operands = labels[node], node_labels
+        names = tables.cached(f"axis {axis}", operands, lambda pair=operands: pair[0][pair[1], axis])  # type: ignore[misc]
+        order, starts = tables.cached("groups", (names,), lambda names=names: _groups(names))  # type: ignore[misc]
         groups[node] = (order, starts)
-        result.labels[node] = tables.once("names", (names,), lambda names=names: tables.intern(np.unique(names)))  # type: ignore[misc]
+        result.labels[node] = tables.cached("names", (names,), lambda names=names: tables.intern(np.unique(names)))  # type: ignore[misc]
         result.edges[node] = {}
-        result.vectors[node] = tables.once(
+        result.vectors[node] = tables.cached(
             "project",
             (network.vectors[node], order),
             lambda n=node, o=order, s=starts: tables.intern(np.minimum.reduceat(network.vectors[n][o], s)),  # type: ignore[misc]
         )
     for node, neighbours in network.edges.items():
-        for other, table in neighbours.items():
-            if node < other:
-                result.add_edge(node, other, _project_table(network, table, groups[node], groups[other]))
+        for neighbour, table in neighbours.items():
+            if node < neighbour:
+                result.add_edge(node, neighbour, _project_table(network, table, groups[node], groups[neighbour]))
     return result
 
 
@@ -155,7 +158,7 @@ def _project_table(
         least = np.minimum.reduceat(table[rows[0]], rows[1], axis=0)
         return network.tables.intern(np.minimum.reduceat(least[:, columns[0]], columns[1], axis=1))
 
-    return network.tables.once("project table", (table, rows[0], columns[0]), compute)
+    return network.tables.cached("project table", (table, rows[0], columns[0]), compute)
 
 
 def _descend(
@@ -167,9 +170,9 @@ def _descend(
     for axis in itertools.cycle(sequence):
         if unimproved >= len(sequence) or budget.is_over:
             break
-        found = _solve_axis(network, labels, best, axis, budget)
-        unimproved = 0 if found.improves(best) else unimproved + 1
-        best = cheaper_of(best, found)
+        candidate = _solve_axis(network, labels, best, axis, budget)
+        unimproved = 0 if candidate.improves(best) else unimproved + 1
+        best = cheaper_of(best, candidate)
     return best
 
 
@@ -179,10 +182,10 @@ def _solve_axis(
     """Return the optimum over one axis, with every node keeping its labels on the others."""
     tables = network.tables
     rows = {}
-    for node, left in network.labels.items():
-        labels_left = tables.once("labels", (labels[node], left), lambda n=node, le=left: tables.intern(labels[n][le]))  # type: ignore[misc]
-        held = int(left.searchsorted(current.choices[node]))
-        same = labels_left == labels_left[held]
+    for node, node_labels in network.labels.items():
+        labels_left = tables.take_entries(labels[node], node_labels)
+        current_place = int(node_labels.searchsorted(current.choices[node]))
+        same = labels_left == labels_left[current_place]
         # Agreement on every other axis.
         same[:, axis] = True
         rows[node] = np.flatnonzero(same.all(1))
@@ -208,8 +211,7 @@ def improve(
     """Change most nodes at once: fix some, so that the rest is narrow enough to be solved exactly.
 
     Each round fixes other nodes: those that were fixed before are fixed more reluctantly. So a node, pair, chain or
-        tree
-    that can be improved is, once all of it is free.
+    tree that can be improved is, once all of it is free.
 
     Args:
         network: left as it is.
@@ -241,9 +243,9 @@ def improve(
         # What is free is narrow now: its optimum beside the held nodes is exact, and never worse than the start.
         choices, cost = run_order(free, order)
         budget.spend(_ROUND_WORK * core.cells)
-        found = ScoredAssignment(free.expand(choices), cost + free.offset) if np.isfinite(cost) else NO_ASSIGNMENT
-        failures = 0 if found.improves(best) else failures + 1
-        best = cheaper_of(best, found)
+        candidate = ScoredAssignment(free.expand(choices), cost + free.offset) if np.isfinite(cost) else NO_ASSIGNMENT
+        failures = 0 if candidate.improves(best) else failures + 1
+        best = cheaper_of(best, candidate)
         if not order.conditioned:
             # Nothing was fixed: this is the optimum.
             break
@@ -259,9 +261,9 @@ def soften(network: Network) -> Network:
     penalty = 1.0 + 2.0 * sum(float(np.abs(values).max(initial=0.0)) for values in finite)
     soft = network.copy()
     for node, around in network.edges.items():
-        for other, table in around.items():
-            if node < other and np.isinf(table).any():
+        for neighbour, table in around.items():
+            if node < neighbour and np.isinf(table).any():
                 allowed = tables.intern(np.where(np.isinf(table), penalty, table))
-                soft.edges[node][other] = allowed
-                soft.edges[other][node] = soft.tables.transpose(allowed)
+                soft.edges[node][neighbour] = allowed
+                soft.edges[neighbour][node] = soft.tables.transpose(allowed)
     return soft

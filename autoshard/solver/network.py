@@ -104,9 +104,9 @@ class Network:
     def keep(self, node: int, rows: IntArray) -> None:
         """Restrict a node to some of its remaining strategies (positions, ascending)."""
         rows = self.tables.intern(rows)
-        every = self.tables.intern(np.arange(len(self.vectors[node])))
+        all_rows = self.tables.intern(np.arange(len(self.vectors[node])))
         # Interned arrays of equal content are one object.
-        if rows is every:
+        if rows is all_rows:
             return
         self.vectors[node] = self.tables.take_entries(self.vectors[node], rows)
         self.labels[node] = self.tables.take_entries(self.labels[node], rows)
@@ -124,10 +124,10 @@ class Network:
     def remove(self, node: int) -> None:
         """Remove a node and record it; the caller has handed its costs on to its neighbours."""
         # The labels are those of this moment, since the neighbours may lose strategies later.
-        neighbours = tuple((other, self.labels[other], table) for other, table in self.edges[node].items())
+        neighbours = tuple((neighbour, self.labels[neighbour], table) for neighbour, table in self.edges[node].items())
         self.removals.append(Removal(node, self.labels[node], self.vectors[node], neighbours))
-        for other in self.edges.pop(node):
-            del self.edges[other][node]
+        for neighbour in self.edges.pop(node):
+            del self.edges[neighbour][node]
         if self.usages:
             # All remaining strategies use the same memory (see `reduce`), so the first one stands for any choice.
             self.held[node] = float(self.usages.pop(node)[0])
@@ -149,19 +149,19 @@ class Network:
         network.usages = {node: tables.take_entries(usage, kept[node]) for node, usage in self.usages.items()}
         network.edges = {node: {} for node in self.vectors}
         for node, neighbours in self.edges.items():
-            for other, table in neighbours.items():
-                if node < other:
-                    cut = tables.take(table, kept[node], kept[other])
-                    network.edges[node][other] = cut
-                    network.edges[other][node] = tables.transpose(cut)
+            for neighbour, table in neighbours.items():
+                if node < neighbour:
+                    cut = tables.take(table, kept[node], kept[neighbour])
+                    network.edges[node][neighbour] = cut
+                    network.edges[neighbour][node] = tables.transpose(cut)
         network.feasible = self.feasible and all(map(len, kept.values()))
         return network
 
     @property
     def cells(self) -> int:
         """Entries of all edge tables."""
-        edges = ((node, other, table) for node, around in self.edges.items() for other, table in around.items())
-        return sum(table.size for node, other, table in edges if node < other)
+        edges = ((node, neighbour, table) for node, around in self.edges.items() for neighbour, table in around.items())
+        return sum(table.size for node, neighbour, table in edges if node < neighbour)
 
     def expand(self, choices: dict[int, int]) -> dict[int, int]:
         """Complete an assignment of the remaining nodes (node -> strategy of the problem) with the removed ones."""
@@ -169,8 +169,8 @@ class Network:
         # A node's neighbours at its removal were removed later, or are left: their choices are known.
         for removal in reversed(self.removals):
             costs = removal.vector
-            for other, labels, table in removal.neighbours:
-                costs = costs + table[:, labels.searchsorted(choices[other])]
+            for neighbour, labels, table in removal.neighbours:
+                costs = costs + table[:, labels.searchsorted(choices[neighbour])]
             choices[removal.node] = int(removal.labels[costs.argmin()])
         return choices
 
@@ -194,7 +194,7 @@ class Network:
         for node, vector in self.vectors.items():
             place = places[node]
             total += vector[place]
-            for other, table in self.edges[node].items():
-                if node < other:
-                    total += table[place, places[other]]
+            for neighbour, table in self.edges[node].items():
+                if node < neighbour:
+                    total += table[place, places[neighbour]]
         return float(total)

@@ -322,13 +322,13 @@ def _parse_problem(body: dict[str, Any]) -> Problem:
 
 def _shared_table_reader() -> Callable[[list[float], tuple[int, int]], Array]:
     """Return a reader of edge tables that returns one array for all equal tables."""
-    known: dict[tuple[bytes, tuple[int, int]], Array] = {}
+    tables: dict[tuple[bytes, tuple[int, int]], Array] = {}
 
     def read(values: list[float], shape: tuple[int, int]) -> Array:
         table = _costs(values)
         if table.size != shape[0] * shape[1]:
             raise SolverError(f"an edge table has {table.size} entries, its nodes need {shape[0]} x {shape[1]}")
-        return known.setdefault((table.tobytes(), shape), table.reshape(shape))
+        return tables.setdefault((table.tobytes(), shape), table.reshape(shape))
 
     return read
 

@@ -36,9 +36,9 @@ def reduce(network: Network, *, dominance: bool = True) -> Network:
     queue = _Queue(network.vectors)
     for node in list(network.vectors):
         # Every edge once, before any rule: rules compare minima, which say nothing while a cost may sit on either side.
-        for other in list(network.edges[node]):
-            if node < other:
-                _normalise(network, node, other, queue)
+        for neighbour in list(network.edges[node]):
+            if node < neighbour:
+                _normalise(network, node, neighbour, queue)
     while queue and network.feasible:
         # Cheap rules first, until they are exhausted. Dominance is cubic, so it should see the smallest network.
         _drain_queue(network, queue, tidy=True)
@@ -105,7 +105,7 @@ def _drop_forbidden(network: Network, node: int, tidy: bool) -> bool:
     """Drop strategies of infinite cost and, with `tidy`, those that some neighbour does not support."""
     tables = network.tables
     vector = network.vectors[node]
-    finite = tables.once("finite", (vector,), lambda: bool(np.isfinite(vector).all()))
+    finite = tables.cached("finite", (vector,), lambda: bool(np.isfinite(vector).all()))
     unsupported = []
     if tidy:
         unsupported = [t for t in network.edges[node].values() if len(tables.usable_rows(t)) < len(vector)]
@@ -123,16 +123,16 @@ def _drop_forbidden(network: Network, node: int, tidy: bool) -> bool:
 def _normalise_all(network: Network, node: int, queue: _Queue) -> None:
     """Queue a node that lost strategies, and normalise its edges."""
     queue.add(node)
-    for other in list(network.edges[node]):
-        _normalise(network, node, other, queue)
+    for neighbour in list(network.edges[node]):
+        _normalise(network, node, neighbour, queue)
 
 
-def _normalise(network: Network, node: int, other: int, queue: _Queue) -> None:
+def _normalise(network: Network, node: int, neighbour: int, queue: _Queue) -> None:
     """Move the minima of an edge's rows and columns into its nodes; drop the edge if nothing is left of it."""
-    table = network.edges[node][other]
+    table = network.edges[node][neighbour]
     tables = network.tables
     queue.add(node)
-    queue.add(other)
+    queue.add(neighbour)
     # A strategy without support is dropped first, when the queue comes to its node: its minimum is infinite.
     if len(tables.usable_rows(table)) < table.shape[0]:
         return
@@ -140,22 +140,24 @@ def _normalise(network: Network, node: int, other: int, queue: _Queue) -> None:
         return
     rows, columns, rest = tables.normalise(table)
     network.add_costs(node, rows)
-    network.add_costs(other, columns)
+    network.add_costs(neighbour, columns)
     # The rest is at least 0 everywhere, so that the sum of all node minima is a bound, and a rest of zeros decides
     # nothing.
-    network.drop_edge(node, other)
+    network.drop_edge(node, neighbour)
     if rest is not None:
-        network.add_edge(node, other, rest)
+        network.add_edge(node, neighbour, rest)
 
 
 def _fold(network: Network, node: int, queue: _Queue) -> None:
     """Remove a node of one strategy: its row of each edge is a cost of the neighbour."""
     network.offset += float(network.vectors[node][0])
     neighbours = dict(network.edges[node])
+    tables = network.tables
     network.remove(node)
-    for other, table in neighbours.items():
-        network.add_costs(other, network.tables.once("row", (table,), lambda t=table: network.tables.intern(t[0])))  # type: ignore[misc]
-        queue.add(other)
+    for neighbour, table in neighbours.items():
+        row = tables.cached("row", (table,), lambda table=table: tables.intern(table[0]))  # type: ignore[misc]
+        network.add_costs(neighbour, row)
+        queue.add(neighbour)
 
 
 def _eliminate(network: Network, node: int, queue: _Queue, tidy: bool) -> None:
@@ -171,9 +173,9 @@ def _eliminate(network: Network, node: int, queue: _Queue, tidy: bool) -> None:
         network.offset += float(vector.min())
         return
     if len(neighbours) == 1:
-        [(other, table)] = neighbours
-        network.add_costs(other, tables.message(vector, table))
-        queue.add(other)
+        [(neighbour, table)] = neighbours
+        network.add_costs(neighbour, tables.message(vector, table))
+        queue.add(neighbour)
         return
     (left, first), (right, second) = neighbours
     network.add_edge(left, right, tables.series(vector, first, second))
@@ -194,7 +196,7 @@ def _drop_dominated(network: Network, node: int) -> bool:
         return False
     # The answer depends on these arrays alone, which equal layers share: one comparison serves all of them.
     usages = (network.usages[node],) if network.usages else ()
-    keep = network.tables.once(
+    keep = network.tables.cached(
         "undominated", (vector, *usages, *edges), lambda: _undominated_strategies(network, vector, usages, edges)
     )
     if len(keep) == size:

@@ -124,19 +124,19 @@ def solve(
         raise SolverError(f"work_limit={work_limit} allows nothing; give a positive number of units, or None")
     if not gap >= 0.0:
         raise SolverError(f"gap={gap} is no relative difference; give one of at least 0, such as 1e-3")
-    known = NO_ASSIGNMENT if start is None else ScoredAssignment(dict(enumerate(start)), problem.cost(start))
-    if known.choices and not np.isfinite(known.cost):
+    initial = NO_ASSIGNMENT if start is None else ScoredAssignment(dict(enumerate(start)), problem.cost(start))
+    if initial.choices and not np.isfinite(initial.cost):
         raise SolverError("start uses a forbidden strategy or pair; give an assignment of finite cost, or None")
 
-    def tell(moment: SolverProgress) -> None:
+    def report_progress(moment: SolverProgress) -> None:
         if verbose:
             _log.info("%s: cost %.9g, lower bound %.9g", moment.phase, moment.cost, moment.lower_bound)
         if progress is not None:
             progress(moment)
 
-    budget = Budget(time_limit, work_limit, tell, gap)
+    budget = Budget(time_limit, work_limit, report_progress, gap)
     try:
-        task = _SolveState(problem, budget, seed, known)
+        task = _SolveState(problem, budget, seed, initial)
         outcome = (
             _METHODS[method](task) if problem.size else _MethodResult(ScoredAssignment({}, 0.0), 0.0, True, method)
         )
@@ -187,18 +187,18 @@ class _SolveState:
     def fits(self, choices: dict[int, int]) -> bool:
         return self.moments is None or self.moments.within_limit(self.moments.loads(choices))
 
-    def record(self, phase: str, found: ScoredAssignment, bound: float, work: float) -> None:
+    def record(self, phase: str, candidate: ScoredAssignment, bound: float, work: float) -> None:
         """Record the result of a step without the limit, a bound of every assignment, and the work of the step."""
-        if np.isfinite(found.cost) and self.fits(found.choices):
+        if np.isfinite(candidate.cost) and self.fits(candidate.choices):
             # A function: of many offers only the last one is read.
-            self.budget.offer(found.cost, lambda: _assignment(self.problem, found), phase)
+            self.budget.offer(candidate.cost, lambda: _assignment(self.problem, candidate), phase)
         self.budget.raise_bound(bound)
         self.budget.spend(work)
         self.budget.report(phase)
 
 
-def _assignment(problem: Problem, found: ScoredAssignment) -> tuple[int, ...]:
-    return tuple(found.choices[node] for node in range(problem.size))
+def _assignment(problem: Problem, scored: ScoredAssignment) -> tuple[int, ...]:
+    return tuple(scored.choices[node] for node in range(problem.size))
 
 
 def _binding_moments(problem: Problem) -> Moments | None:
@@ -211,8 +211,8 @@ def _binding_moments(problem: Problem) -> Moments | None:
 
 
 def _solution(problem: Problem, outcome: _MethodResult, budget: Budget) -> Solution:
-    known = outcome.best.cost
-    if budget.cost < (known - TOLERANCE * abs(known) if np.isfinite(known) else known):
+    method_cost = outcome.best.cost
+    if budget.cost < (method_cost - TOLERANCE * abs(method_cost) if np.isfinite(method_cost) else method_cost):
         # An earlier step found a better assignment than the last one.
         best = ScoredAssignment(dict(enumerate(budget.assignment)), budget.cost)
         outcome = replace(outcome, best=best, method=budget.method, proved=False)
@@ -233,7 +233,7 @@ def _solution(problem: Problem, outcome: _MethodResult, budget: Budget) -> Solut
 
 
 def _incumbent_solution(problem: Problem, budget: Budget, *, interrupted: bool) -> Solution:
-    """What the budget knows, as it stands."""
+    """Return the best assignment and bound of the budget."""
     assignment = budget.assignment
     return Solution(
         assignment=assignment,
@@ -262,26 +262,26 @@ def _eliminate(task: _SolveState) -> _MethodResult:
 def _alternate(task: _SolveState) -> _MethodResult:
     if task.large:
         return _solve_flat(task, finish=False)
-    found = _search(task, task.budget.for_step(1.0))
-    task.record("search", found, float("-inf"), 0)
-    if found.choices and not task.fits(found.choices):
+    candidate = _search(task, task.budget.for_step(1.0))
+    task.record("search", candidate, float("-inf"), 0)
+    if candidate.choices and not task.fits(candidate.choices):
         return _solve_flat(task, finish=False)
     # No table has one entry only: `certify` is to bound, not to eliminate.
-    result = certify(task.network, found, cap=1.0, budget=task.budget.for_step(1.0), rounds=1)
+    result = certify(task.network, candidate, cap=1.0, budget=task.budget.for_step(1.0), rounds=1)
     # The assignment that the bound rounds may be cheaper, but exceed the limit.
-    best = result.best if not result.best.choices or task.fits(result.best.choices) else found
+    best = result.best if not result.best.choices or task.fits(result.best.choices) else candidate
     return _MethodResult(best, result.bound, result.rest is None and best is result.best, "alternate")
 
 
 def _search(task: _SolveState, budget: StepBudget) -> ScoredAssignment:
     """Return a good assignment without the limit: alternation where strategies have labels, then large
     neighbourhoods."""
-    found = task.start
-    if not found.choices and task.problem.components is not None:
-        found = alternate(task.network, task.problem.components, budget=budget)
-    if not found.choices:
-        found = _round_relaxation(task)
-    return improve(task.network, found, budget=budget) if found.choices else found
+    candidate = task.start
+    if not candidate.choices and task.problem.components is not None:
+        candidate = alternate(task.network, task.problem.components, budget=budget)
+    if not candidate.choices:
+        candidate = _round_relaxation(task)
+    return improve(task.network, candidate, budget=budget) if candidate.choices else candidate
 
 
 def _round_relaxation(task: _SolveState) -> ScoredAssignment:
@@ -297,9 +297,11 @@ def _round_relaxation(task: _SolveState) -> ScoredAssignment:
         return ScoredAssignment(bound.choices, bound.cost)
     soft = soften(core)
     choices = {node: int(soft.labels[node][vector.argmin()]) for node, vector in soft.vectors.items()}
-    found = improve(soft, ScoredAssignment(soft.expand(choices), soft.value(choices)), budget=task.budget.for_step(0.5))
-    cost = core.value(found.choices)
-    return ScoredAssignment(found.choices, cost) if np.isfinite(cost) else NO_ASSIGNMENT
+    candidate = improve(
+        soft, ScoredAssignment(soft.expand(choices), soft.value(choices)), budget=task.budget.for_step(0.5)
+    )
+    cost = core.value(candidate.choices)
+    return ScoredAssignment(candidate.choices, cost) if np.isfinite(cost) else NO_ASSIGNMENT
 
 
 def _ilp(task: _SolveState) -> _MethodResult:
@@ -316,7 +318,7 @@ def _auto(task: _SolveState) -> _MethodResult:
     bound = float("-inf")
     if task.moments is not None:
         core = task.core(dominance=True)
-        # The integer program knows memory and takes milliseconds at this size; message passing would need prices first.
+        # The integer program knows memory, and is fast at this size; message passing would need prices first.
         if not core.feasible or core.cells <= _SMALL:
             result = _solve_integer_program(task, core)
             if result.proved:
@@ -367,27 +369,27 @@ def _solve_without_limit(task: _SolveState) -> _MethodResult:
     """Return the optimum without the memory limit, or a good assignment and a bound."""
     try:
         exact = eliminate(task.network)
-        found = ScoredAssignment(exact.choices, exact.cost)
+        candidate = ScoredAssignment(exact.choices, exact.cost)
         work = _WORK * task.network.cells
-        task.record("without the limit, elimination" if task.moments else "elimination", found, exact.cost, work)
-        return _MethodResult(found, exact.cost, True, "eliminate")
+        task.record("without the limit, elimination" if task.moments else "elimination", candidate, exact.cost, work)
+        return _MethodResult(candidate, exact.cost, True, "eliminate")
     except WidthError:
         task.record("search", NO_ASSIGNMENT, float("-inf"), 0)
-    found = _search(task, task.budget.for_step(0.4))
-    task.record("search", found, float("-inf"), 0)
-    if found.choices and not task.fits(found.choices):
+    candidate = _search(task, task.budget.for_step(0.4))
+    task.record("search", candidate, float("-inf"), 0)
+    if candidate.choices and not task.fits(candidate.choices):
         # The limit binds: a proof without it would take time from the search with prices.
-        return _MethodResult(found, float("-inf"), False, "alternate")
-    result = certify(task.network, found, budget=task.budget.for_step(0.7))
+        return _MethodResult(candidate, float("-inf"), False, "alternate")
+    result = certify(task.network, candidate, budget=task.budget.for_step(0.7))
     task.record("proof", result.best, result.bound, 0)
     if result.rest is None or task.budget.is_close(result.best.cost, result.bound):
         return _MethodResult(result.best, result.bound, result.rest is None, "alternate")
     # Too large for the integer program: the remaining time goes to larger neighbourhoods.
     if result.rest.cells > _INTEGER_CELLS:
-        found = result.best
-        if found.choices:
-            found = improve(task.network, found, cap=1e6, budget=task.budget.for_step(1.0))
-        return _MethodResult(found, result.bound, False, "alternate")
+        candidate = result.best
+        if candidate.choices:
+            candidate = improve(task.network, candidate, cap=1e6, budget=task.budget.for_step(1.0))
+        return _MethodResult(candidate, result.bound, False, "alternate")
     return _solve_rest(task, reduce(result.rest), result.best, result.bound)
 
 

@@ -30,7 +30,7 @@ class Tables:
     def __init__(self, parent: Tables | None = None) -> None:
         self._parent = parent
         self._content: dict[tuple[Any, ...], Any] = {}
-        self._known: dict[int, Any] = {}
+        self._interned: dict[int, Any] = {}
         self._results: dict[Hashable, tuple[tuple[Any, ...], Any]] = {}
 
     def child(self) -> Tables:
@@ -39,16 +39,16 @@ class Tables:
 
     def intern(self, array: Any) -> Any:
         """Return the one object with the content of `array` (a float table or an index vector)."""
-        if self._knows(array):
+        if self._is_interned(array):
             return array
         array = np.ascontiguousarray(array)
         key = (array.shape, array.dtype.str, array.tobytes())
         array = self._find(key, array)
         # The reference keeps the array alive: an id of a freed array could be given to another one.
-        self._known[id(array)] = array
+        self._interned[id(array)] = array
         return array
 
-    def once(self, operation: str, operands: tuple[Any, ...], compute: Callable[[], T]) -> T:
+    def cached(self, operation: str, operands: tuple[Any, ...], compute: Callable[[], T]) -> T:
         """Return the result of `compute` for these operands, computed at the first call."""
         key = (operation, *map(id, operands))
         entry = self._recall(key)
@@ -56,8 +56,8 @@ class Tables:
             entry = self._results[key] = (operands, compute())
         return entry[1]
 
-    def _knows(self, array: Any) -> bool:
-        return id(array) in self._known or (self._parent is not None and self._parent._knows(array))
+    def _is_interned(self, array: Any) -> bool:
+        return id(array) in self._interned or (self._parent is not None and self._parent._is_interned(array))
 
     def _find(self, key: tuple[Any, ...], array: Any) -> Any:
         ancestor = self._parent
@@ -79,27 +79,27 @@ class Tables:
         def compute() -> Array:
             flipped = table.T
             # Interned as the view it is: a contiguous copy would double the memory of every edge.
-            self._known[id(flipped)] = flipped
+            self._interned[id(flipped)] = flipped
             self._results["transpose", id(flipped)] = ((flipped,), table)
             return flipped
 
-        return self.once("transpose", (table,), compute)
+        return self.cached("transpose", (table,), compute)
 
     def add(self, first: Array, second: Array) -> Array:
         """Return the sum of two vectors or of two tables of the same edge."""
-        return self.once("add", (first, second), lambda: self.intern(first + second))
+        return self.cached("add", (first, second), lambda: self.intern(first + second))
 
     def take(self, table: Array, rows: IntArray, columns: IntArray) -> Array:
         """Return the table restricted to some strategies of both ends."""
-        return self.once("take", (table, rows, columns), lambda: self.intern(table[np.ix_(rows, columns)]))
+        return self.cached("take", (table, rows, columns), lambda: self.intern(table[np.ix_(rows, columns)]))
 
     def take_entries(self, vector: Any, rows: IntArray) -> Any:
         """Return a vector restricted to some strategies."""
-        return self.once("entries", (vector, rows), lambda: self.intern(vector[rows]))
+        return self.cached("entries", (vector, rows), lambda: self.intern(vector[rows]))
 
     def message(self, vector: Array, table: Array) -> Array:
         """Return the least vector + table [s, t] over s: the costs that a removed node of degree one leaves."""
-        return self.once("message", (vector, table), lambda: self.intern((vector[:, None] + table).min(0)))
+        return self.cached("message", (vector, table), lambda: self.intern((vector[:, None] + table).min(0)))
 
     def series(self, vector: Array, first: Array, second: Array) -> Array:
         """Return the least vector + first [s, a] + second [s, b] over s: the edge that replaces a node of degree
@@ -109,15 +109,15 @@ class Tables:
             left = vector[:, None] + first
             result = np.full((first.shape[1], second.shape[1]), np.inf)
             # One strategy at a time: a table over all three nodes could be too large.
-            for row, other in zip(left, second, strict=True):
-                np.minimum(result, row[:, None] + other[None, :], out=result)
+            for left_row, second_row in zip(left, second, strict=True):
+                np.minimum(result, left_row[:, None] + second_row[None, :], out=result)
             return self.intern(result)
 
-        return self.once("series", (vector, first, second), compute)
+        return self.cached("series", (vector, first, second), compute)
 
     def usable_rows(self, table: Array) -> IntArray:
         """Return the rows with a finite entry: the strategies that some strategy of the other end supports."""
-        return self.once("usable", (table,), lambda: self.intern(np.flatnonzero(np.isfinite(table).any(1))))
+        return self.cached("usable", (table,), lambda: self.intern(np.flatnonzero(np.isfinite(table).any(1))))
 
     def normalise(self, table: Array) -> tuple[Array, Array, Array | None]:
         """Return a table as row part + column part + rest, all minima of the rest 0; None for a rest of zeros.
@@ -135,7 +135,7 @@ class Tables:
             negligible = rest.max() <= _NEGLIGIBLE * scale
             return self.intern(rows), self.intern(columns), None if negligible else self.intern(rest)
 
-        return self.once("normalised", (table,), compute)
+        return self.cached("normalised", (table,), compute)
 
     def advantage(self, table: Array) -> Array:
         """Return [s, t]: the largest increase by choosing t instead of s, over the choices of the other end."""
@@ -147,4 +147,4 @@ class Tables:
             difference[np.broadcast_to(np.isinf(table)[:, None, :], difference.shape)] = -np.inf
             return self.intern(difference.max(2))
 
-        return self.once("advantage", (table,), compute)
+        return self.cached("advantage", (table,), compute)

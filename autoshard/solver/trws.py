@@ -343,7 +343,7 @@ def _pass(sequence, nodes, edges, share, belief, turned, to, forward):  # type: 
     up, up_at, down, down_at, tables, table, part_at, factor, classes, ends = edges
     most = sizes.max() if len(sizes) else 0
     base, blended, lanes = np.empty(most), np.empty(most), np.empty(_LANES)
-    mine, theirs = np.empty(most), np.empty(most)
+    sent_costs, minima = np.empty(most), np.empty(most)
     for node in sequence:
         size = sizes[node]
         costs_here = belief[at[node] : at[node] + size]
@@ -367,21 +367,21 @@ def _pass(sequence, nodes, edges, share, belief, turned, to, forward):  # type: 
             # The message that came along this edge is left out, lest it be counted twice.
             for s in range(size):
                 base[s] = share[node] * costs_here[s] - answer[received + s] if costs_here[s] < np.inf else np.inf
-            here, there = (2, 0) if turned[edge] else (0, 2)
-            few, wide = ends[edge, here + 1], ends[edge, there + 1]
+            sender_side, receiver_side = (2, 0) if turned[edge] else (0, 2)
+            few, wide = ends[edge, sender_side + 1], ends[edge, receiver_side + 1]
             # Equal rows cost the same for every strategy of the other node: the least of a class stands for all of
             # them.
             if few < size:
-                mine[:few] = np.inf
+                sent_costs[:few] = np.inf
                 for s in range(size):
-                    c = classes[ends[edge, here] + s]
-                    mine[c] = base[s] if base[s] < mine[c] else mine[c]
+                    c = classes[ends[edge, sender_side] + s]
+                    sent_costs[c] = base[s] if base[s] < sent_costs[c] else sent_costs[c]
             else:
-                mine[:size] = base[:size]
+                sent_costs[:size] = base[:size]
             part = part_at[edge]
             parts = part_at[edge + 1] - part
             times = factor[part]
-            theirs[:wide] = np.inf
+            minima[:wide] = np.inf
             if turned[edge]:
                 for t in range(wide):
                     place = t * few
@@ -391,11 +391,11 @@ def _pass(sequence, nodes, edges, share, belief, turned, to, forward):  # type: 
                     if parts == 1:
                         for start in range(0, few - _LANES + 1, _LANES):
                             for lane in range(_LANES):
-                                through = mine[start + lane] + times * row[start + lane]
+                                through = sent_costs[start + lane] + times * row[start + lane]
                                 lanes[lane] = through if through < lanes[lane] else lanes[lane]
                         least = lanes.min()
                         for s in range(few - few % _LANES, few):
-                            through = mine[s] + times * row[s]
+                            through = sent_costs[s] + times * row[s]
                             least = through if through < least else least
                     else:
                         for s in range(few):
@@ -406,44 +406,44 @@ def _pass(sequence, nodes, edges, share, belief, turned, to, forward):  # type: 
                                 blended[s] += factor[extra] * more[s]
                         for start in range(0, few - _LANES + 1, _LANES):
                             for lane in range(_LANES):
-                                through = mine[start + lane] + blended[start + lane]
+                                through = sent_costs[start + lane] + blended[start + lane]
                                 lanes[lane] = through if through < lanes[lane] else lanes[lane]
                         least = lanes.min()
                         for s in range(few - few % _LANES, few):
-                            through = mine[s] + blended[s]
+                            through = sent_costs[s] + blended[s]
                             least = through if through < least else least
-                    theirs[t] = least
+                    minima[t] = least
             else:
                 for s in range(few):
                     # A forbidden strategy adds nothing to a minimum.
-                    if mine[s] == np.inf:
+                    if sent_costs[s] == np.inf:
                         continue
                     place = s * wide
                     row = tables[table[part] + place : table[part] + place + wide]
                     if parts == 1:
                         for t in range(wide):
-                            through = mine[s] + times * row[t]
-                            theirs[t] = through if through < theirs[t] else theirs[t]
+                            through = sent_costs[s] + times * row[t]
+                            minima[t] = through if through < minima[t] else minima[t]
                     elif parts == 2:
                         more = tables[table[part + 1] + place : table[part + 1] + place + wide]
                         for t in range(wide):
-                            through = mine[s] + times * row[t] + factor[part + 1] * more[t]
-                            theirs[t] = through if through < theirs[t] else theirs[t]
+                            through = sent_costs[s] + times * row[t] + factor[part + 1] * more[t]
+                            minima[t] = through if through < minima[t] else minima[t]
                     else:
                         for t in range(wide):
-                            blended[t] = mine[s] + times * row[t]
+                            blended[t] = sent_costs[s] + times * row[t]
                         for extra in range(part + 1, part + parts):
                             more = tables[table[extra] + place : table[extra] + place + wide]
                             for t in range(wide):
                                 blended[t] += factor[extra] * more[t]
                         for t in range(wide):
-                            theirs[t] = blended[t] if blended[t] < theirs[t] else theirs[t]
+                            minima[t] = blended[t] if blended[t] < minima[t] else minima[t]
             # All strategies of a class of columns receive the one minimum of the class.
             if wide < width:
                 for t in range(width):
-                    message[t] = theirs[classes[ends[edge, there] + t]]
+                    message[t] = minima[classes[ends[edge, receiver_side] + t]]
             else:
-                message[:] = theirs[:width]
+                message[:] = minima[:width]
 
 
 @compiled_when_called
@@ -452,9 +452,9 @@ def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] #
     total = 0.0
     for node in range(len(sizes)):
         # The share of the node's costs on chains that begin here: all of them less those that came along an edge.
-        begun = 1.0 - (into_at[node + 1] - into_at[node]) * share[node]
-        if begun > 0.0:
-            total += begun * belief[at[node] : at[node] + sizes[node]].min()
+        starting_share = 1.0 - (into_at[node + 1] - into_at[node]) * share[node]
+        if starting_share > 0.0:
+            total += starting_share * belief[at[node] : at[node] + sizes[node]].min()
     return total
 
 
@@ -473,14 +473,15 @@ def _round(sequence, nodes, edges, turned, earlier):  # type: ignore[no-untyped-
                 costs_here[s] += down[start + s]
         for k in range(into_at[node], into_at[node + 1]):
             edge = into[k]
-            here, there = (0, 2) if turned[edge] else (2, 0)
+            sender_side, receiver_side = (0, 2) if turned[edge] else (2, 0)
             chosen, width = choice[earlier[edge]], ends[edge, 3]
-            if ends[edge, there + 1] < sizes[earlier[edge]]:
-                chosen = classes[ends[edge, there] + chosen]
+            if ends[edge, receiver_side + 1] < sizes[earlier[edge]]:
+                chosen = classes[ends[edge, receiver_side] + chosen]
+            # The cost of every strategy beside the choice of the earlier node: a column of the table, or a row of it.
             first, step = (chosen, width) if turned[edge] else (chosen * width, 1)
             for part in range(part_at[edge], part_at[edge + 1]):
                 for s in range(size):
-                    c = classes[ends[edge, here] + s] if ends[edge, here + 1] < size else s
+                    c = classes[ends[edge, sender_side] + s] if ends[edge, sender_side + 1] < size else s
                     costs_here[s] += factor[part] * tables[table[part] + first + c * step]
         choice[node] = costs_here.argmin()
     return choice

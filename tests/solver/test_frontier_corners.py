@@ -32,21 +32,21 @@ def test_within_is_what_the_hull_leaves_open() -> None:
 
 
 def test_only_bounds_before_a_corner_are_followed() -> None:
-    room = OpenCorners.between(known((1, 6), (2, 2)), WEIGHTS, BEST, 0.0, MOST)
+    open_corners = OpenCorners.between(known((1, 6), (2, 2)), WEIGHTS, BEST, 0.0, MOST)
     # Corners: less than one byte and more than 100 bytes are ruled out by the optima; (2, 6) is left.
-    assert len(room) == 1
+    assert len(open_corners) == 1
     bounds = np.array([[5.0, 1.5, 7.0], [6.0, 1.5, 9.0], [5.0, 2.0, 9.0], [3.0, 1.0, 10.0]])
-    rows, corners = room.pairs_below(bounds)
+    rows, places = open_corners.pairs_below(bounds)
     assert rows.tolist() == [0]
-    assert corners.tolist() == [0]
+    assert places.tolist() == [0]
 
 
 def test_the_most_promising_points_of_a_cell_stay() -> None:
-    room = OpenCorners.between(known((1, 6), (2, 2)), WEIGHTS, BEST, 0.0, MOST)
-    outlook = PruningBounds(room, np.zeros((2, 3)), np.ones(2, dtype=bool))
+    open_corners = OpenCorners.between(known((1, 6), (2, 2)), WEIGHTS, BEST, 0.0, MOST)
+    pruning = PruningBounds(open_corners, np.zeros((2, 3)), np.ones(2, dtype=bool))
     cell, memory, time = np.array([0, 0, 1]), np.array([1.5, 1.2, 1.9]), np.array([4.0, 3.6, 5.9])
-    assert outlook.promising_points(cell, memory, time, None).tolist() == [0, 1, 2]
-    assert outlook.promising_points(cell, memory, time, 1).tolist() == [1, 2]
+    assert pruning.promising_points(cell, memory, time, None).tolist() == [0, 1, 2]
+    assert pruning.promising_points(cell, memory, time, 1).tolist() == [1, 2]
 
 
 def test_points_that_are_hoped_for_lie_beside_the_hull() -> None:

@@ -1,6 +1,6 @@
 """Large problems under a memory limit, as flat arrays that numba's loops run over.
 
-`Network` remembers what equal tables gave, which is what long stacks of equal layers need, and pays some
-microseconds for every operation. Problems of tens of thousands of different nodes, whose optimum is a matter of who
-may use memory when, need millions of small steps instead: those are the loops here.
+`Network` caches the results of equal tables, which suits long stacks of equal layers, and pays some microseconds for
+every operation. Problems of tens of thousands of different nodes under a memory limit need millions of small steps
+instead: the loops of this package.
 """

@@ -1,4 +1,4 @@
-"""A problem in flat arrays, and the steps that made it smaller."""
+"""A problem in flat arrays, and the presolves that made it smaller."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from autoshard.solver.problem import Array, IntArray, Problem
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PresolveStage:
-    """One presolve: how a choice for what was left becomes a choice for what there was.
+    """One presolve: a map from choices for the remaining nodes to choices for all nodes before it.
 
     Attributes:
-        nodes: nodes before.
-        kept: per node left, which of those before it was.
-        starts: per node left, where its row of `labels` starts.
-        labels: per strategy left, which of its node's before it was.
-        sizes: strategies per node before.
+        nodes: number of nodes before.
+        kept: per remaining node, its number before.
+        starts: per remaining node, the start of its row of `labels`.
+        labels: per remaining strategy, its number before among those of its node.
+        sizes: per node before, its number of strategies.
         removed: rows (node, neighbour, neighbour, start in `choice`) in order of removal; -1 for no neighbour.
         choice: best strategies of removed nodes by those of the neighbours.
     """
@@ -33,11 +33,13 @@ class PresolveStage:
     choice: IntArray
 
     def expand(self, places: IntArray) -> IntArray:
-        """The choice before the presolve."""
+        """Return the choice for the nodes before the presolve."""
         full = np.zeros(self.nodes, dtype=np.int64)
         full[self.kept] = self.labels[self.starts[: len(self.kept)] + places]
+        # Single entries of lists are read several times faster than those of arrays.
         result = full.tolist()
         sizes, choice = self.sizes.tolist(), self.choice
+        # In reverse: a node's neighbours at its removal were removed later, or remain.
         for node, first, second, begin in self.removed[::-1].tolist():
             place = begin
             if first >= 0:
@@ -48,7 +50,7 @@ class PresolveStage:
         return np.array(result, dtype=np.int64)
 
     def contract(self, places: IntArray) -> IntArray:
-        """A choice before the presolve as one for what is left: the first strategy where the node's own one is gone."""
+        """Return a choice for the remaining nodes; the first strategy where the chosen one was dropped."""
         lengths = np.diff(self.starts[: len(self.kept) + 1])
         owner = np.repeat(np.arange(len(self.kept)), lengths)
         same = self.labels == places[self.kept][owner]
@@ -63,21 +65,21 @@ class Core:
 
     Attributes:
         size: strategies per node.
-        offset: where a node's strategies start in `cost` and `usage` columns; one longer than there are nodes.
+        offset: start of each node's strategies in `cost` and `usage` columns; one entry more than there are nodes.
         cost: costs of all strategies.
         ends: [edges, 2] nodes of rows and columns.
-        start: where an edge's table starts in `table`, row-major; one longer than there are edges.
+        start: start of each edge's table in `table`, row-major; one entry more than there are edges.
         table: all edge tables.
-        item_node, low, high: per memory item its node and the moments [low, high) at which it is held.
-        usage_start: where an item's usages start in `usage`, one per strategy of the node.
+        item_node, low, high: per memory item its node and the moments [low, high) of its life.
+        usage_start: start of an item's usages in `usage`, one per strategy of the node.
         usage: bytes.
-        base: per moment what is used whatever is chosen.
+        base: per moment the memory used under any choice.
         limit: bytes at each moment; `inf` for none.
-        constant: cost that every assignment has besides.
-        moment: per moment its number among the problem's.
-        stages: the presolves so far, the first one first.
-        feasible: False where some node has no strategy left, or the least usage passes the limit.
-        work: table entries looked at by the last presolve.
+        constant: cost added to every assignment.
+        moment: per moment its number among those of the problem.
+        stages: the presolves so far, in order.
+        feasible: False where some node has no strategy left, or the least usage exceeds the limit.
+        work: table entries read by the last presolve.
     """
 
     size: IntArray
@@ -106,11 +108,12 @@ class Core:
 
     @classmethod
     def of(cls, problem: Problem) -> Core:
-        """The problem as it stands; moments are those with maximal sets of live nodes."""
+        """Return the problem in flat arrays; moments are those with maximal sets of live nodes."""
         size = np.array([len(vector) for vector in problem.costs], dtype=np.int64)
         ends = np.array([(edge.source, edge.target) for edge in problem.edges], dtype=np.int64).reshape(-1, 2)
         tables = [edge.costs.ravel() for edge in problem.edges]
         limited = problem.limit is not None and problem.usages is not None
+        # Without a limit there are no moments, and memory costs nothing in any loop.
         moments = Moments.of(problem) if limited else None
         live = np.flatnonzero(moments.first < moments.last) if moments else np.zeros(0, dtype=np.int64)
         usages = [problem.usages[node] for node in live] if problem.usages is not None else []
@@ -132,30 +135,30 @@ class Core:
         )
 
     def expand(self, places: IntArray) -> IntArray:
-        """A choice for the core's nodes as a choice for the problem's."""
+        """Return the choice for the problem's nodes that a choice for the core's stands for."""
         for stage in reversed(self.stages):
             places = stage.expand(places)
         return places
 
     def value(self, places: IntArray) -> float:
-        """Cost of a choice, the constant included."""
+        """Return the cost of a choice, the constant included."""
         total = float(self.cost[self.offset[:-1] + places].sum())
         if len(self.ends):
-            one, other = self.ends.T
-            total += float(self.table[self.start[:-1] + places[one] * self.size[other] + places[other]].sum())
+            source, target = self.ends.T
+            total += float(self.table[self.start[:-1] + places[source] * self.size[target] + places[target]].sum())
         return total + self.constant
 
     def loads(self, places: IntArray) -> Array:
-        """Bytes in use at each moment."""
-        held = self.usage[self.usage_start + places[self.item_node]] if len(self.low) else np.zeros(0)
+        """Return the bytes in use at each moment."""
+        usages = self.usage[self.usage_start + places[self.item_node]] if len(self.low) else np.zeros(0)
         change = np.zeros(len(self.base) + 1)
-        np.add.at(change, self.low, held)
-        np.subtract.at(change, self.high, held)
+        np.add.at(change, self.low, usages)
+        np.subtract.at(change, self.high, usages)
         return self.base + np.cumsum(change)[:-1]
 
     @property
     def slack(self) -> float:
-        """The limit, with what the rounding of float sums may add."""
+        """The limit plus the rounding of float sums."""
         return self.limit + 5e-13 * abs(self.limit)
 
     @property
@@ -165,5 +168,5 @@ class Core:
 
 
 def starts(lengths: IntArray) -> IntArray:
-    """Where rows of these lengths start, and where the last one ends."""
+    """Return the starts of rows of these lengths, and the end of the last one."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])

@@ -1,4 +1,4 @@
-"""From any choice to a good one that keeps the limit: large neighbourhoods, with weights on memory that adapt."""
+"""Descent from any choice to a good one within the limit: large neighbourhoods, with weights on memory that adapt."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from autoshard.solver.flat.random_numbers import random_state
 from autoshard.solver.problem import Array, IntArray
 
 _FORESTS = 400
-"""Neighbourhoods between two looks at the clock."""
+"""Neighbourhoods between two checks of the budget."""
 
 _LARGEST = 300
 """Nodes of a neighbourhood at most."""
 
 _FORBIDDEN = 4.0
-"""What a forbidden pair costs, in multiples of a known cost: dear, but finite, so that sums can be taken back."""
+"""Cost of a forbidden pair, in multiples of a known cost: finite, since inf - inf would be NaN."""
 
 _HEAVIER = 1.6
-"""By how much the weight of a moment grows while it passes the limit."""
+"""Growth of the weight of a moment while it exceeds the limit."""
 
 
 class Descent:
-    """A choice that is being improved.
+    """A choice, and its improvement.
 
     Args:
         core: the problem.
         view: its arrays.
-        scale: about what a good choice costs; anything forbidden costs a multiple of it.
+        scale: the order of magnitude of a good cost; a forbidden pair costs a multiple of it.
         seed: of the random numbers.
     """
 
     def __init__(self, core: Core, view: CoreArrays, scale: float, seed: int) -> None:
         self.core = core
+        # `move_node` subtracts old costs from sums, and inf - inf would be NaN.
         self.view = view._replace(table=np.minimum(view.table, _FORBIDDEN * max(abs(scale), 1e-300)))
         self.work = 0
         self.best: IntArray | None = None
@@ -49,9 +50,10 @@ class Descent:
         self._weights = np.zeros(len(core.base))
 
     def begin(self, places: IntArray, prices: Array) -> None:
-        """Starts again from a choice, with prices on memory; what is known to be best stays known."""
+        """Start again from a choice, with prices on memory; the best choice so far is kept."""
         self.places = places.copy()
         self._prices = prices
+        # A fine of at least the dearest moment's price, so that leaving the limit never pays at once.
         level = float(prices.max(initial=0.0)) or self._initial_price()
         self._weights = np.full(len(prices), level)
         self._state[0] = 1.0
@@ -60,17 +62,18 @@ class Descent:
         self._keep_if_best()
 
     def _initial_price(self) -> float:
-        """A price to begin with where none is known: all costs over all bytes of the limit."""
+        """Return a first price where none is known: all costs over all bytes of the limit."""
         spread = float(np.abs(self.core.cost).max(initial=0.0)) or 1.0
         return spread / max(abs(self.core.limit), 1.0) if np.isfinite(self.core.limit) else 0.0
 
     @property
     def is_within_limit(self) -> bool:
-        """Whether the choice, as it stands, keeps the limit."""
+        """True if the present choice is within the limit."""
         return bool((self._loads <= self.view.room).all())
 
     def run(self, temperature: float = 0.0, forests: int = _FORESTS) -> bool:
-        """Solves some neighbourhoods; True if the best choice became better."""
+        """Solve some neighbourhoods; return True if the best choice improved."""
+        # Anew every time: differences added up over many moves would drift by their rounding.
         conditional_costs(self.view, self.places, self._conditional_costs)
         loads_of(self.view, self.places, self._loads)
         before = self._state[1]
@@ -93,7 +96,7 @@ class Descent:
         return self._keep_if_best()
 
     def _raise_weights(self) -> None:
-        """Moments that pass the limit weigh more, from now on in the prices too."""
+        """Raise the weights of moments above the limit, and add them to the prices."""
         above = self._loads > self.view.room
         self._weights[above] *= _HEAVIER
         price_strategies(self.view, self._prices + np.where(above, self._weights, 0.0), self._memory_costs)

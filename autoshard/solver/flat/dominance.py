@@ -1,4 +1,4 @@
-"""Strategies, and pairs of them, that another choice beats whatever the neighbours choose, in cost and in memory."""
+"""Removal of strategies, and of pairs, that another choice beats in cost and memory, whatever the neighbours choose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoshard.solver.flat.numba_jit import jit, jit_inner
 from autoshard.solver.flat.rules import queue_after_loss, tidy_edge, tidy_node
 
 _MAX_WORK = 30_000_000
-"""Table entries that the search of one node for dominated strategies may look at."""
+"""Table entries that the search of one node for dominated strategies may read."""
 
 _PAIR_DEGREE = 4
 """Neighbours up to which a node is searched for dominated pairs."""
@@ -20,7 +20,7 @@ _WIDEST = 160
 
 @jit_inner
 def uses_no_more(arena, node, alive):  # type: ignore[no-untyped-def]
-    """[s, t]: whether strategy alive[t] of a node uses no more memory than alive[s] at any moment."""
+    """Return [s, t]: True if strategy alive[t] of a node uses no more memory than alive[s] at every moment."""
     count = len(alive)
     less = np.ones((count, count), dtype=np.bool_)
     items = 0
@@ -39,23 +39,25 @@ def uses_no_more(arena, node, alive):  # type: ignore[no-untyped-def]
         moments[place + 1], which[place + 1] = arena.items[item].high, -item - 1
         place += 2
         item = arena.items[item].following
+    # Insertion sort: a node has few items.
     for position in range(1, 2 * items):
         moment, event, place = moments[position], which[position], position
         while place > 0 and moments[place - 1] > moment:
             moments[place], which[place] = moments[place - 1], which[place - 1]
             place -= 1
         moments[place], which[place] = moment, event
-    held = np.zeros(count)
+    usages = np.zeros(count)
     for position in range(2 * items):
         event = which[position]
         sign = 1.0 if event >= 0 else -1.0
         begin = arena.items[event if event >= 0 else -event - 1].start
         for s in range(count):
-            held[s] += sign * arena.usage[begin + alive[s]]
+            usages[s] += sign * arena.usage[begin + alive[s]]
+        # Between two different moments nothing begins or ends: one comparison holds for all of them.
         if position + 1 < 2 * items and moments[position + 1] > moments[position]:
             for s in range(count):
                 for t in range(count):
-                    if held[t] > held[s] + 1e-9 * abs(held[s]):
+                    if usages[t] > usages[s] + 1e-9 * abs(usages[s]):
                         less[s, t] = False
     arena.numbers[WORK] += 2 * items * count * count
     return less
@@ -63,12 +65,12 @@ def uses_no_more(arena, node, alive):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def alive_strategies(arena, node):  # type: ignore[no-untyped-def]
-    """The strategies that a node still has, ascending."""
-    own, size = arena.nodes[node].offset, arena.nodes[node].size
+    """Return the remaining strategies of a node, ascending."""
+    offset, size = arena.nodes[node].offset, arena.nodes[node].size
     alive = np.empty(size, dtype=np.int64)
     count = 0
     for s in range(size):
-        if arena.cost[own + s] < np.inf:
+        if arena.cost[offset + s] < np.inf:
             alive[count] = s
             count += 1
     return alive[:count]
@@ -76,14 +78,15 @@ def alive_strategies(arena, node):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def largest_increase(arena, half, s, t, most):  # type: ignore[no-untyped-def]
-    """The most that choosing t instead of s adds on an edge, over the choices of the other end; stops above `most`."""
-    other = arena.halves[half ^ 1].end
+    """Return the most that t instead of s adds on an edge, over the choices of the other end; stop above `most`."""
+    neighbour = arena.halves[half ^ 1].end
     begin, row, column = strides(arena, half)
-    far = arena.nodes[other].offset
+    far_offset = arena.nodes[neighbour].offset
     worst = -np.inf
-    for j in range(arena.nodes[other].size):
-        if arena.cost[far + j] < np.inf:
+    for j in range(arena.nodes[neighbour].size):
+        if arena.cost[far_offset + j] < np.inf:
             before = arena.table[begin + s * row + j * column]
+            # Where s is forbidden, t is no worse whatever it costs.
             if before < np.inf:
                 worst = max(worst, arena.table[begin + t * row + j * column] - before)
                 if worst > most:
@@ -93,7 +96,7 @@ def largest_increase(arena, half, s, t, most):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
-    """Drops strategies that another one beats (Goldstein's criterion, memory included). Returns how many."""
+    """Drop strategies that another one beats (Goldstein's criterion, memory included); return their number."""
     alive = alive_strategies(arena, node)
     count = len(alive)
     if count < 2 or count > _WIDEST:
@@ -106,23 +109,24 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
     if around * count * count > 8 * _MAX_WORK:
         return 0
     less = uses_no_more(arena, node, alive)
-    own = arena.nodes[node].offset
+    offset = arena.nodes[node].offset
     lost = 0
+    # From the last to the first, and only against strategies that remain: of equal ones, the first stays.
     for place in range(count - 1, -1, -1):
         s = alive[place]
         for rival in range(count):
             t = alive[rival]
-            if rival == place or not less[place, rival] or arena.cost[own + t] == np.inf:
+            if rival == place or not less[place, rival] or arena.cost[offset + t] == np.inf:
                 continue
             # On a normalised edge another strategy never gains: the sum only grows.
-            total = arena.cost[own + t] - arena.cost[own + s]
+            total = arena.cost[offset + t] - arena.cost[offset + s]
             half = arena.nodes[node].head
             while half >= 0 and total <= 0.0:
                 arena.numbers[WORK] += arena.nodes[arena.halves[half ^ 1].end].size
                 total += max(largest_increase(arena, half, s, t, -total), 0.0)
                 half = arena.halves[half].after
             if total <= 0.0:
-                arena.cost[own + s] = np.inf
+                arena.cost[offset + s] = np.inf
                 lost += 1
                 break
     if lost:
@@ -132,8 +136,11 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
-    """Forbids pairs of a node's strategy with a neighbour's where, given the neighbour's, another strategy of the
-    node is better: where one is best for each strategy of the neighbour, the node can be merged into it."""
+    """Forbid pairs of a node's strategy with a neighbour's if, given the neighbour's, another strategy of the node is
+    better; return their number.
+
+    Where one strategy is left for each strategy of the neighbour, the node can be merged into the neighbour.
+    """
     if arena.nodes[node].degree == 0 or arena.nodes[node].degree > _PAIR_DEGREE:
         return 0
     alive = alive_strategies(arena, node)
@@ -147,6 +154,7 @@ def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
     for place in range(edges):
         halves[place] = half
         half = arena.halves[half].after
+    # Every edge's worst case once: for each pair below, those of the other edges are added up.
     added = np.zeros((edges, count, count))
     for place in range(edges):
         for s in range(count):
@@ -154,27 +162,27 @@ def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
                 if less[s, t] and s != t:
                     added[place, s, t] = largest_increase(arena, halves[place], alive[s], alive[t], np.inf)
         arena.numbers[WORK] += count * count * arena.nodes[arena.halves[halves[place] ^ 1].end].size
-    own = arena.nodes[node].offset
+    offset = arena.nodes[node].offset
     forbidden = 0
     for place in range(edges):
-        other = arena.halves[halves[place] ^ 1].end
+        neighbour = arena.halves[halves[place] ^ 1].end
         begin, row, column = strides(arena, halves[place])
         before = forbidden
-        for j in range(arena.nodes[other].size):
-            if arena.cost[arena.nodes[other].offset + j] == np.inf:
+        for j in range(arena.nodes[neighbour].size):
+            if arena.cost[arena.nodes[neighbour].offset + j] == np.inf:
                 continue
             for s in range(count - 1, -1, -1):
-                mine = arena.table[begin + alive[s] * row + j * column]
-                if mine == np.inf:
+                pair_cost = arena.table[begin + alive[s] * row + j * column]
+                if pair_cost == np.inf:
                     continue
                 for t in range(count):
                     if s == t or not less[s, t]:
                         continue
                     rival = arena.table[begin + alive[t] * row + j * column]
-                    total = arena.cost[own + alive[t]] + rival - arena.cost[own + alive[s]] - mine
-                    for third in range(edges):
-                        if third != place:
-                            total += added[third, s, t]
+                    total = arena.cost[offset + alive[t]] + rival - arena.cost[offset + alive[s]] - pair_cost
+                    for other_place in range(edges):
+                        if other_place != place:
+                            total += added[other_place, s, t]
                     if total <= 0.0:
                         arena.table[begin + alive[s] * row + j * column] = np.inf
                         forbidden += 1
@@ -188,13 +196,13 @@ def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
 
 @jit
 def process_queues(arena, upper, nodes, pairs, work):  # type: ignore[no-untyped-def]
-    """Looks at queued edges and nodes until none is left, one has no strategy left, or room runs out.
+    """Process queued edges and nodes until none is left, a node has no strategy left, or an array is full.
 
-    Of the first `nodes` nodes, each in turn is searched for dominated strategies (and pairs of them, if asked to) as
-    soon as nothing is queued, until so much work has been done.
+    Whenever nothing is queued, the next of the first `nodes` nodes is searched for dominated strategies, and with
+    `pairs` for dominated pairs, until `work` table entries have been read.
 
     Returns:
-        How many strategies and pairs were dropped because others are better.
+        The number of dominated strategies and pairs that were dropped.
     """
     dropped, node = 0, 0
     while arena.counts[FAILED] == 0 and arena.counts[FULL] == 0:
@@ -210,6 +218,8 @@ def process_queues(arena, upper, nodes, pairs, work):  # type: ignore[no-untyped
             if not arena.nodes[queued].gone:
                 tidy_node(arena, queued, upper)
             continue
+        # Cheap rules first: dominance starts only when nothing is queued, and what it drops is followed up before the
+        # next node.
         while node < nodes and arena.nodes[node].gone:
             node += 1
         if node >= nodes or arena.numbers[WORK] > work:

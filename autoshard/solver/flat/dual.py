@@ -20,16 +20,16 @@ _FRACTION = 0.05
 """The first step, as a share of the one that would close the gap if the bound were linear in the prices."""
 
 _UNKNOWN_GAP = 0.05
-"""What the gap is taken for where no choice is known, relative to the bound."""
+"""The gap that is assumed where no choice is known, relative to the bound."""
 
 _GROWTH, _SHRINKING = 1.1, 0.66
-"""By how much the share grows after a bound that improved, and shrinks after many that did not."""
+"""Factors of the share after a bound that improved, and after `_PATIENCE` bounds that did not."""
 
 _PATIENCE = 20
-"""How many those are."""
+"""Bounds in a row without improvement after which the step shrinks."""
 
 _NEGLIGIBLE = 1e-4
-"""Share at which steps become so small that the next one is a large one again."""
+"""Share below which steps start again from `_FRACTION`."""
 
 _STRETCHES = 16
 """Stretches of time: in each, the fullest moment is the one whose price rises."""
@@ -37,19 +37,19 @@ _STRETCHES = 16
 
 @dataclass
 class Dual:
-    """Prices, messages, and the best bound that they gave.
+    """Prices on memory, messages, and the best bound of both.
 
     Attributes:
         core, view: the problem.
-        prices: cost per byte at each moment, now.
+        prices: current cost per byte at each moment.
         value: the best bound so far, the core's constant included.
-        best_prices: those of the best bound.
-        upper: cost of a choice known to keep the limit.
-        best: the best rounded choice that keeps the limit; None while there is none.
+        best_prices: the prices of the best bound.
+        upper: least known cost of a choice within the limit.
+        best: the best rounded choice within the limit; None while there is none.
 
     Source: V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006. The prices move
     as in F. Barahona and R. Anbil, "The volume algorithm: producing primal solutions with a subgradient method", 2000:
-    always from the best ones known, along an average of what rounded choices use above the limit.
+    always from the best known prices, along an average of the excess of rounded choices above the limit.
     """
 
     core: Core
@@ -75,11 +75,11 @@ class Dual:
         self._last_pass = np.full(len(core.cost), -1)
 
     def ascend(self, rounds: int, *, move: bool = True, deadline: float = float("inf")) -> None:
-        """Passes there and back; with `move`, prices follow what a rounded choice uses.
+        """Run forward and backward passes; with `move`, prices follow the memory of rounded choices.
 
         Args:
-            rounds: passes there and back.
-            move: whether prices move, or only messages.
+            rounds: forward and backward passes.
+            move: False to move messages only.
             deadline: `time.monotonic()` seconds after which no further pass starts.
         """
         core, view = self.core, self.view
@@ -87,8 +87,8 @@ class Dual:
         for _ in range(rounds):
             if monotonic() > deadline or self.value >= self.upper:
                 return
-            known = self.value
-            improved = self._pass() > known
+            before = self.value
+            improved = self._pass() > before
             places = self.round_choice()
             self._passes += 1
             self._last_pass[core.offset[:-1] + places] = self._passes
@@ -101,13 +101,15 @@ class Dual:
                 self._move_prices(loads - view.room, improved)
 
     def _pass(self) -> float:
-        """One pass there and back at the prices as they stand; returns the bound."""
+        """Run a forward and a backward pass at the current prices, and return the bound."""
         core, view = self.core, self.view
         price_strategies(view, self.prices, self._memory_costs)
         unary = core.cost + self._memory_costs
         pass_messages(view, unary, self._messages, False, self._widest, self._beliefs)
         self._forward = np.minimum.reduceat(self._beliefs, core.offset[:-1])
         total = pass_messages(view, unary, self._messages, True, self._widest, self._beliefs)
+        # The Lagrangian: memory below the limit is paid back at its price, so that the value bounds every assignment
+        # within it.
         value = total + core.constant - float(self.prices @ view.room)
         # Sums of many floats.
         value -= 1e-11 * (abs(value) + abs(total))
@@ -116,51 +118,47 @@ class Dual:
         return value
 
     def floors(self) -> Array:
-        """Per strategy: what every assignment within the limit that uses it costs at least.
-
-        After a pass back chains' optima stand at their first nodes, and forward minima where chains ended before.
-        See `bound._Chains.floors`, of which this is the twin on flat arrays.
-        """
+        """Return per strategy a bound of all assignments within the limit that use it; as `bound._Chains.floors`."""
         core, view = self.core, self.view
         self.prices = self.best_prices.copy()
         value = max(self._pass() for _ in range(_SETTLING))
         value = self._pass()
         least = np.minimum.reduceat(self._beliefs, core.offset[:-1])
-        ahead = np.bincount(core.ends.min(1, initial=core.nodes), minlength=core.nodes)
-        behind = np.bincount(core.ends.ravel(), minlength=core.nodes) - ahead
-        share = 1.0 / np.maximum(np.maximum(ahead, behind), 1)
-        ends_after, ends_before = 1.0 - ahead * share, 1.0 - behind * share
-        ended = np.cumsum(ends_after * self._forward) - ends_after * self._forward
-        begun = ends_before * least
-        begun = np.cumsum(begun[::-1])[::-1] - begun
+        later_edges = np.bincount(core.ends.min(1, initial=core.nodes), minlength=core.nodes)
+        earlier_edges = np.bincount(core.ends.ravel(), minlength=core.nodes) - later_edges
+        share = 1.0 / np.maximum(np.maximum(later_edges, earlier_edges), 1)
+        ends_after, ends_before = 1.0 - later_edges * share, 1.0 - earlier_edges * share
+        optima_before = np.cumsum(ends_after * self._forward) - ends_after * self._forward
+        optima_after = ends_before * least
+        optima_after = np.cumsum(optima_after[::-1])[::-1] - optima_after
         crossing = np.zeros(core.nodes + 1)
         if len(core.ends):
             earlier, later = core.ends.min(1), core.ends.max(1)
             carried = share[later] * least[later]
             np.add.at(crossing, earlier + 1, carried)
             np.subtract.at(crossing, later, carried)
-        passed = ended + begun + np.cumsum(crossing)[:-1]
+        elsewhere = optima_before + optima_after + np.cumsum(crossing)[:-1]
         constant = core.constant - float(self.prices @ view.room)
-        floors: Array = np.maximum(self._beliefs + np.repeat(passed, core.size) + constant, value)
+        floors: Array = np.maximum(self._beliefs + np.repeat(elsewhere, core.size) + constant, value)
         # Sums of many floats: what rounding may have added is taken off.
         return floors - 1e-11 * np.abs(floors)
 
     def round_choice(self) -> IntArray:
-        """A choice rounded from the messages as they stand; it may pass the limit."""
+        """Return a choice rounded from the current messages; it may exceed the limit."""
         places = np.zeros(self.core.nodes, dtype=np.int64)
         round_in_order(self.view, self.core.cost + self._memory_costs, self._messages, self._widest, places)
         return places
 
     def recently_chosen(self, passes: int) -> npt.NDArray[np.bool_]:
-        """Per strategy, whether a choice rounded in one of the last passes used it."""
+        """Return per strategy True if a choice rounded in one of the last passes uses it."""
         return self._last_pass > max(self._passes - passes, 0)
 
     def _move_prices(self, excess: Array, improved: bool) -> None:
-        """New prices, from the best ones: up at the fullest moment of each stretch that passes the limit, down where
-        there is room.
+        """Move the prices from the best ones: up at the fullest moment of each stretch that exceeds the limit, down
+        where there is room.
 
         The step grows while bounds improve and the direction holds, and shrinks after many that did not; when it has
-        become negligible, it starts anew.
+        become negligible, it starts again.
         """
         if improved:
             self._failures = 0
@@ -173,12 +171,15 @@ class Dual:
                 self._fraction *= _SHRINKING
                 if self._fraction < _NEGLIGIBLE:
                     self._fraction = _FRACTION
+        # One rounded choice jumps between strategies; the average approaches the relaxation's own memory.
         self._average = 0.5 * (self._average + excess)
         change = np.where(self.best_prices > 0, np.minimum(self._average, 0.0), 0.0)
         for stretch in np.array_split(np.arange(len(excess)), min(_STRETCHES, len(excess))):
+            # Neighbouring moments hold nearly the same items. Raising all of them would count one excess many times.
             fullest = stretch[self._average[stretch].argmax()]
             if self._average[fullest] > 0.0 or self.best_prices[fullest] > 0.0:
                 change[fullest] = self._average[fullest]
         gap = self.upper - self.value if np.isfinite(self.upper) else _UNKNOWN_GAP * abs(self.value)
+        # Polyak's step: the remaining gap over the squared norm of the direction.
         step = self._fraction * max(gap, 1e-6 * abs(self.value)) / max(float(change @ change), 1e-300)
         self.prices = np.maximum(self.best_prices + step * change, 0.0)

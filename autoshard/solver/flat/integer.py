@@ -24,7 +24,7 @@ _ROWS = 12
 
 @dataclass(frozen=True, slots=True)
 class CoreSolution:
-    """A choice (None if none was found), a bound, and whether it closes the question."""
+    """A choice (None if none was found), a bound, and True if the result is final either way."""
 
     places: IntArray | None
     bound: float
@@ -35,12 +35,12 @@ class CoreProgram:
     """The program of a core.
 
     X_us = 1 where node u takes strategy s; the product X_us X_vt of an edge is a continuous A_st whose rows sum to X_us
-    and whose columns sum to X_vt. Of the moments' rows of memory only those are there that some answer violated.
+    and whose columns sum to X_vt. Rows of memory are added for the moments at which some answer exceeded the limit.
 
     Args:
         core: a feasible core.
         start: a known choice within the limit.
-        moments: moments whose rows stand in the program from the start.
+        moments: moments that have a row from the start.
 
     Source: Rhino 4.2, in the form of sums, which has the tightest relaxation of an edge.
     """
@@ -63,36 +63,38 @@ class CoreProgram:
 
     def _edge(self, edge: int) -> tuple[range, IntArray]:
         core = self.core
-        one, other = core.ends[edge].tolist()
-        table = core.table[core.start[edge] : core.start[edge + 1]].reshape(core.size[one], core.size[other])
+        source, target = core.ends[edge].tolist()
+        table = core.table[core.start[edge] : core.start[edge + 1]].reshape(core.size[source], core.size[target])
+        # Forbidden pairs get no product, hence no solution has them.
         places = np.argwhere(np.isfinite(table))
         products = self.program.add_variables(self.scale * table[tuple(places.T)])
-        for column, node in enumerate((one, other)):
+        for column, node in enumerate((source, target)):
             for strategy in range(int(core.size[node])):
-                mine = np.flatnonzero(places[:, column] == strategy) + products.start
+                members = np.flatnonzero(places[:, column] == strategy) + products.start
                 name = int(core.offset[node]) + strategy
-                self.program.add_row([*mine.tolist(), name], np.append(np.ones(len(mine)), -1.0), 0.0, 0.0)
+                self.program.add_row([*members.tolist(), name], np.append(np.ones(len(members)), -1.0), 0.0, 0.0)
         return products, places
 
     def add(self, moments: IntArray) -> bool:
-        """Adds rows of memory; False if all of them were there."""
+        """Add rows of memory; return False if all of them were there."""
         core = self.core
         fresh = [int(moment) for moment in moments if int(moment) not in self._rows]
         for moment in fresh:
             self._rows.add(moment)
-            held = np.zeros(len(core.cost))
+            usages = np.zeros(len(core.cost))
             for item in np.flatnonzero((core.low <= moment) & (moment < core.high)).tolist():
                 node, begin = int(core.item_node[item]), int(core.usage_start[item])
                 width = int(core.size[node])
-                held[core.offset[node] : core.offset[node] + width] += core.usage[begin : begin + width]
-            names = np.flatnonzero(held)
+                usages[core.offset[node] : core.offset[node] + width] += core.usage[begin : begin + width]
+            names = np.flatnonzero(usages)
+            # In units of the limit: in bytes, the coefficients would be far outside the backend's tolerances.
             unit = max(abs(core.limit), 1.0)
             room = float(core.limit - core.base[moment]) / unit
-            self.program.add_row(names, held[names] / unit, -np.inf, room)
+            self.program.add_row(names, usages[names] / unit, -np.inf, room)
         return bool(fresh)
 
     def solve(self, *, time_limit: float, seed: int, nodes: int | None = None) -> CoreSolution:
-        """Solves the program with the rows that it has: the bound is true, the choice may pass the limit elsewhere."""
+        """Solve the program with its present rows: the bound holds, the choice may exceed the limit elsewhere."""
         hint = None if self.start is None else self._values(self.start)
         answer = minimise(self.program, time_limit=time_limit, seed=seed, hint=hint, node_limit=nodes)
         if answer.infeasible:
@@ -107,8 +109,8 @@ class CoreProgram:
     def _values(self, places: IntArray) -> Array:
         values = np.zeros(len(self.program.costs))
         values[self.core.offset[:-1] + places] = 1.0
-        for (one, other), (products, cells) in zip(self.core.ends.tolist(), self._pairs, strict=True):
-            chosen = (cells[:, 0] == places[one]) & (cells[:, 1] == places[other])
+        for (source, target), (products, cells) in zip(self.core.ends.tolist(), self._pairs, strict=True):
+            chosen = (cells[:, 0] == places[source]) & (cells[:, 1] == places[target])
             values[products.start + np.flatnonzero(chosen)] = 1.0
         return values
 
@@ -122,18 +124,18 @@ def solve_core(
     seed: int = 0,
     nodes: int | None = None,
 ) -> CoreSolution:
-    """Solves the program of a core, adding rows of memory until the answer keeps the limit.
+    """Solve the program of a core, adding rows of memory until the answer is within the limit.
 
     Args:
-        core: a feasible core; `thinned` makes its rows few.
+        core: a feasible core; after `thin_memory` its rows are few.
         start: a known choice within the limit.
-        moments: whose rows stand in the program from the start; all of them where there are few.
+        moments: moments that have a row from the start; all of them where there are few.
         deadline: `time.monotonic()` seconds.
         seed: of the backend.
         nodes: nodes of each search tree at most.
 
     Returns:
-        A choice that keeps the limit, or none; the bound holds in any case.
+        A choice within the limit, or None; the bound holds in any case.
     """
     few = len(core.base) <= _FEW
     program = CoreProgram(core, start, np.arange(len(core.base)) if few or moments is None else moments)
@@ -143,16 +145,16 @@ def solve_core(
         bound = max(bound, answer.bound)
         if answer.places is None:
             return CoreSolution(None, bound, answer.proved)
-        passed = _violated_moments(core, answer.places)
-        if not len(passed):
+        violated = _violated_moments(core, answer.places)
+        if not len(violated):
             return CoreSolution(answer.places, bound, answer.proved)
-        if not program.add(passed) or not answer.proved or monotonic() > deadline:
+        if not program.add(violated) or not answer.proved or monotonic() > deadline:
             # The backend keeps rows within a tolerance; the limit itself is exact.
             return CoreSolution(None, bound, False)
 
 
 def _violated_moments(core: Core, places: IntArray) -> IntArray:
-    """The moments at which a choice passes the limit most, one of each stretch of time."""
+    """Return the moments at which a choice exceeds the limit most, one of each stretch of time."""
     excess = core.loads(places) - core.slack
     stretches = np.array_split(np.arange(len(excess)), min(_ROWS, len(excess))) if len(excess) else []
     worst = [int(stretch[excess[stretch].argmax()]) for stretch in stretches]

@@ -1,4 +1,4 @@
-"""Large problems from presolve to proof: prices and messages bound, neighbourhoods search, both in turn."""
+"""Solve of large problems: presolve, then bounds by prices and messages in turn with search in neighbourhoods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = 1e-9
 """Relative difference in cost below which two assignments count as equally good."""
 
 _PASSES = 30
-"""Passes of messages between two looks at what they found."""
+"""Passes of messages in one round."""
 
 _INTEGER_CELLS = 80_000
 """Entries of edge tables up to which a core goes to the integer program."""
@@ -35,16 +35,16 @@ _MAX_ENDS = 24
 """Ends of descents that are remembered."""
 
 _UNION_PASSES = 60
-"""Passes of messages over what is left where the best choice and these ends are united."""
+"""Passes of messages over the union of the best choice and these ends."""
 
 _MESSAGES_ONLY_ROUNDS = 12
-"""Rounds from whose first to last there are messages only, where there is memory: the search needs good prices."""
+"""Rounds of messages alone after the first one, where there is memory: the search needs good prices."""
 
 _UNION_PERIOD = 2
-"""Rounds of search between two unions of what they found."""
+"""Rounds of search between two searches of a union."""
 
 _SHRINK_SHARE = 0.25
-"""Share of the strategies that must be out of the question for another presolve."""
+"""Share of the strategies that must be ruled out for another presolve."""
 
 _PATIENCE = 3
 """Neighbourhood searches in a row without improvement after which a start is given up."""
@@ -55,10 +55,10 @@ class LargeSolver:
 
     Args:
         problem: with or without a limit.
-        budget: how long, and what is found.
-        seed: of what is random.
-        finish: whether to go on until the time is up, with the integer program where the core is small; otherwise the
-            solver ends when it stalls.
+        budget: the remaining time and work; it records assignments and bounds.
+        seed: of the random numbers.
+        finish: True to go on until the time is up, with the integer program where the core is small; False to end when
+            the search stalls.
     """
 
     def __init__(self, problem: Problem, budget: Budget, *, seed: int = 0, finish: bool = True) -> None:
@@ -68,7 +68,7 @@ class LargeSolver:
         self.finish = finish
 
     def run(self) -> bool:
-        """Searches; True if the best assignment is proved, or that there is none."""
+        """Search; return True if the best assignment is proved, or that there is none."""
         core = presolve(Core.of(self.problem), deadline=self.budget.deadline_after(0.3))
         self.budget.spend(core.work)
         self.budget.report(f"presolve: {core.nodes} nodes, {len(core.ends)} edges, {len(core.base)} moments left")
@@ -77,24 +77,24 @@ class LargeSolver:
             if not core.nodes:
                 self.offer(core, np.zeros(0, dtype=np.int64), core.constant, "presolve")
                 return True
-            front = CoreSearch(self, core, prices)
-            core, prices = front.run()
+            search = CoreSearch(self, core, prices)
+            core, prices = search.run()
             if self.is_closed:
                 return True
-            if core is front.core:
+            if core is search.core:
                 return False
         return True
 
     @property
     def is_closed(self) -> bool:
-        """Whether the bound has reached the cost."""
+        """True if the bound has reached the cost."""
         budget = self.budget
         if not np.isfinite(budget.cost):
             return budget.lower_bound == np.inf
         return budget.lower_bound >= budget.cost - TOLERANCE * abs(budget.cost)
 
     def offer(self, core: Core, places: IntArray, cost: float, method: str) -> bool:
-        """Notes a choice for a core, if it is the best and feasible; False if not."""
+        """Record a choice for a core if it is feasible and the best so far; return False otherwise."""
         problem = self.problem
 
         def assignment() -> tuple[int, ...]:
@@ -102,15 +102,15 @@ class LargeSolver:
 
         if not cost < self.budget.cost or not np.isfinite(cost):
             return False
-        made = assignment()
-        if not problem.feasible(made):
+        expanded = assignment()
+        if not problem.feasible(expanded):
             # Rounding of float sums at the limit.
             return False
-        return self.budget.offer(problem.cost(made), lambda: made, method)
+        return self.budget.offer(problem.cost(expanded), lambda: expanded, method)
 
 
 class CoreSearch:
-    """The work on one core, until something closes it or it can be made smaller."""
+    """The work on one core, until it is solved or can be made smaller."""
 
     def __init__(self, solver: LargeSolver, core: Core, prices: Array) -> None:
         self.solver = solver
@@ -126,7 +126,7 @@ class CoreSearch:
         self.tried_integer = False
 
     def run(self) -> tuple[Core, Array]:
-        """Bound and search in turn. Returns the core and prices to go on with; the same core if this is the end."""
+        """Bound and search in turn; return the core and prices to go on with, the same core if this is the end."""
         budget, rounds = self.budget, 0
         stalled = 0
         while not budget.is_over and not self.solver.is_closed:
@@ -135,6 +135,8 @@ class CoreSearch:
             if budget.is_over:
                 break
             rounds += 1
+            # Without memory there are no prices to wait for. The first round searches too, for an assignment to show at
+            # once.
             if rounds == 1 or rounds >= _MESSAGES_ONLY_ROUNDS or not len(self.core.base):
                 self._search(2 * _PASSES * self.core.cells)
             if rounds >= _MESSAGES_ONLY_ROUNDS and rounds % _UNION_PERIOD == 0:
@@ -157,8 +159,8 @@ class CoreSearch:
 
     def _raise_bound(self) -> None:
         dual, budget = self.dual, self.budget
-        known = self.descent.cost if self.descent is not None else float("inf")
-        dual.upper = min(dual.upper, known)
+        descent_cost = self.descent.cost if self.descent is not None else float("inf")
+        dual.upper = min(dual.upper, descent_cost)
         dual.ascend(_PASSES, deadline=budget.deadline)
         budget.spend(_PASSES * (4 * self.core.cells + len(self.core.usage)))
         budget.raise_bound(dual.value)
@@ -166,7 +168,7 @@ class CoreSearch:
             self.solver.offer(self.core, dual.best, self.core.value(dual.best), "prices")
 
     def _search(self, work: int) -> None:
-        """From a fresh rounding, and on from the best choice, for so much work each."""
+        """Descend from a fresh rounding, then from the best choice, each with a share of work."""
         if self.descent is None:
             self.descent = Descent(self.core, self.view, abs(self.dual.value) + 1.0, self.solver.seed)
         descent, best = self.descent, self.descent.best
@@ -185,9 +187,10 @@ class CoreSearch:
             self._run_descent(2 * work, until_stuck=False)
 
     def _search_union(self, work: int) -> None:
-        """The best choice, ends of descents and roundings united: a node keeps the strategies that one of them has.
+        """Search the union of the best choice, the ends of descents and recent roundings.
 
-        What they agree on is decided, so that little is left, with prices, messages and neighbourhoods of its own.
+        A node keeps the strategies that one of these choices uses. Where all agree the node is decided, so that the
+        presolved core is small; it gets its own prices, messages and neighbourhoods.
         """
         descent, budget = self.descent, self.budget
         assert descent is not None
@@ -209,10 +212,11 @@ class CoreSearch:
         dual.ascend(_UNION_PASSES, deadline=budget.deadline)
         budget.spend(_UNION_PASSES * (4 * core.cells + len(core.usage)))
         part = Descent(core, view, abs(dual.value) + 1.0, self.solver.seed)
-        known = descent.best
+        contracted = descent.best
+        # The stages that this presolve added: they lead from the nodes of this core to those of the union.
         for stage in core.stages[len(self.core.stages) :]:
-            known = stage.contract(known)
-        for start in (known, dual.round_choice(), dual.best):
+            contracted = stage.contract(contracted)
+        for start in (contracted, dual.round_choice(), dual.best):
             if start is not None:
                 part.begin(start, dual.best_prices)
                 before, failures = part.work, 0
@@ -228,7 +232,7 @@ class CoreSearch:
             self._run_descent(work, until_stuck=True)
 
     def _prices_at(self, core: Core) -> Array:
-        """The best prices, for the moments of a core that was made from this one."""
+        """Return the best prices at the moments of a core that was presolved from this one."""
         prices = np.zeros(len(core.base))
         if len(prices):
             places = np.minimum(np.searchsorted(core.moment, self.core.moment), len(prices) - 1)
@@ -242,6 +246,8 @@ class CoreSearch:
         while descent.work < end and not budget.is_over and not self.solver.is_closed:
             before = descent.work
             heat = 0.0
+            # After a while without improvement, every fourth run accepts dearer choices, to leave a local optimum. By
+            # how much is drawn on a logarithmic scale: no one temperature suits all problems.
             if not until_stuck and self.idle >= _PATIENCE and self.idle % 4 == 3:
                 gap = max(descent.cost - budget.lower_bound, 0.0)
                 heat = gap * 10.0 ** -self.random.uniform(1.0, 4.0)
@@ -259,7 +265,7 @@ class CoreSearch:
                 descent.begin(descent.best, self.dual.best_prices)
 
     def _shrink_core(self) -> tuple[Core, Array] | None:
-        """A smaller core without what no better assignment can use, if that is much; with prices for its moments."""
+        """Return a core without strategies that no better assignment can use, and its prices; None if those are few."""
         upper = self.budget.cost
         if not np.isfinite(upper):
             return None
@@ -269,19 +275,21 @@ class CoreSearch:
         cost = np.where(out, np.inf, self.core.cost)
         core = presolve(replace(self.core, cost=cost), deadline=self.budget.deadline_after(0.2))
         self.budget.spend(core.work)
+        # Nothing is left that could be better: the known assignment is optimal.
         if not core.feasible:
             self.budget.raise_bound(upper)
         self.budget.report(f"fixing: {core.nodes} nodes, {core.cells} table entries left")
         return core, self._prices_at(core)
 
     def _solve_integer_program(self) -> bool:
-        """The integer program, with rows of memory added until its answer keeps the limit. True if that closes it."""
+        """Solve the integer program, and record its assignment and bound; return True if it is final."""
         core, budget = self.core, self.budget
         start = None if self.descent is None else self.descent.best
         nodes = int(max(1.0, budget.remaining // max(core.cells, 1))) if budget.has_work_limit else None
         answer = solve_core(
             core,
             start=start,
+            # Moments with a price bind in the relaxation, and would be violated first.
             moments=np.flatnonzero(self.dual.best_prices > 0),
             deadline=budget.deadline_after(_INTEGER_TIME),
             seed=self.solver.seed,

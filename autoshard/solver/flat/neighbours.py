@@ -12,75 +12,80 @@ _TRIES = 6
 """Multiples of the prices under which one forest is solved, at most."""
 
 _BLOCK = 64
-"""Moments that are looked at together where nothing begins or ends in them."""
+"""Moments that are compared with the limit together where no item of a change begins or ends in them."""
 
 
 @jit
-def conditional_costs(view, places, given):  # type: ignore[no-untyped-def]
-    """Writes per strategy its cost beside the choices of all neighbours."""
+def conditional_costs(view, places, conditional):  # type: ignore[no-untyped-def]
+    """Write the cost of every strategy beside the choices of all neighbours."""
     for node in range(len(view.nodes) - 1):
-        own, size = view.nodes[node].offset, view.nodes[node].size
+        offset, size = view.nodes[node].offset, view.nodes[node].size
         for s in range(size):
-            given[own + s] = view.cost[own + s]
+            conditional[offset + s] = view.cost[offset + s]
         for place in range(view.nodes[node].around, view.nodes[node + 1].around):
             half = view.around[place]
-            row = view.around[half.back].table + places[half.other] * size
+            row = view.around[half.reverse].table + places[half.neighbour] * size
             for s in range(size):
-                given[own + s] += view.table[row + s]
+                conditional[offset + s] += view.table[row + s]
 
 
 @jit_inner
-def move_node(view, node, choice, places, given):  # type: ignore[no-untyped-def]
-    """Changes the choice of one node, and what its neighbours' strategies cost beside it."""
+def move_node(view, node, choice, places, conditional):  # type: ignore[no-untyped-def]
+    """Change the choice of one node, and the costs of its neighbours' strategies beside it."""
     for place in range(view.nodes[node].around, view.nodes[node + 1].around):
         half = view.around[place]
-        own, size = view.nodes[half.other].offset, view.nodes[half.other].size
+        offset, size = view.nodes[half.neighbour].offset, view.nodes[half.neighbour].size
         new, old = half.table + choice * size, half.table + places[node] * size
         for t in range(size):
-            given[own + t] += view.table[new + t] - view.table[old + t]
+            conditional[offset + t] += view.table[new + t] - view.table[old + t]
     places[node] = choice
 
 
 @jit_inner
-def free_costs(view, places, given, members, size, marks, hub, plain, hub_costs):  # type: ignore[no-untyped-def]
-    """Costs of the members' strategies, and of the hub's, without the edges among them; returns what they cost now."""
+def free_costs(view, places, conditional, members, size, marks, hub, plain, hub_costs):  # type: ignore[no-untyped-def]
+    """Write the costs of the members' and the hub's strategies without the edges among them.
+
+    Returns:
+        The number of the members' strategies, and the present cost of members, hub and their edges.
+    """
     total, before = 0, 0.0
     for member in range(size):
         node = members[member].node
         members[member].start, members[member].to_hub = total, -1
-        own = view.nodes[node].offset
+        offset = view.nodes[node].offset
         for s in range(view.nodes[node].size):
-            plain[total + s] = given[own + s]
+            plain[total + s] = conditional[offset + s]
         total += view.nodes[node].size
     for member in range(size):
         link = members[member].link
         if link < 0:
             continue
         half, node = view.around[link], members[member].node
-        mine, theirs = members[member].start, members[marks[half.other].position].start
-        own, wide = view.nodes[node].size, view.nodes[half.other].size
-        seen = view.around[half.back].table + places[half.other] * own
-        for s in range(own):
-            plain[mine + s] -= view.table[seen + s]
-        row = half.table + places[node] * wide
-        for t in range(wide):
-            plain[theirs + t] -= view.table[row + t]
-        before += view.table[row + places[half.other]]
+        start, parent_start = members[member].start, members[marks[half.neighbour].position].start
+        count, parent_count = view.nodes[node].size, view.nodes[half.neighbour].size
+        # `conditional` counts the edge to the parent at both ends. It is taken off both: the forest adds it once.
+        parent_row = view.around[half.reverse].table + places[half.neighbour] * count
+        for s in range(count):
+            plain[start + s] -= view.table[parent_row + s]
+        row = half.table + places[node] * parent_count
+        for t in range(parent_count):
+            plain[parent_start + t] -= view.table[row + t]
+        before += view.table[row + places[half.neighbour]]
     if hub >= 0:
-        own, wide = view.nodes[hub].offset, view.nodes[hub].size
-        for t in range(wide):
-            hub_costs[t] = given[own + t]
+        offset, hub_count = view.nodes[hub].offset, view.nodes[hub].size
+        for t in range(hub_count):
+            hub_costs[t] = conditional[offset + t]
         for place in range(view.nodes[hub].around, view.nodes[hub + 1].around):
             half = view.around[place]
-            if not marks[half.other].inside:
+            if not marks[half.neighbour].inside:
                 continue
-            member, theirs = marks[half.other].position, view.nodes[half.other].size
-            members[member].to_hub = half.back
-            row = half.table + places[hub] * theirs
-            for s in range(theirs):
+            member, count = marks[half.neighbour].position, view.nodes[half.neighbour].size
+            members[member].to_hub = half.reverse
+            row = half.table + places[hub] * count
+            for s in range(count):
                 plain[members[member].start + s] -= view.table[row + s]
-            row = view.around[half.back].table + places[half.other] * wide
-            for t in range(wide):
+            row = view.around[half.reverse].table + places[half.neighbour] * hub_count
+            for t in range(hub_count):
                 hub_costs[t] -= view.table[row + t]
             before += view.table[row + places[hub]]
         before += hub_costs[places[hub]]
@@ -91,8 +96,11 @@ def free_costs(view, places, given, members, size, marks, hub, plain, hub_costs)
 
 @jit_inner
 def change_loads(view, members, size, places, change, events):  # type: ignore[no-untyped-def]
-    """Adds to a difference array what the new choices use more, and notes in which blocks of moments; returns the
-    moments [first, last) concerned."""
+    """Add the change of memory by the new choices to a difference array, and mark its blocks of moments.
+
+    Returns:
+        The moments [first, last) that change; an empty range if none does.
+    """
     first, last = len(change), 0
     for member in range(size):
         node, choice = members[member].node, members[member].picked
@@ -112,7 +120,7 @@ def change_loads(view, members, size, places, change, events):  # type: ignore[n
 
 @jit_inner
 def exceeds_limit(view, loads, fullest, change, events, first, last):  # type: ignore[no-untyped-def]
-    """Whether a change of the loads, at [first, last), passes the limit at some moment; and the work that this was."""
+    """Return True if a change of the loads in [first, last) exceeds the limit at some moment, and the work done."""
     running, work = 0.0, 0
     for block in range(first // _BLOCK, (last - 1) // _BLOCK + 1):
         work += 1
@@ -129,7 +137,7 @@ def exceeds_limit(view, loads, fullest, change, events, first, last):  # type: i
 
 @jit_inner
 def add_loads(view, loads, fullest, change, first, last):  # type: ignore[no-untyped-def]
-    """Adds a change to the loads; `fullest` is by how much each block's fullest moment passes the limit."""
+    """Add a change to the loads; `fullest` is the excess of each block's fullest moment over the limit."""
     running = 0.0
     for moment in range(first, last):
         running += change[moment]
@@ -142,27 +150,27 @@ def add_loads(view, loads, fullest, change, first, last):  # type: ignore[no-unt
 
 @jit
 def search_forests(  # type: ignore[no-untyped-def]
-    view, places, loads, priced, penalty, given, steps, largest, seed, state, temperature
+    view, places, loads, priced, penalty, conditional, steps, largest, seed, state, temperature
 ):
-    """Solves random forests, half of them together with a hub, all else held; takes what is better.
+    """Solve random forests, half of them together with a hub, with all other nodes held; accept better choices.
 
-    Better is cheaper within the limit or, while the limit is passed, cheaper with `penalty` for every byte above it.
+    Better is cheaper within the limit or, while the limit is exceeded, cheaper with `penalty` for every byte above it.
 
     Args:
         view: the core, with finite tables.
         places: the choice; changed.
-        loads: bytes at each moment, without what is used whatever is chosen; changed.
+        loads: bytes at each moment, without the memory used under any choice; changed.
         priced: per strategy the price of its memory.
         penalty: per moment the cost of a byte above the limit.
-        given: per strategy its cost beside the neighbours' choices (`condition`); changed.
+        conditional: per strategy its cost beside the neighbours' choices (`conditional_costs`); changed.
         steps: forests to solve.
         largest: nodes of a forest at most.
         seed: state of the random numbers; changed.
-        state: multiple of the prices to start from, and work done so far; changed.
-        temperature: by how much a change may be dearer, times a random number.
+        state: multiple of the prices to start from, and the work so far; changed.
+        temperature: largest increase in cost of an accepted change, times a random number.
 
     Returns:
-        The bytes above the limit that are left, summed over moments.
+        The remaining bytes above the limit, summed over moments.
     """
     nodes, moments = len(view.nodes) - 1, len(loads)
     widest = 1
@@ -181,21 +189,24 @@ def search_forests(  # type: ignore[no-untyped-def]
         fullest[moment // _BLOCK] = max(fullest[moment // _BLOCK], loads[moment] - view.room[moment])
         over += max(loads[moment] - view.room[moment], 0.0)
     for _ in range(steps):
+        # Sizes are drawn on a logarithmic scale: small forests are cheap and fit often, large ones change many nodes at
+        # once.
         target = min(int(np.exp(draw(seed) * np.log(largest))) + 1, largest)
         hub = -1
         if len(view.around) and draw(seed) < 0.5:
             # By its degree: the other end of any half-edge.
-            hub = view.around[pick(seed, len(view.around))].other
+            hub = view.around[pick(seed, len(view.around))].neighbour
         size = grow_forest(view, seed, pick(seed, nodes), hub, target, members, marks, border)
-        total, before = free_costs(view, places, given, members, size, marks, hub, plain, hub_costs)
+        total, before = free_costs(view, places, conditional, members, size, marks, hub, plain, hub_costs)
         for member in range(size):
             marks[members[member].node].inside = False
-        both = size
+        moving = size
         if hub >= 0:
             marks[hub].inside = False
             members[size].node = hub
-            both += 1
+            moving += 1
         allowed = temperature * draw(seed)
+        # The multiple of the prices that was accepted lately; half of the forests try others about it.
         scale, low, high = state[0], 0.0, np.inf
         if draw(seed) < 0.5:
             scale *= np.exp(2.4 * draw(seed) - 1.2)
@@ -206,17 +217,18 @@ def search_forests(  # type: ignore[no-untyped-def]
                 value = 0.0
                 if hub >= 0:
                     value = hub_costs[choice] + scale * priced[view.nodes[hub].offset + choice]
+                    # Presolve leaves no negative costs: the forest can only add to those of the hub.
                     if value >= lowest:
                         continue
                 for member in range(size):
-                    node, mine, link = members[member].node, members[member].start, members[member].to_hub
-                    own, count = view.nodes[node].offset, view.nodes[node].size
+                    node, start, link = members[member].node, members[member].start, members[member].to_hub
+                    offset, count = view.nodes[node].offset, view.nodes[node].size
                     for s in range(count):
-                        sums[mine + s] = plain[mine + s] + scale * priced[own + s]
+                        sums[start + s] = plain[start + s] + scale * priced[offset + s]
                     if link >= 0:
-                        row = view.around[view.around[link].back].table + choice * count
+                        row = view.around[view.around[link].reverse].table + choice * count
                         for s in range(count):
-                            sums[mine + s] += view.table[row + s]
+                            sums[start + s] += view.table[row + s]
                 value += solve_forest(view, members, size, marks, sums, best, least)
                 state[1] += 8 * total
                 if value < lowest:
@@ -224,6 +236,7 @@ def search_forests(  # type: ignore[no-untyped-def]
                     for member in range(size):
                         members[member].picked = members[member].trial
                     members[size].picked = choice
+            # The change in real cost, without the prices that led to it.
             after, moved = 0.0, False
             if hub >= 0:
                 after = hub_costs[members[size].picked]
@@ -234,17 +247,17 @@ def search_forests(  # type: ignore[no-untyped-def]
                 moved |= picked != places[node]
                 if link >= 0:
                     half = view.around[link]
-                    parent = members[marks[half.other].position].picked
-                    after += view.table[half.table + picked * view.nodes[half.other].size + parent]
+                    parent = members[marks[half.neighbour].position].picked
+                    after += view.table[half.table + picked * view.nodes[half.neighbour].size + parent]
                 link = members[member].to_hub
                 if link >= 0:
                     half = view.around[link]
                     after += view.table[half.table + picked * view.nodes[hub].size + members[size].picked]
-            fits, taken = True, False
+            fits, accepted = True, False
             if moved and (over > 0.0 or after - before <= allowed):
-                first, last = change_loads(view, members, both, places, change, events)
+                first, last = change_loads(view, members, moving, places, change, events)
                 if first >= last:
-                    taken = over == 0.0 or after - before < 0.0
+                    accepted = over == 0.0 or after - before < 0.0
                 elif over > 0.0:
                     running, fined, excess = 0.0, 0.0, 0.0
                     state[1] += last - first
@@ -254,19 +267,19 @@ def search_forests(  # type: ignore[no-untyped-def]
                         new = max(loads[moment] + running - view.room[moment], 0.0)
                         excess += new - old
                         fined += (new - old) * penalty[moment]
-                    taken = after - before + fined < 0.0
+                    accepted = after - before + fined < 0.0
                     fits = fined <= 0.0
-                    if taken:
+                    if accepted:
                         over = max(over + excess, 0.0)
                 else:
-                    passed, work = exceeds_limit(view, loads, fullest, change, events, first, last)
+                    exceeds, work = exceeds_limit(view, loads, fullest, change, events, first, last)
                     state[1] += work
-                    fits = not passed
-                    taken = fits
+                    fits = not exceeds
+                    accepted = fits
                 if first < last:
-                    if taken:
+                    if accepted:
                         add_loads(view, loads, fullest, change, first, last)
-                    for member in range(both):
+                    for member in range(moving):
                         node = members[member].node
                         if members[member].picked != places[node]:
                             for place in range(view.nodes[node].items, view.nodes[node + 1].items):
@@ -275,12 +288,13 @@ def search_forests(  # type: ignore[no-untyped-def]
                                 change[item.high] = 0.0
                                 events[item.low // _BLOCK] = False
                                 events[item.high // _BLOCK] = False
-            if taken:
-                for member in range(both):
+            if accepted:
+                for member in range(moving):
                     node = members[member].node
                     if members[member].picked != places[node]:
-                        move_node(view, node, members[member].picked, places, given)
+                        move_node(view, node, members[member].picked, places, conditional)
                 if not unpriced:
+                    # A slow average over accepted forests: the next ones start where the limit has lately been met.
                     state[0] = min(max(state[0] * 0.98 + scale * 0.02, 0.05), 4.0)
                 break
             if unpriced:
@@ -290,12 +304,14 @@ def search_forests(  # type: ignore[no-untyped-def]
                 unpriced, scale = False, high / 2
                 continue
             if fits:
+                # It fits at the first price but is no cheaper. The price may be too high: try without any.
                 if high == np.inf and low == 0.0 and over == 0.0:
                     unpriced, high, scale = True, scale, 0.0
                     continue
                 high = scale
             else:
                 low = scale
+            # Bisection between a price at which the forest exceeds the limit and one at which it fits.
             scale = low * 2.0 + 1e-3 if high == np.inf else (low + high) / 2
             if high - low < 0.1 * high:
                 break

@@ -16,10 +16,10 @@ _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"
 
 
 def jit(function: F) -> F:
-    """Compiles a loop at its first call, and keeps the machine code on disk for the next process."""
+    """Compile a loop at its first call, and keep the machine code on disk for the next process."""
     return cast(F, _jit(**_OPTIONS)(function))
 
 
 def jit_inner(function: F) -> F:
-    """The same for a loop that only other loops call: without the code that takes Python's objects apart."""
+    """Compile a loop that only other loops call, without the wrapper that unpacks Python's objects."""
     return cast(F, _jit(no_cpython_wrapper=True, **_OPTIONS)(function))

@@ -39,17 +39,17 @@ _WORTH = 0.02
 
 
 def presolve(core: Core, *, upper: float = float("inf"), work: float = 5e9, deadline: float = float("inf")) -> Core:
-    """An equivalent smaller problem.
+    """Return an equivalent smaller core.
 
-    Forbidden entries are followed up, edges normalised and dropped where nothing is left of them, nodes of one
-    strategy and those that a neighbour determines merged into their neighbours with their memory, nodes that use no
-    memory eliminated up to degree two, dominated strategies and pairs dropped, moments thinned out.
+    Unsupported strategies are dropped, edges normalised (dropped where they are zero), nodes of one strategy and those
+    that a neighbour determines merged into their neighbours with their memory, nodes that use no memory eliminated up
+    to degree two, dominated strategies and pairs dropped, and redundant moments removed.
 
     Args:
         core: left as it is.
-        upper: cost of a known assignment; anything that costs as much may be dropped. Costs of `core` must then be
-            at least zero, as those that `presolve` returns are.
-        work: table entries to look at, at most, before the search for dominated strategies ends.
+        upper: cost of a known assignment; assignments of that cost may be lost. Costs of `core` must then be at least
+            zero, as they are after a `presolve`.
+        work: table entries read after which the search for dominated strategies ends.
         deadline: `time.monotonic()` seconds after which it ends too.
 
     Source: Goldstein's criterion for dead ends, R. F. Goldstein, "Efficient rotamer elimination applied to protein
@@ -66,8 +66,9 @@ def presolve(core: Core, *, upper: float = float("inf"), work: float = 5e9, dead
 
 
 def _apply_rules(core: Core, upper: float, work: float, deadline: float) -> Core:
-    """Every exact step on the nodes and edges of a core."""
+    """Apply every exact step to the nodes and edges of a core."""
     arena = _build_arena(core)
+    # Cheap rules alone first: dominance, quadratic in the strategies, should see a small core.
     arena = _run_with_room(arena, lambda room: process_queues(room, upper, 0, False, work))
     alive = np.isfinite(arena.cost).sum()
     for attempt in range(_PASSES):
@@ -79,12 +80,14 @@ def _apply_rules(core: Core, upper: float, work: float, deadline: float) -> Core
             dropped[0] += process_queues(room, upper, core.nodes, pairs, work)
 
         arena = _run_with_room(arena, search)
+        # Pairs are searched from the second pass on, so the first one alone says nothing about the next.
         if attempt and dropped[0] < _WORTH * alive:
             break
     return _compact(arena, core)
 
 
 def _build_arena(core: Core) -> Arena:
+    # Room to grow, so that most presolves need no longer arrays.
     count, cells = len(core.ends), 2 * core.cells + 4096
     arena = Arena(
         nodes=np.zeros(core.nodes, dtype=ARENA_NODE),
@@ -122,12 +125,13 @@ _GROWING = {"table": CELLS, "usage": USED, "choice": MAPPED}
 
 
 def _run_with_room(arena: Arena, step: Callable[[Arena], object]) -> Arena:
-    """Runs a step again with more room as long as it lacks room."""
+    """Run a step, again with longer arrays as long as one is too short."""
     while True:
         arena.counts[FULL] = 0
         step(arena)
         if not arena.counts[FULL]:
             return arena
+        # Doubled, so that the copies together cost no more than the final arrays.
         grown = {name: _lengthen(getattr(arena, name), 2 * len(getattr(arena, name))) for name in _GROWING}
         edges = len(arena.edges)
         if arena.counts[EDGES] * 2 > edges:
@@ -140,14 +144,14 @@ def _run_with_room(arena: Arena, step: Callable[[Arena], object]) -> Arena:
 
 
 def _compact(arena: Arena, core: Core) -> Core:
-    """What is left, without gaps, and a stage that leads back."""
+    """Return the remaining nodes without gaps, with a stage that expands their choices."""
     gone = arena.nodes["gone"]
     kept = np.flatnonzero(~gone)
     alive = np.isfinite(arena.cost)
     owner = np.repeat(np.arange(core.nodes), core.size)
-    left = alive & ~gone[owner]
-    labels = np.flatnonzero(left) - np.repeat(core.offset[:-1], core.size)[left]
-    size = np.bincount(owner[left], minlength=core.nodes)[kept]
+    remaining = alive & ~gone[owner]
+    labels = np.flatnonzero(remaining) - np.repeat(core.offset[:-1], core.size)[remaining]
+    size = np.bincount(owner[remaining], minlength=core.nodes)[kept]
     number = np.full(core.nodes, -1)
     number[kept] = np.arange(len(kept))
     count = int(arena.counts[EDGES])
@@ -167,10 +171,10 @@ def _compact(arena: Arena, core: Core) -> Core:
     new_ends = number[ends]
     places = [labels[offset[node] : offset[node + 1]] for node in range(len(kept))]
     tables, first_cell = [], arena.edges["start"].tolist()
-    for edge, (one, other), (row, column) in zip(edges.tolist(), ends.tolist(), new_ends.tolist(), strict=True):
-        cells = core.size[one] * core.size[other]
+    for edge, (source, target), (row, column) in zip(edges.tolist(), ends.tolist(), new_ends.tolist(), strict=True):
+        cells = core.size[source] * core.size[target]
         first = first_cell[edge]
-        table = arena.table[first : first + cells].reshape(core.size[one], core.size[other])
+        table = arena.table[first : first + cells].reshape(core.size[source], core.size[target])
         tables.append(table[places[row][:, None], places[column]].ravel())
     item_node, items = [], []
     following, used = arena.items["following"].tolist(), arena.items["start"].tolist()
@@ -186,7 +190,7 @@ def _compact(arena: Arena, core: Core) -> Core:
     return Core(
         size=size,
         offset=offset,
-        cost=arena.cost[left],
+        cost=arena.cost[remaining],
         ends=new_ends.reshape(-1, 2),
         start=starts(np.array([table.size for table in tables], dtype=np.int64)),
         table=np.concatenate(tables) if tables else np.zeros(0),

@@ -1,4 +1,4 @@
-"""What exact presolve does to one edge or one node; every step keeps at least one optimum."""
+"""The steps of exact presolve on an edge or a node; every step keeps at least one optimum."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from autoshard.solver.flat.arena import (
 from autoshard.solver.flat.numba_jit import jit, jit_inner
 
 _NEGLIGIBLE = 1e-14
-"""What rounding leaves of a zero, relative to what was subtracted."""
+"""Size of a difference, relative to the subtracted value, below which it is the rounding of zero."""
 
 _GROWTH = 20_000
 """Table entries that merging a node may add."""
 
+# numba compiles a loop once more for every literal argument: these are values of one type.
 _NONE, _ZERO, _ONE = np.int64(-1), np.int64(0), np.int64(1)
-"""Arguments that are written out would each have a loop compiled once more."""
 
 
 @jit_inner
 def queue_after_loss(arena, node):  # type: ignore[no-untyped-def]
-    """Everything that may follow from a node's having fewer strategies is to be looked at."""
+    """Queue the edges and the node itself after it lost strategies."""
     half = arena.nodes[node].head
     while half >= 0:
         push_edge(arena, half >> 1)
@@ -48,30 +48,31 @@ def queue_after_loss(arena, node):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def tidy_side(arena, half):  # type: ignore[no-untyped-def]
-    """Moves row minima (rows: the strategies of the half-edge's node) into the node; unsupported strategies go."""
-    node, other = arena.halves[half].end, arena.halves[half ^ 1].end
+    """Move row minima (rows: the strategies of the half-edge's node) into the node; forbid unsupported strategies."""
+    node, neighbour = arena.halves[half].end, arena.halves[half ^ 1].end
     begin, row, column = strides(arena, half)
-    own, far = arena.nodes[node].offset, arena.nodes[other].offset
+    offset, far_offset = arena.nodes[node].offset, arena.nodes[neighbour].offset
     lost, moved = False, False
     for s in range(arena.nodes[node].size):
-        if arena.cost[own + s] == np.inf:
+        if arena.cost[offset + s] == np.inf:
             continue
         least = np.inf
         place = begin + s * row
-        for t in range(arena.nodes[other].size):
-            if arena.cost[far + t] < np.inf:
+        for t in range(arena.nodes[neighbour].size):
+            if arena.cost[far_offset + t] < np.inf:
                 least = min(least, arena.table[place + t * column])
+        # No remaining strategy of the neighbour goes with this one: it can be in no assignment.
         if least == np.inf:
-            arena.cost[own + s] = np.inf
+            arena.cost[offset + s] = np.inf
             lost = True
         elif least != 0.0:
             moved = True
-            arena.cost[own + s] += least
+            arena.cost[offset + s] += least
             scale = abs(least) * _NEGLIGIBLE
-            for t in range(arena.nodes[other].size):
+            for t in range(arena.nodes[neighbour].size):
                 value = arena.table[place + t * column] - least
                 arena.table[place + t * column] = 0.0 if abs(value) <= scale else value
-    arena.numbers[WORK] += arena.nodes[node].size * arena.nodes[other].size
+    arena.numbers[WORK] += arena.nodes[node].size * arena.nodes[neighbour].size
     if lost:
         queue_after_loss(arena, node)
     elif moved:
@@ -80,53 +81,54 @@ def tidy_side(arena, half):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def forbid_expensive(arena, edge, upper):  # type: ignore[no-untyped-def]
-    """Forbids pairs that alone bring the cost to `upper`: nodes and tables are otherwise at least zero."""
-    one, other = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
+    """Forbid pairs that alone bring the cost to `upper`."""
+    source, target = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
     begin, row, column = strides(arena, 2 * edge)
     slack = upper - arena.numbers[OFFSET]
-    for s in range(arena.nodes[one].size):
-        first = arena.cost[arena.nodes[one].offset + s]
-        for t in range(arena.nodes[other].size):
-            if first + arena.cost[arena.nodes[other].offset + t] + arena.table[begin + s * row + t * column] >= slack:
+    for s in range(arena.nodes[source].size):
+        first = arena.cost[arena.nodes[source].offset + s]
+        for t in range(arena.nodes[target].size):
+            if first + arena.cost[arena.nodes[target].offset + t] + arena.table[begin + s * row + t * column] >= slack:
                 arena.table[begin + s * row + t * column] = np.inf
 
 
 @jit_inner
 def tidy_edge(arena, edge, upper):  # type: ignore[no-untyped-def]
-    """Normalises an edge; drops it if nothing is left; merges an end that the other end determines."""
+    """Normalise an edge; drop it if it is zero; merge an end that the other end determines."""
     if upper < np.inf:
         forbid_expensive(arena, edge, upper)
     tidy_side(arena, 2 * edge)
     tidy_side(arena, 2 * edge + 1)
-    one, other = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
+    source, target = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
     begin, row, column = strides(arena, 2 * edge)
     largest = 0.0
+    # True while every strategy of one end allows exactly one of the other: that end then determines the other.
     by_row, by_column = True, True
-    for s in range(arena.nodes[one].size):
-        if arena.cost[arena.nodes[one].offset + s] == np.inf:
+    for s in range(arena.nodes[source].size):
+        if arena.cost[arena.nodes[source].offset + s] == np.inf:
             continue
         allowed = 0
-        for t in range(arena.nodes[other].size):
-            if arena.cost[arena.nodes[other].offset + t] < np.inf:
+        for t in range(arena.nodes[target].size):
+            if arena.cost[arena.nodes[target].offset + t] < np.inf:
                 value = arena.table[begin + s * row + t * column]
                 largest = max(largest, value)
                 allowed += value < np.inf
         by_row &= allowed == 1
-    for t in range(arena.nodes[other].size):
-        if arena.cost[arena.nodes[other].offset + t] == np.inf:
+    for t in range(arena.nodes[target].size):
+        if arena.cost[arena.nodes[target].offset + t] == np.inf:
             continue
         allowed = 0
-        for s in range(arena.nodes[one].size):
-            if arena.cost[arena.nodes[one].offset + s] < np.inf:
+        for s in range(arena.nodes[source].size):
+            if arena.cost[arena.nodes[source].offset + s] < np.inf:
                 allowed += arena.table[begin + s * row + t * column] < np.inf
         by_column &= allowed == 1
     if largest == 0.0:
         drop_edge(arena, edge)
-        push_node(arena, one)
-        push_node(arena, other)
+        push_node(arena, source)
+        push_node(arena, target)
         return
     # Where each determines the other, the one with fewer edges goes.
-    if by_row and by_column and arena.nodes[one].degree < arena.nodes[other].degree:
+    if by_row and by_column and arena.nodes[source].degree < arena.nodes[target].degree:
         by_row = False
     if not (by_row and merge_nodes(arena, 2 * edge)) and by_column:
         merge_nodes(arena, 2 * edge + 1)
@@ -134,17 +136,18 @@ def tidy_edge(arena, edge, upper):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def merge_nodes(arena, half):  # type: ignore[no-untyped-def]
-    """Merges the far node of a half-edge into the near one, which determines it. False if that costs too much."""
+    """Merge the far node of a half-edge into the near one, which determines it; return False if that costs too much."""
     keep, leave = arena.halves[half].end, arena.halves[half ^ 1].end
     wide, narrow = arena.nodes[keep].size, arena.nodes[leave].size
     growth, cells = 0, 0
-    other = arena.nodes[leave].head
-    while other >= 0:
-        if other != half ^ 1:
-            third = arena.halves[other ^ 1].end
-            growth += (wide - narrow) * arena.nodes[third].size
-            cells += wide * arena.nodes[third].size
-        other = arena.halves[other].after
+    branch = arena.nodes[leave].head
+    while branch >= 0:
+        if branch != half ^ 1:
+            neighbour = arena.halves[branch ^ 1].end
+            growth += (wide - narrow) * arena.nodes[neighbour].size
+            cells += wide * arena.nodes[neighbour].size
+        branch = arena.halves[branch].after
+    # The merged node's edges get a row per strategy of the node that stays. Beyond this the core would grow.
     if growth > _GROWTH:
         return False
     items = 0
@@ -156,15 +159,15 @@ def merge_nodes(arena, half):  # type: ignore[no-untyped-def]
         return False
     chosen = record_removal(arena, leave, keep, _NONE, wide)
     begin, row, column = strides(arena, half)
-    own, far = arena.nodes[keep].offset, arena.nodes[leave].offset
+    offset, far_offset = arena.nodes[keep].offset, arena.nodes[leave].offset
     for s in range(wide):
-        if arena.cost[own + s] == np.inf:
+        if arena.cost[offset + s] == np.inf:
             continue
         for t in range(narrow):
             value = arena.table[begin + s * row + t * column]
-            if value < np.inf and arena.cost[far + t] < np.inf:
+            if value < np.inf and arena.cost[far_offset + t] < np.inf:
                 arena.choice[chosen + s] = t
-                arena.cost[own + s] += value + arena.cost[far + t]
+                arena.cost[offset + s] += value + arena.cost[far_offset + t]
     drop_edge(arena, half >> 1)
     while arena.nodes[leave].head >= 0:
         move_edge(arena, arena.nodes[leave].head, keep, chosen)
@@ -176,26 +179,26 @@ def merge_nodes(arena, half):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def move_edge(arena, half, keep, chosen):  # type: ignore[no-untyped-def]
-    """An edge of a merged node becomes, or is added to, one of the node that determines it."""
-    third = arena.halves[half ^ 1].end
+    """Turn an edge of a merged node into one of the node that determines it, or add it to that edge."""
+    neighbour = arena.halves[half ^ 1].end
     begin, row, column = strides(arena, half)
     drop_edge(arena, half >> 1)
-    into = find_edge(arena, keep, third)
+    into = find_edge(arena, keep, neighbour)
     if into < 0:
-        into = 2 * new_edge(arena, keep, third)
+        into = 2 * new_edge(arena, keep, neighbour)
     to, to_row, to_column = strides(arena, into)
     for s in range(arena.nodes[keep].size):
         if arena.cost[arena.nodes[keep].offset + s] < np.inf:
             source = begin + arena.choice[chosen + s] * row
-            for t in range(arena.nodes[third].size):
+            for t in range(arena.nodes[neighbour].size):
                 arena.table[to + s * to_row + t * to_column] += arena.table[source + t * column]
-    arena.numbers[WORK] += arena.nodes[keep].size * arena.nodes[third].size
+    arena.numbers[WORK] += arena.nodes[keep].size * arena.nodes[neighbour].size
     push_edge(arena, into >> 1)
 
 
 @jit_inner
 def move_items(arena, leave, keep, chosen):  # type: ignore[no-untyped-def]
-    """What a merged node uses, as a function of the strategy of the node that determines it."""
+    """Hand the memory items of a merged node to the node that determines it, by that node's strategies."""
     item = arena.nodes[leave].first_item
     arena.nodes[leave].first_item = -1
     while item >= 0:
@@ -213,7 +216,7 @@ def move_items(arena, leave, keep, chosen):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def has_room(arena, edges, cells, items, used, mapped):  # type: ignore[no-untyped-def]
-    """Whether the arrays have room for so much more; if not, that is noted, and the step is to be tried again."""
+    """Return True if the arrays have room for that many more entries; otherwise set `FULL`, and the step is retried."""
     counts = arena.counts
     enough = (
         counts[EDGES] + edges <= len(arena.edges)
@@ -223,13 +226,14 @@ def has_room(arena, edges, cells, items, used, mapped):  # type: ignore[no-untyp
         and counts[MAPPED] + mapped <= len(arena.choice)
     )
     if not enough:
+        # Loops can't lengthen arrays: the caller does, and runs the step again, which has changed nothing yet.
         counts[FULL] = 1
     return enough
 
 
 @jit_inner
 def record_removal(arena, node, first, second, entries):  # type: ignore[no-untyped-def]
-    """Notes that a node is removed; returns where its choices are to be written."""
+    """Record the removal of a node; return the start of its choices in `choice`."""
     row = arena.counts[REMOVED]
     arena.counts[REMOVED] += 1
     begin = arena.counts[MAPPED]
@@ -244,16 +248,16 @@ def record_removal(arena, node, first, second, entries):  # type: ignore[no-unty
 
 @jit_inner
 def fold_constant_items(arena, node):  # type: ignore[no-untyped-def]
-    """Usages count from their least; what does not depend on the choice is used whatever is chosen."""
+    """Move the least usage of every item into the base, and drop items that do not depend on the choice."""
     arena.nodes[node].stale = False
-    own, size = arena.nodes[node].offset, arena.nodes[node].size
+    offset, size = arena.nodes[node].offset, arena.nodes[node].size
     item, previous = arena.nodes[node].first_item, -1
     while item >= 0:
         following = arena.items[item].following
         least, most = np.inf, 0.0
         begin = arena.items[item].start
         for s in range(size):
-            if arena.cost[own + s] < np.inf:
+            if arena.cost[offset + s] < np.inf:
                 least = min(least, arena.usage[begin + s])
                 most = max(most, arena.usage[begin + s])
         if least != 0.0:
@@ -273,12 +277,12 @@ def fold_constant_items(arena, node):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def tidy_node(arena, node, upper):  # type: ignore[no-untyped-def]
-    """Moves the least cost into the offset; fixes, merges or eliminates a node where that is exact."""
-    own, size = arena.nodes[node].offset, arena.nodes[node].size
+    """Move the least cost of a node into the offset; fix or eliminate the node where that is exact."""
+    offset, size = arena.nodes[node].offset, arena.nodes[node].size
     least, allowed, last = np.inf, 0, 0
     for s in range(size):
-        if arena.cost[own + s] < np.inf:
-            least = min(least, arena.cost[own + s])
+        if arena.cost[offset + s] < np.inf:
+            least = min(least, arena.cost[offset + s])
             allowed += 1
             last = s
     if allowed == 0:
@@ -288,10 +292,11 @@ def tidy_node(arena, node, upper):  # type: ignore[no-untyped-def]
     slack = upper - arena.numbers[OFFSET]
     lost = False
     for s in range(size):
-        if arena.cost[own + s] < np.inf:
-            arena.cost[own + s] -= least
-            if arena.cost[own + s] >= slack:
-                arena.cost[own + s] = np.inf
+        if arena.cost[offset + s] < np.inf:
+            arena.cost[offset + s] -= least
+            # With this strategy alone the cost reaches that of the known assignment.
+            if arena.cost[offset + s] >= slack:
+                arena.cost[offset + s] = np.inf
                 lost = True
     if lost:
         queue_after_loss(arena, node)
@@ -300,40 +305,43 @@ def tidy_node(arena, node, upper):  # type: ignore[no-untyped-def]
         fold_constant_items(arena, node)
     if allowed == 1:
         fix_node(arena, node, _ZERO + last)
+    # A node with items can't go: its best strategy depends on the limit, not only on its neighbours.
     elif arena.nodes[node].first_item < 0 and arena.nodes[node].degree <= 2:
         eliminate_node(arena, node)
 
 
 @jit_inner
 def fix_node(arena, node, choice):  # type: ignore[no-untyped-def]
-    """Takes out a node of one strategy: its row of each edge is a cost of the neighbour."""
+    """Remove a node of one strategy: its row of each edge is a cost of the neighbour."""
     if not has_room(arena, _ZERO, _ZERO, _ZERO, _ZERO, _ONE):
         push_node(arena, node)
         return
     arena.choice[record_removal(arena, node, _NONE, _NONE, _ONE)] = choice
     while arena.nodes[node].head >= 0:
         half = arena.nodes[node].head
-        other = arena.halves[half ^ 1].end
+        neighbour = arena.halves[half ^ 1].end
         begin, row, column = strides(arena, half)
         drop_edge(arena, half >> 1)
         lost = False
-        for t in range(arena.nodes[other].size):
-            before = arena.cost[arena.nodes[other].offset + t]
-            arena.cost[arena.nodes[other].offset + t] = before + arena.table[begin + choice * row + t * column]
-            lost |= before < np.inf and arena.cost[arena.nodes[other].offset + t] == np.inf
-        push_node(arena, other)
+        for t in range(arena.nodes[neighbour].size):
+            before = arena.cost[arena.nodes[neighbour].offset + t]
+            arena.cost[arena.nodes[neighbour].offset + t] = before + arena.table[begin + choice * row + t * column]
+            lost |= before < np.inf and arena.cost[arena.nodes[neighbour].offset + t] == np.inf
+        push_node(arena, neighbour)
         if lost:
-            queue_after_loss(arena, other)
+            queue_after_loss(arena, neighbour)
     arena.nodes[node].gone = True
 
 
 @jit_inner
 def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
-    """Takes out a node of degree two or less that uses no memory: its best strategy follows from its neighbours'."""
-    own, size = arena.nodes[node].offset, arena.nodes[node].size
+    """Remove a node of degree two or less that uses no memory: its best strategy follows from its neighbours'."""
+    offset, size = arena.nodes[node].offset, arena.nodes[node].size
     if arena.nodes[node].degree == 0:
         if has_room(arena, _ZERO, _ZERO, _ZERO, _ZERO, _ONE):
-            arena.choice[record_removal(arena, node, _NONE, _NONE, _ONE)] = np.argmin(arena.cost[own : own + size])
+            arena.choice[record_removal(arena, node, _NONE, _NONE, _ONE)] = np.argmin(
+                arena.cost[offset : offset + size]
+            )
             arena.nodes[node].gone = True
         else:
             push_node(arena, node)
@@ -349,11 +357,12 @@ def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
         return
     chosen = record_removal(arena, node, left, right, entries)
     begin, row, column = strides(arena, first)
-    other_begin, other_row, other_column = strides(arena, second) if second >= 0 else (0, 0, 0)
+    second_begin, second_row, second_column = strides(arena, second) if second >= 0 else (0, 0, 0)
     drop_edge(arena, first >> 1)
     into = -1
     if second >= 0:
         drop_edge(arena, second >> 1)
+        # The new table is added to an edge that the two neighbours share already, as parallel edges are.
         into = find_edge(arena, left, right)
         if into < 0:
             into = 2 * new_edge(arena, left, right)
@@ -364,9 +373,9 @@ def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
         for b in range(width):
             least, best = np.inf, 0
             for s in range(size):
-                value = arena.cost[own + s] + arena.table[begin + s * row + a * column]
+                value = arena.cost[offset + s] + arena.table[begin + s * row + a * column]
                 if second >= 0:
-                    value += arena.table[other_begin + s * other_row + b * other_column]
+                    value += arena.table[second_begin + s * second_row + b * second_column]
                 if value < least:
                     least, best = value, s
             arena.choice[chosen + a * width + b] = best
@@ -384,20 +393,21 @@ def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
 
 @jit
 def link_arena(arena, item_nodes):  # type: ignore[no-untyped-def]
-    """Links the edges and items of a fresh arena, parallel edges added up, and queues everything."""
+    """Link the edges and items of a fresh arena, add up parallel edges, and queue everything."""
     for edge in range(arena.counts[EDGES]):
-        one, other = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
-        into = find_edge(arena, one, other)
+        first_node, second_node = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
+        into = find_edge(arena, first_node, second_node)
         if into < 0:
             link(arena, 2 * edge)
             link(arena, 2 * edge + 1)
             push_edge(arena, edge)
             continue
+        # Its table has been added to the edge that came first.
         arena.edges[edge].dropped = True
         source, row, column = strides(arena, 2 * edge)
         to, to_row, to_column = strides(arena, into)
-        for s in range(arena.nodes[one].size):
-            for t in range(arena.nodes[other].size):
+        for s in range(arena.nodes[first_node].size):
+            for t in range(arena.nodes[second_node].size):
                 arena.table[to + s * to_row + t * to_column] += arena.table[source + s * row + t * column]
     for item in range(len(item_nodes)):
         node = item_nodes[item]

@@ -1,4 +1,4 @@
-"""Memory made smaller: moments that cannot bind or that others imply, items that nobody sees, strategies too large."""
+"""Reduction of the memory constraints: redundant moments and items, and strategies that exceed the limit alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def thin_memory(core: Core) -> Core:
-    """The core without moments that cannot bind or that another one implies, and without items that no moment sees."""
+    """Return the core without moments that cannot bind or that another one implies, and without items of no moment."""
     count = len(core.base)
     if not core.feasible:
         return core
@@ -33,6 +33,7 @@ def thin_memory(core: Core) -> Core:
     base = core.base + _spread(core, least, count)
     usage = core.usage - np.repeat(least, lengths)
     feasible = core.feasible and bool((base <= core.slack).all())
+    # A moment at which even the largest usages fit can never bind.
     keep = base + _spread(core, most - least, count) > core.slack
     # Between two moments at which items begin or end, the one with the largest base stands for all.
     moving = most > least
@@ -54,7 +55,7 @@ def thin_memory(core: Core) -> Core:
 
 
 def forbid_oversized(core: Core) -> Core:
-    """The core with infinite costs for strategies that pass the limit by themselves; itself if there are none."""
+    """Return the core without strategies that exceed the limit alone; the same core if there are none."""
     if not core.feasible or not len(core.low):
         return core
     # The largest base while each item is held: between every second pair of ends.
@@ -73,7 +74,7 @@ def forbid_oversized(core: Core) -> Core:
 
 
 def _maximal_moments(core: Core, keep: Mask, moving: Mask, base: Array) -> Mask:
-    """Moments whose items are not all held, beside others, at a neighbouring moment with at least as large a base."""
+    """Return the moments that no neighbouring moment implies: one that has all of its items and at least its base."""
     while True:
         kept = np.flatnonzero(keep)
         place = np.concatenate([[0], np.cumsum(keep)])
@@ -88,6 +89,7 @@ def _maximal_moments(core: Core, keep: Mask, moving: Mask, base: Array) -> Mask:
         by_next = np.append((died[1:-1] == 0) & (values[:-1] <= values[1:]), False)
         by_previous = np.append(False, (born[1:-1] == 0) & (values[1:] <= values[:-1]))
         implied = by_next | by_previous
+        # Two neighbours may imply each other: one of them must stay.
         implied[1:] &= ~(implied[:-1] & by_previous[1:])
         if not implied.any():
             return keep
@@ -98,7 +100,7 @@ def _maximal_moments(core: Core, keep: Mask, moving: Mask, base: Array) -> Mask:
 def _with_items(
     core: Core, rows: IntArray, low: IntArray, high: IntArray, usage: Array, base: Array, feasible: bool
 ) -> Core:
-    """The core with some of its items, those of one node over the same moments added up."""
+    """Return the core with some of its items; items of one node over the same moments are added up."""
     key = np.lexsort((high[rows], low[rows], core.item_node[rows]))
     rows = rows[key]
     names = np.stack([core.item_node[rows], low[rows], high[rows]], 1)
@@ -134,8 +136,8 @@ def _reduce_usages(pick: np.ufunc, core: Core, lengths: IntArray) -> Array:
     return result
 
 
-def _spread(core: Core, held: Array, count: int) -> Array:
+def _spread(core: Core, usages: Array, count: int) -> Array:
     change = np.zeros(count + 1)
-    np.add.at(change, core.low, held)
-    np.subtract.at(change, core.high, held)
+    np.add.at(change, core.low, usages)
+    np.subtract.at(change, core.high, usages)
     return np.cumsum(change)[:-1]

@@ -43,11 +43,13 @@ def backbone(problem: Problem, order: Sequence[float]) -> Backbone:
     # In the order of their first nodes, whose times are then final.
     for earlier, later in ends[np.argsort(rank[ends[:, 0]], kind="stable")]:
         earliest[later] = max(earliest[later], earliest[earlier] + 1)
-    left = np.zeros(problem.size, dtype=np.int64)
+    remaining = np.zeros(problem.size, dtype=np.int64)
     for earlier, later in ends[np.argsort(-rank[ends[:, 1]], kind="stable")]:
-        left[earlier] = max(left[earlier], left[later] + 1)
-    length = int((earliest + left).max(initial=0))
-    nodes = [int(node) for node in np.argsort(rank) if earliest[node] + left[node] == length]
+        remaining[earlier] = max(remaining[earlier], remaining[later] + 1)
+    # Earliest time plus the longest way to the end is the length of the longest path through a node; on the backbone it
+    # is that of the graph, so that latest and earliest time agree.
+    length = int((earliest + remaining).max(initial=0))
+    nodes = [int(node) for node in np.argsort(rank) if earliest[node] + remaining[node] == length]
     heavy = _heavy_nodes(problem)
     return Backbone(tuple(nodes), tuple(node for node in nodes if heavy[node]))
 
@@ -82,9 +84,10 @@ def interleaved_order(problem: Problem, order: Sequence[float]) -> IntArray:
     for earlier, later in ends:
         before[later].append(int(earlier))
     for node in np.argsort(rank)[turn:]:
-        first_half = [place[other] for other in before[node] if rank[other] < turn]
-        second_half = [place[other] for other in before[node] if rank[other] >= turn]
+        first_half = [place[predecessor] for predecessor in before[node] if rank[predecessor] < turn]
+        second_half = [place[predecessor] for predecessor in before[node] if rank[predecessor] >= turn]
         if first_half:
+            # Half a place: behind that node, and before the one after it.
             place[node] = max(first_half) + 0.5
         elif second_half:
             place[node] = min(second_half)

@@ -50,15 +50,15 @@ def merge_segments(problem: Problem, expected: Sequence[Array], pivots: Collecti
     """
     # Into each node: source, table, expected.
     edges: list[list[tuple[int, Array, Array]]] = [[] for _ in problem.costs]
-    ahead = [np.zeros(len(vector)) for vector in problem.costs]
+    expected_ahead = [np.zeros(len(vector)) for vector in problem.costs]
     last = np.full(problem.size, -1)
     for edge, costs in zip(problem.edges, expected, strict=True):
         edges[edge.target].append((edge.source, edge.costs, costs))
-        ahead[edge.source] = ahead[edge.source] + costs
+        expected_ahead[edge.source] = expected_ahead[edge.source] + costs
         last[edge.source] = max(last[edge.source], edge.target)
     head = _MergedSegments()
     for node, vector in enumerate(problem.costs):
-        costs = head.costs[:, None] + (vector + ahead[node])[None, :]
+        costs = head.costs[:, None] + (vector + expected_ahead[node])[None, :]
         for source, table, costs_expected in edges[node]:
             # The real cost of an edge takes the place of the expected one.
             costs += (table - costs_expected[:, None])[head.choices[:, head.open.index(source)]]
@@ -71,22 +71,24 @@ def merge_segments(problem: Problem, expected: Sequence[Array], pivots: Collecti
 def _add_node(head: _MergedSegments, node: int, costs: Array, last: IntArray, width: int, pivot: bool) -> None:
     """Add a node to the head, given the costs [survivors, strategies] of its strategies."""
     strategies = costs.shape[1]
-    staying = [column for column, other in enumerate(head.open) if last[other] > node]
+    open_columns = [column for column, open_node in enumerate(head.open) if last[open_node] > node]
+    # Place p of the flat array is survivor p // strategies with strategy p % strategies.
     flat = costs.ravel()
     kept = np.flatnonzero(np.isfinite(flat))
-    if len(staying) < len(head.open) or last[node] < 0:
-        alike = _row_classes(head.choices[:, staying])
+    if len(open_columns) < len(head.open) or last[node] < 0:
+        alike = _row_classes(head.choices[:, open_columns])
         if last[node] < 0:
             # No edge to a later node: its strategy need not be remembered.
             group = np.repeat(alike, strategies)
         else:
             group = (alike[:, None] * strategies + np.arange(strategies)).ravel()
+        # Where the future cannot tell two survivors apart, the dearer one can never win.
         kept = _cheapest_of(group, flat, kept)
     if len(kept) > width:
         kept = _keep_cheapest(flat, kept, width, kept % strategies if pivot else None)
     parent, choice = kept // strategies, kept % strategies
-    head.costs, head.choices = flat[kept], head.choices[parent][:, staying]
-    head.open = [head.open[column] for column in staying]
+    head.costs, head.choices = flat[kept], head.choices[parent][:, open_columns]
+    head.open = [head.open[column] for column in open_columns]
     head.steps.append((parent, choice))
     if last[node] >= 0:
         head.open.append(node)
@@ -97,6 +99,7 @@ def _row_classes(choices: IntArray) -> IntArray:
     """Return a number per row, the same for equal rows."""
     number = np.zeros(len(choices), dtype=np.int64)
     for column in choices.T:
+        # Renumbered after every column: products of many columns would overflow.
         number = np.unique(number * (column.max(initial=0) + 1) + column, return_inverse=True)[1].ravel()
     return number
 

@@ -73,6 +73,7 @@ def solve_in_segments(
 
     Source: Rhino 4.3, optimisation level 2 (7.5).
     """
+    # On the whole problem: reductions remove most nodes of a layer, and a path through the rest says little.
     critical = set(backbone(problem, order).critical)
     network = reduce(Network.of(problem, Tables()))
     sequence = [int(node) for node in interleaved_order(problem, order) if node in network.vectors]
@@ -98,6 +99,8 @@ def _solve_segments(
     core = _ordered_problem(network, sequence)
     messages = Messages(core, range(core.size))
     relaxed = messages.run(_ITERATIONS, deadline=deadline)
+    # The message to the source of an edge is the least future cost of each of its strategies, as far as the relaxation
+    # knows.
     places = merge_segments(core, messages.against, pivots, width)
     if len(places) < core.size:
         return None, relaxed.bound + network.offset
@@ -109,9 +112,9 @@ def _ordered_problem(network: Network, sequence: list[int]) -> Problem:
     """Return the rest of a network as a problem, nodes in a given order, edges from the earlier to the later node."""
     place = {node: number for number, node in enumerate(sequence)}
     edges = (
-        Edge(place[node], place[other], table)
+        Edge(place[node], place[neighbour], table)
         for node in sequence
-        for other, table in network.edges[node].items()
-        if place[node] < place[other]
+        for neighbour, table in network.edges[node].items()
+        if place[node] < place[neighbour]
     )
     return Problem(tuple(network.vectors[node] for node in sequence), tuple(edges))

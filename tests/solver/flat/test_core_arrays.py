@@ -16,8 +16,8 @@ def test_every_edge_is_seen_from_both_ends() -> None:
     for node in range(core.nodes):
         for place in range(view.nodes[node]["around"], view.nodes[node + 1]["around"]):
             half = view.around[place]
-            back, other = view.around[half["back"]], int(half["other"])
-            assert back["other"] == node
+            back, other = view.around[half["reverse"]], int(half["neighbour"])
+            assert back["neighbour"] == node
             shape = core.size[node], core.size[other]
             mine = view.table[half["table"] :][: shape[0] * shape[1]].reshape(shape)
             theirs = view.table[back["table"] :][: mine.size].reshape(shape[::-1])
@@ -29,6 +29,6 @@ def test_every_edge_is_seen_from_both_ends() -> None:
         place = next(
             half
             for half in view.around[view.nodes[one]["around"] : view.nodes[one + 1]["around"]]
-            if half["other"] == other
+            if half["neighbour"] == other
         )
         assert np.array_equal(view.table[place["table"] :][: len(table)], table)
