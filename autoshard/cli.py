@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.cluster.calibrate import DTYPES, calibrate
-from autoshard.cluster.cluster_tables import cluster_table
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Link
+from autoshard.cluster.hosts import Hosts
 from autoshard.doctor.doctor import doctor
 from autoshard.doctor.doctor_report import report_page
-from autoshard.doctor.example import load_example
-from autoshard.errors import AutoshardError, MeshError
+from autoshard.errors import AutoshardError, InputError, MeshError
 from autoshard.plans.html import page
 from autoshard.plans.plan_text import explanation_table, plan_table
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.units import format_bytes, format_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,6 +147,95 @@ def _name(dtype: torch.dtype) -> str:
 def _console() -> Console:
     """Standard output, wide enough for the tables where it is a file or a pipe."""
     return Console(width=None if sys.stdout.isatty() else 120)
+
+
+Example = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
+
+
+def load_example(text: str) -> Example:
+    """Call a factory such as `"package.module:factory"`, found from the current directory as Python finds modules.
+
+    The factory takes no arguments and returns the model and its example call: `(model, args, kwargs)`, or
+    `(model, args)` with a tuple, or `(model, kwargs)` with a mapping.
+
+    Returns:
+        The model, positional arguments, keyword arguments.
+
+    Raises:
+        InputError: there is no such factory, or it returns something else.
+    """
+    name, _, attribute = text.partition(":")
+    if not name or not attribute:
+        raise InputError(f'"{text}" names no factory: write "package.module:factory".')
+    # A console script, unlike `python -m`, does not look in the current directory.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"the Python module {name} cannot be imported: {error}. Is it below this directory?"
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise InputError(f"{name} has no function {attribute}.")
+    match result := factory():
+        case (nn.Module() as model, tuple() | list() as args, Mapping() as kwargs):
+            return model, tuple(args), kwargs
+        case (nn.Module() as model, Mapping() as kwargs):
+            return model, (), kwargs
+        case (nn.Module() as model, tuple() | list() as args):
+            return model, tuple(args), {}
+    shape = f"a {type(result).__name__}"
+    if isinstance(result, tuple):
+        shape = f"({', '.join(type(item).__name__ for item in result)})"
+    raise InputError(f"{text} returned {shape}: return (model, args, kwargs), with args a tuple and kwargs a mapping.")
+
+
+def cluster_table(cluster: Cluster) -> Group:
+    """Return the figures of a cluster, and its collectives at a few sizes where they were measured."""
+    head = Table(box=None, show_header=False, title=f"Cluster {cluster.name}", title_justify="left")
+    head.add_column(style="bold")
+    head.add_column(overflow="fold")
+    for hosts in cluster.stretches or (cluster,):
+        for label, value in _hosts(hosts):
+            head.add_row(Text(label), Text(value))
+    for label, value in (
+        ("overlap", f"a second of communication behind compute costs {cluster.contention:.2f} s"),
+        ("source", cluster.source),
+    ):
+        head.add_row(Text(label), Text(value))
+    return Group(head, *([_collectives(cluster)] if cluster.measured is not None else []))
+
+
+def _hosts(hosts: Cluster | Hosts) -> Iterator[tuple[str, str]]:
+    """Labels and figures of devices that are alike, and of their links."""
+    device = hosts.device
+    count = "" if hosts.count is None else f"{hosts.count} x "
+    yield "device", f"{count}{device.name}, {format_bytes(device.memory)}, {hosts.devices_per_host} on a host"
+    yield "best rates", ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in device.peak_flops.items())
+    overhead = format_seconds(device.kernel_overhead)
+    yield "memory", f"{device.memory_bandwidth / 1e9:,.1f} GB/s, a kernel at least {overhead}"
+    yield "inside a host", _link(hosts.inside)
+    yield "between hosts", _link(hosts.between)
+
+
+def _link(link: Link) -> str:
+    return f"{link.bandwidth / 1e9:,.2f} GB/s, {format_seconds(link.latency)} a message"
+
+
+def _collectives(cluster: Cluster) -> Table:
+    """Seconds at the smallest, the middle and the largest size, a row for each kind and grouping."""
+    assert cluster.measured is not None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("collective", "groups of", "ranks apart", "smallest", "middle", "largest"):
+        table.add_column(title, justify="left" if title == "collective" else "right")
+    for (kind, grouping), curve in cluster.measured.collectives.items():
+        points = list(zip(curve.amounts, curve.seconds, strict=True))
+        shown = (points[0], points[len(points) // 2], points[-1])
+        cells = [f"{format_bytes(int(bytes))} {format_seconds(seconds)}" for bytes, seconds in shown]
+        table.add_row(kind, str(grouping.size), str(grouping.stride), *cells)
+    return table
 
 
 if __name__ == "__main__":

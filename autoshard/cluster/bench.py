@@ -50,7 +50,7 @@ class Bench:
             yield (sample.family, name, sample.amounts_are), times.curve(0.0 if sample.family == "view" else extra)
 
     def _time_sample(self, sample: Sample) -> _SampleTimes:
-        """A sample's calls and their seconds; empty where the device has no such operator in this dtype."""
+        """Return a sample's calls and seconds; empty where the device has no such operator in this dtype."""
         amounts: list[tuple[float, float]] = []
         rotations: list[Rotation] = []
         estimates: list[float] = []
@@ -69,7 +69,7 @@ class Bench:
         return _SampleTimes(sample, rotations[:1], amounts, self.stopwatch.mean_seconds(rotations, estimates))
 
     def _interleaving_overhead(self, timed: Sequence[_SampleTimes]) -> float:
-        """Seconds that a call takes longer behind calls of all other families; measured on the smallest calls."""
+        """Return the seconds that a call takes longer behind calls of all other families, by the smallest calls."""
         # The smallest calls by intensity have many bytes, and the overhead would be lost in their noise.
         small = [times for times in timed if times.sample.amounts_are != INTENSITY]
         alone = sum(times.seconds[0] for times in small)
@@ -99,7 +99,7 @@ class Bench:
                     if estimates[-1] > self.stopwatch.patience:
                         break
                 alone, *together = self.stopwatch.mean_seconds(works, estimates)
-                seconds = [max(both - alone, _LEAST_SHARE * both) for both in together]
+                seconds = [max(combined - alone, _LEAST_SHARE * combined) for combined in together]
                 yield (kind, grouping), Curve.through(sizes[: len(seconds)], seconds)
 
     def contention(self, grouping: Grouping) -> float:
@@ -162,7 +162,7 @@ class _SampleTimes:
 
 
 def _make_call(sample: Sample, size: int) -> tuple[SampleCall, Rotation] | None:
-    """A call of a size, and copies of it; None where the operator refuses them, or they do not fit the memory."""
+    """Return a call of a size and copies of it; None if the operator refuses them or they do not fit the memory."""
     try:
         call = sample.make(size)
         return call, Rotation(functools.partial(sample.make, size), call.amounts()[1])

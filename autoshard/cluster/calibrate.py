@@ -106,7 +106,7 @@ def calibrate(
 
 
 def _devices_per_host(devices: int) -> int:
-    """The number of consecutive ranks that share a host."""
+    """Return the number of consecutive ranks that share a host."""
     hosts: list[str | None] = [None] * devices
     dist.all_gather_object(hosts, socket.gethostname())
     counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
@@ -119,7 +119,7 @@ def _devices_per_host(devices: int) -> int:
 
 
 def _device(operators: dict[tuple[str, str, str], Curve], device: torch.device, per_host: int) -> Device:
-    """The figures of a roofline, from the best rates that were measured."""
+    """Return the figures of a roofline, from the best rates that were measured."""
     rates = {
         dtype: max(curve.rates)
         for (family, dtype, unit), curve in operators.items()
@@ -175,7 +175,7 @@ def fit_links(
 
 
 def _terms(kind: str, bytes: float, size: int) -> tuple[float, float]:
-    """Messages that a collective waits for, and bytes through one device's link."""
+    """Return messages that a collective waits for, and bytes through one device's link."""
     if kind == "shift":
         return 1.0, bytes
     hops = RING_TRIPS[kind] * (size - 1)
@@ -183,7 +183,7 @@ def _terms(kind: str, bytes: float, size: int) -> tuple[float, float]:
 
 
 def _link(rows: list[tuple[float, float]]) -> Link:
-    """The latency and bandwidth for which every row's seconds come nearest to the measured ones, as shares of these."""
+    """Return the latency and bandwidth by least squares of the relative errors of all rows."""
     terms = np.array(rows)
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)[0]
     if latency <= 0 or per_byte <= 0:

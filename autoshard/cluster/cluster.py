@@ -158,8 +158,8 @@ class Cluster:
         if not self.stretches and list(ranks) == list(range(len(ranks))):
             return self
         # A cluster of any number of devices becomes a stretch that is long enough for all of these ranks.
-        whole = Hosts(self.name, max(ranks) + 1, self.device, self.devices_per_host, self.inside, self.between)
-        stretches = stretches_of(self.stretches or (whole,), places)
+        all_ranks = Hosts(self.name, max(ranks) + 1, self.device, self.devices_per_host, self.inside, self.between)
+        stretches = stretches_of(self.stretches or (all_ranks,), places)
         if self.stretches or len(stretches) > 1:
             return _join_stretches(stretches, self.source, self.contention)
         # Collectives were measured in groups of ranks a fixed stride apart; gaps between the ranks change the strides.
@@ -190,10 +190,10 @@ class Cluster:
     @staticmethod
     def preset(name: str) -> Cluster:
         """Return a cluster that comes with the library, such as `"h100"`; `MeshError` if no preset has this name."""
-        known = Cluster.presets()
-        if name.lower() not in known:
+        presets = Cluster.presets()
+        if name.lower() not in presets:
             raise MeshError(
-                f"there is no cluster preset {name!r}; the presets are {', '.join(known)}. "
+                f"there is no cluster preset {name!r}; the presets are {', '.join(presets)}. "
                 f"Choose one of them, or describe your own in a file for Cluster.load."
             )
         return _read_preset(name.lower())
@@ -251,7 +251,7 @@ def _read_preset(name: str) -> Cluster:
 
 
 def _stretch(preset: Cluster, devices: Devices, devices_per_host: int | None, between: Link | None) -> Hosts:
-    """The ranks of one part of a text."""
+    """Return the ranks of one part of a text."""
     device = preset.device
     if devices.memory not in (None, device.memory):
         # Such as the 16 GB version of a V100: its rates are those of the preset.
@@ -261,7 +261,7 @@ def _stretch(preset: Cluster, devices: Devices, devices_per_host: int | None, be
 
 
 def _cluster_of(data: dict[str, Any]) -> Cluster:
-    """The cluster in data that follows the schema; `ValueError` if a curve in it is not valid."""
+    """Return the cluster in data that follows the schema; `ValueError` if a curve in it is not valid."""
     measured = Measurements.from_data(data["measured"]) if "measured" in data else None
     source, contention = data.get("source", ""), data.get("contention", CONTENTION)
     if "stretches" in data:
@@ -278,7 +278,7 @@ def _cluster_of(data: dict[str, Any]) -> Cluster:
 
 
 def _join_stretches(stretches: tuple[Hosts, ...], source: str, contention: float) -> Cluster:
-    """The cluster of these ranks, with the worst figures of all devices and links."""
+    """Return the cluster of these ranks, with the worst figures of all devices and links."""
     return Cluster(
         name=" + ".join(f"{stretch.count}x{stretch.name}" for stretch in stretches),
         device=Device.slowest([stretch.device for stretch in stretches]),

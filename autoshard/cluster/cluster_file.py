@@ -39,6 +39,7 @@ def _curve(**about: Any) -> dict[str, Any]:
         {**about, "amounts": _VALUES, "seconds": _VALUES, "rates": _VALUES, "source": _TEXT},
         ("seconds", "rates", "source"),
     )
+    # Published curves are rates, measured ones seconds: either is read as it was given.
     return schema | {"oneOf": [{"required": ["seconds"]}, {"required": ["rates"]}]}
 
 
@@ -54,6 +55,7 @@ _LINK = _record(
     },
     ("collectives", "sources"),
 )
+# Three rates are required, since every other dtype is priced by one of them.
 _RATES = {"type": "object", "additionalProperties": _POSITIVE, "required": ["float32", "bfloat16", "float64"]}
 _OPTIONAL_FIELDS = ("multiprocessors", "capability", "compiled", "sources")
 _DEVICE = _record(
@@ -155,7 +157,7 @@ def stretch_of(data: dict[str, Any]) -> Hosts:
 
 
 def _device_data(device: Device) -> dict[str, Any]:
-    """A device as JSON data; figures that have their default are left out."""
+    """Return a device as JSON data; figures that have their default are left out."""
     data: dict[str, Any] = {
         "name": device.name,
         "memory": device.memory,
@@ -179,7 +181,7 @@ def _device_of(data: dict[str, Any]) -> Device:
 
 
 def _link_data(link: Link) -> dict[str, Any]:
-    """A link as JSON data; figures that it lacks are left out."""
+    """Return a link as JSON data; figures that it lacks are left out."""
     data: dict[str, Any] = {"bandwidth": link.bandwidth, "latency": link.latency}
     if link.collectives:
         data["collectives"] = [

@@ -66,16 +66,16 @@ class CostModel:
         return len({self.cluster.host_of(rank * grouping.stride) for rank in range(grouping.size)})
 
     def _hop_latencies(self, size: int, outside: int) -> float:
-        """Seconds of a trip around a ring of `size` devices, `outside` of whose hops leave a host."""
+        """Return seconds of a trip around a ring of `size` devices, `outside` of whose hops leave a host."""
         return self.cluster.between.latency * outside + self.cluster.inside.latency * (size - 1 - outside)
 
     def _warn_of_estimates(self, measured: Measurements) -> None:
         """Name the axes that group devices as no measured collective does."""
-        known = {grouping for _, grouping in measured.collectives}
+        measured_groupings = {grouping for _, grouping in measured.collectives}
         estimated = [
             f"{axis.name} ({grouping.size} devices, {grouping.stride} apart in rank)"
             for axis, grouping in zip(self.mesh.axes, self._groupings, strict=True)
-            if grouping.size > 1 and grouping not in known
+            if grouping.size > 1 and grouping not in measured_groupings
         ]
         if estimated:
             warnings.warn(
@@ -145,7 +145,7 @@ class CostModel:
         return min(share * waiting + moving for waiting, moving in self._algorithms(kind, bytes, axis))
 
     def _algorithms(self, kind: str, bytes: int, axis: int) -> list[tuple[float, float]]:
-        """Seconds of latency and seconds of moving bytes, by every algorithm that the collective may use."""
+        """Return seconds of latency and seconds of moving bytes, by every algorithm that the collective may use."""
         size = self.mesh.axes[axis].size
         if size == 1:
             return [(0.0, 0.0)]
@@ -169,7 +169,7 @@ class CostModel:
         raise ValueError(f"there is no collective {kind!r}.")
 
     def _measured_seconds(self, kind: str, bytes: int, axis: int) -> float | None:
-        """Seconds by measurements of the cluster, or by the curve of the axis' link; None where there are neither."""
+        """Return seconds by measurements of the cluster, else by the curve of the axis' link; None without either."""
         size, measured = self.mesh.sizes[axis], self.cluster.measured
         if size == 1:
             return None
@@ -180,7 +180,7 @@ class CostModel:
         return self._curve_seconds(kind, bytes, axis) if curve is None else curve.at(bytes)
 
     def _curve_seconds(self, kind: str, bytes: int, axis: int) -> float | None:
-        """Seconds by the curve of the axis' link; None where it has none."""
+        """Return seconds by the curve of the axis' link; None where it has none."""
         link, size = self._links[axis], self.mesh.sizes[axis]
         bus = link.collectives.get(kind)
         if bus is None:
@@ -200,7 +200,7 @@ class CostModel:
         return max(seconds, least)
 
     def _bandwidth(self, axis: int) -> float:
-        """Bytes per second over the link of one device, all ports that the group has on a host together."""
+        """Return bytes per second over the link of one device, all ports that the group has on a host together."""
         together = self._links[axis].bandwidth * self._ports[axis]
         return min(together, self.cluster.inside.bandwidth) if self._ports[axis] > 1 else together
 

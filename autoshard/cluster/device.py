@@ -112,6 +112,7 @@ class Device:
             operators=slowest_curves([device.operators for device in kinds]),
             dispatch=Dispatch.slowest([device.dispatch for device in kinds]),
             compiled_dispatch=Dispatch.slowest([device.compiled_dispatch for device in kinds]),
+            # All devices of a cluster are compiled for, or none.
             compiled=kinds[0].compiled,
         )
 

@@ -34,7 +34,7 @@ _Count = Callable[[Sequence[Shape], Sequence[Shape], Sequence[object]], int]
 
 
 def _product(position: int) -> _Count:
-    """A matrix product whose left matrix is the operand at `position`; its last dim is contracted."""
+    """Count a matrix product whose left matrix is the operand at `position`; its last dim is contracted."""
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
         return 2 * math.prod(results[0]) * operands[position][-1]
@@ -43,43 +43,43 @@ def _product(position: int) -> _Count:
 
 
 def _attention(causal: int) -> _Count:
-    """Scores, and the weighted sum of values; `causal` is the position of the flag `is_causal`."""
+    """Count scores, and the weighted sum of values; `causal` is the position of the flag `is_causal`."""
     return _fused_attention(0, causal, 1, 1)
 
 
 def _attention_backward(causal: int) -> _Count:
-    """Scores once more and gradients of queries and keys, as wide as keys; gradients of values and of weights."""
+    """Count scores again and gradients of queries and keys, as wide as keys; gradients of values and weights."""
     return _fused_attention(1, causal, 3, 2)
 
 
 def _fused_attention(first: int, causal: int, by_key: int, by_value: int) -> _Count:
-    """Attention kernels: operands from `first` on; `by_key` products as wide as keys, `by_value` as wide as values."""
+    """Count attention: operands from `first` on; `by_key` products as wide as keys, `by_value` as wide as values."""
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
         queries, keys, values = operands[first : first + 3]
         rows, columns = queries[-2], keys[-2]
-        seen = rows * columns
+        scores = rows * columns
         if _is_set(args, causal):
             # Kernels leave out the blocks above the diagonal. A mask given as a tensor is not known to be causal.
-            seen -= columns * columns // 2 if rows > columns else rows * columns - rows * rows // 2
-        return 2 * math.prod(queries[:-2]) * seen * (by_key * queries[-1] + by_value * values[-1])
+            scores -= columns * columns // 2 if rows > columns else rows * columns - rows * rows // 2
+        return 2 * math.prod(queries[:-2]) * scores * (by_key * queries[-1] + by_value * values[-1])
 
     return count
 
 
 def _captured_attention(first: int, causal: int, by_key: int, by_value: int) -> _Count:
-    """Attention of captured graphs, as `_fused_attention`; a flag at `causal` and a window behind it leave keys out."""
+    """Count attention of captured graphs; a flag at `causal` and a window behind it leave keys out."""
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
         queries, keys, values = operands[first : first + 3]
         rows, columns = queries[-2], keys[-2]
-        seen = rows * columns
+        scores = rows * columns
         # Fewer queries than keys may be the last ones, as with a cache of keys: they see all keys.
         if _is_set(args, causal) and rows == columns:
             window = args[causal + 1]
             width = min(window or columns, columns) if isinstance(window, int) else columns
-            seen = rows * width - width * width // 2
-        return 2 * math.prod(queries[:-2]) * seen * (by_key * queries[-1] + by_value * values[-1])
+            scores = rows * width - width * width // 2
+        return 2 * math.prod(queries[:-2]) * scores * (by_key * queries[-1] + by_value * values[-1])
 
     return count
 
@@ -89,7 +89,7 @@ def _is_set(args: Sequence[object], position: int) -> bool:
 
 
 def _convolution(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-    """One product of the weight of a channel with every element of the result, or of the input where transposed."""
+    """Count a product of a channel's weight with every element of the result, or of the input where transposed."""
     source, weight = operands[:2]
     # Graphs leave trailing default arguments out.
     transposed = len(args) > 6 and bool(args[6])
@@ -97,7 +97,7 @@ def _convolution(operands: Sequence[Shape], results: Sequence[Shape], args: Sequ
 
 
 def _convolution_backward(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-    """As many as the forward for the gradient of the input and for that of the weight, each if `output_mask` asks."""
+    """Count the forward once for the gradient of the input and once for the weight's, each if `output_mask` asks."""
     gradient, source, weight = operands[:3]
     transposed = len(args) > 7 and bool(args[7])
     mask = args[10] if len(args) > 10 else (True, True, True)
@@ -107,7 +107,7 @@ def _convolution_backward(operands: Sequence[Shape], results: Sequence[Shape], a
 
 
 def _grouped_product(products: int) -> _Count:
-    """Every row times the matrix of its group, `products` times."""
+    """Count every row times the matrix of its group, `products` times."""
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
         left, right = operands[:2]
@@ -119,13 +119,13 @@ def _grouped_product(products: int) -> _Count:
 
 
 def _steps(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-    """The state times its weight, once per time step of the gates."""
+    """Count the state times its weight, once per time step of the gates."""
     gates, state = operands[:2]
     return 2 * math.prod(gates) * state[-1]
 
 
 def _steps_backward(state: int) -> _Count:
-    """The gates' gradient times the weight; the gradient of the state is the result at `state`."""
+    """Count the gates' gradient times the weight; the gradient of the state is the result at `state`."""
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
         return 2 * math.prod(results[0]) * results[state][-1]

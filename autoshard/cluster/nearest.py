@@ -66,8 +66,8 @@ def cluster_of(properties: Properties) -> Cluster:
     bandwidth = _bandwidth(properties)
     presets = [Cluster.preset(name) for name in Cluster.presets()]
     # Presets of CPUs have no multiprocessors to scale by.
-    known = [preset for preset in presets if preset.device.multiprocessors]
-    nearest = min(known, key=lambda preset: _distance(preset, properties, bandwidth))
+    candidates = [preset for preset in presets if preset.device.multiprocessors]
+    nearest = min(candidates, key=lambda preset: _distance(preset, properties, bandwidth))
     scaled = _scale_preset(nearest, properties, bandwidth)
     speed = "" if bandwidth is None else f", {bandwidth / 1e9:.0f} GB/s"
     _LOGGER.warning(
@@ -79,7 +79,7 @@ def cluster_of(properties: Properties) -> Cluster:
 
 
 def _bandwidth(properties: Properties) -> float | None:
-    """Bytes per second of the device's memory; None where the device does not report its clock and width."""
+    """Return bytes per second of the device's memory; None where the device does not report its clock and width."""
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     # Kilohertz and bits; the memory moves data twice a clock.
     return 2.0 * clock * 1e3 * width / 8 if clock and width else None

@@ -115,7 +115,7 @@ class _Maker:
         return SampleCall(aten.bmm.default, (self.tensor(16, size, size), self.tensor(16, size, size)))
 
     def convolution(self, size: int, side: int | None = None, images: int = 4) -> SampleCall:
-        """Images of `size` channels and `side` pixels a row, by default `size`."""
+        """Return a convolution of images of `size` channels and `side` pixels a row, by default `size`."""
         side = side or size
         source, weight = self.tensor(images, size, side, side), self.tensor(size, size, 3, 3)
         return SampleCall(aten.convolution.default, (source, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
@@ -230,7 +230,7 @@ class _Maker:
         return SampleCall(aten.max_pool2d_with_indices_backward.default, (result, source, *settings, places))
 
     def copy(self, size: int) -> SampleCall:
-        """A copy that transposes heads and positions, as attention does."""
+        """Return a copy that transposes heads and positions, as attention does."""
         heads = self.tensor(max(1, size // _COLUMNS), 4, _COLUMNS // 4).transpose(0, 1)
         return SampleCall(aten.clone.default, (heads,), {"memory_format": torch.contiguous_format})
 

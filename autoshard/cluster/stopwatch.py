@@ -19,7 +19,7 @@ _WINDOW = 5e-2
 _OUTLIER_FACTOR = 3.0
 # Calls of which the shortest estimates the seconds of one.
 _TRIES = 3
-# Of the data of a piece of work.
+# Copies of the data of a piece of work.
 _COPIES = 8
 # Bytes that the copies take together.
 _COPY_BYTES = 2**26

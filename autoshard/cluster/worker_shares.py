@@ -139,7 +139,7 @@ def _allocate_greedily(total: int, room: Sequence[int], price: Callable[[int, in
 
 
 def _most_elements(total: int, memory: float, memory_of: Callable[[int], float]) -> int:
-    """The most elements, up to `total`, that a memory holds; -1 where it is too small without a single element."""
+    """Return the most elements, up to `total`, that a memory holds; -1 where it is too small even for none."""
     # Bisection: memory never falls with the elements, and each evaluation may replay a plan.
     low, high = -1, total
     while low < high:
@@ -154,14 +154,14 @@ def _most_elements(total: int, memory: float, memory_of: Callable[[int], float])
 def _too_large_error(
     total: int, workers: Sequence[Worker], room: Sequence[int], memory_of: Callable[[int], float]
 ) -> BudgetError:
-    """The error where `total` elements do not fit."""
+    """Return the error where `total` elements do not fit."""
     if min(room) < 0:
-        rest = memory_of(0)
+        fixed_bytes = memory_of(0)
         place = room.index(-1)
         return BudgetError(
-            f"worker {place} has {format_bytes(workers[place].memory)}, and {format_bytes(rest)} are needed without a "
-            "single element. Shard what it holds over more devices, or leave this one out.",
-            peak=math.ceil(rest),
+            f"worker {place} has {format_bytes(workers[place].memory)}, and {format_bytes(fixed_bytes)} are needed "
+            "without a single element. Shard what it holds over more devices, or leave this one out.",
+            peak=math.ceil(fixed_bytes),
         )
     memories = ", ".join(format_bytes(worker.memory) for worker in workers)
     return BudgetError(

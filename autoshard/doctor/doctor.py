@@ -93,6 +93,7 @@ class _Examination:
     def run(self, module: nn.Module, call: CallArguments) -> None:
         """Examine the module as a whole; where that fails, line by line and part by part."""
         self._add(*(CaptureProblem("", "", fault) for fault in parameter_faults(module)), *_input_problems(call))
+        # A capture with known problems would fail at the first of them, after a long time.
         failure = None if self.problems else self._examine("", module, call)
         if self.parts:
             return
@@ -106,6 +107,7 @@ class _Examination:
             return
         for line in lines.findings:
             self._add(CaptureProblem(line.module, line.where, line.what, advice_for(line.what) or ""))
+        # Parts that can be captured show their operators even if the whole cannot.
         self._examine_children("", module, lines.calls)
         if failure is not None and not self._is_reported(failure):
             self._add(_problem("", failure))
@@ -116,6 +118,7 @@ class _Examination:
             Operator(name, source, calls.count, tuple(calls.modules), calls.seconds, calls.advice)
             for (name, source), calls in self.operators.items()
         ]
+        # Replicated ones first: they are the reason to read the table.
         operators.sort(key=lambda operator: (operator.source != "replicated", -operator.seconds))
         cluster = self.tables.cost.cluster.name
         return Report(model, cluster, tuple(self.problems), tuple(self.notes), tuple(operators), tuple(self.parts))
@@ -127,6 +130,7 @@ class _Examination:
         """Capture one module and count its operators; return the error if that fails."""
         try:
             with warnings.catch_warnings(record=True) as raised:
+                # Python shows a warning once per place; here every one counts.
                 warnings.simplefilter("always")
                 graph = capture(module, *call, grad=torch.is_grad_enabled())
             self._count_operators(path, graph)
@@ -142,6 +146,7 @@ class _Examination:
             inner = f"{path}.{name}" if path else name
             fits = inner in calls and not any(_input_problems(calls[inner]))
             failure = self._examine(inner, child, calls[inner]) if fits else None
+            # A child that was captured needs no look inside.
             if inner not in self.parts:
                 self._examine_children(inner, child, calls)
             if failure is not None and not self._is_reported(failure):
@@ -152,10 +157,10 @@ class _Examination:
         text = str(failure)
         reason = text.partition(" could not be captured as one graph")[2] or text
         return any(
-            (bool(known.where) and known.where.partition(" (")[2].removesuffix(")") in text)
-            or reason in known.what
-            or known.what.rstrip(".") in text
-            for known in self.problems
+            (bool(problem.where) and problem.where.partition(" (")[2].removesuffix(")") in text)
+            or reason in problem.what
+            or problem.what.rstrip(".") in text
+            for problem in self.problems
         )
 
     def _count_operators(self, path: str, graph: JointGraph) -> None:
@@ -174,7 +179,7 @@ class _Examination:
 
 
 def _source(call: OpCall, pinned: bool) -> str:
-    """The `Operator.source` of a call."""
+    """Return the `Operator.source` of a call."""
     if pinned:
         return "rule"
     if rule_for(call) is None:
@@ -183,7 +188,7 @@ def _source(call: OpCall, pinned: bool) -> str:
 
 
 def _input_problems(call: CallArguments) -> Iterator[CaptureProblem]:
-    """Arguments of types that no graph can take."""
+    """Yield arguments of types that no graph can take."""
     for path, leaf in leaves_by_path(call):
         if leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str)):
             continue
@@ -193,14 +198,14 @@ def _input_problems(call: CallArguments) -> Iterator[CaptureProblem]:
 
 
 def _copy_problems(module: nn.Module) -> Iterator[CaptureProblem]:
-    """Attributes that `copy.deepcopy` refuses; capture works on a copy on fake tensors."""
+    """Yield attributes that `copy.deepcopy` refuses; capture works on a copy on fake tensors."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name in ("_parameters", "_buffers", "_modules") or (isinstance(value, torch.Tensor) and value.is_leaf):
                 continue
             try:
                 # As capture does: references to modules of the model stay references.
-                copy.deepcopy(value, {id(other): other for other in module.modules()})
+                copy.deepcopy(value, {id(submodule): submodule for submodule in module.modules()})
             except Exception as error:
                 what = f"the attribute {name} ({type(value).__name__}) cannot be copied: {error}"
                 yield CaptureProblem(

@@ -127,11 +127,12 @@ def report_page(report: Report) -> Group:
         parts += [Padding(Text(note), (0, 0, 0, 2)) for note in report.notes]
         parts.append(Text(""))
     if report.operators:
-        known = [operator for operator in report.operators if operator.source != "replicated"]
-        parts.append(_operator_table([*report.replicated, *known[:_ROWS]]))
-        if known[_ROWS:]:
-            rest = format_seconds(sum(operator.seconds for operator in known[_ROWS:]))
-            parts.append(Text(f"and {len(known) - _ROWS} more operators with a rule, {rest} together"))
+        # Replicated ones are shown in full: each is something that a rule would improve.
+        with_rule = [operator for operator in report.operators if operator.source != "replicated"]
+        parts.append(_operator_table([*report.replicated, *with_rule[:_ROWS]]))
+        if with_rule[_ROWS:]:
+            omitted_seconds = format_seconds(sum(operator.seconds for operator in with_rule[_ROWS:]))
+            parts.append(Text(f"and {len(with_rule) - _ROWS} more operators with a rule, {omitted_seconds} together"))
         parts += [Text(f"{operator.name}: no sharding rule. {operator.advice}") for operator in report.replicated]
     return Group(*parts)
 
@@ -146,10 +147,10 @@ def _verdict(report: Report) -> str:
         lines.append("not captured, nor any part of it")
     if report.operators:
         total = sum(operator.count for operator in report.operators)
-        known = total - sum(operator.count for operator in report.replicated)
+        with_rule = total - sum(operator.count for operator in report.replicated)
         borrowed = sum(operator.count for operator in report.operators if operator.source == "borrowed")
         of_torch = f" ({borrowed} borrowed from torch)" if borrowed else ""
-        lines.append(f"{known} of {total} operator calls have a sharding rule{of_torch}")
+        lines.append(f"{with_rule} of {total} operator calls have a sharding rule{of_torch}")
         lines.append(f"compute of a step on one device ({report.cluster}): {format_seconds(report.step_seconds)}")
     if report.replicated:
         lines.append(

@@ -86,6 +86,7 @@ class PlanContents:
     recomputed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # An assertion: files are checked by `plan_file`, so that a wrong length here is a fault of the planner.
         for table in (self.placements, self.input_placements, self.output_placements):
             for name, placements in table.items():
                 assert len(placements) == self.mesh.ndim, (
@@ -105,6 +106,7 @@ class PlanContents:
     @property
     def gap(self) -> float:
         """Distance from the best plan, at most, relative to the cost; 0.0 if the plan is proved to be the best."""
+        # Rounding may put the bound above the cost by a little.
         return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
 
     @property

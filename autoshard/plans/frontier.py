@@ -159,10 +159,10 @@ class Frontier(Sequence[ShardingPlan]):
         unit, size = _unit(fastest.memory.peak)
         for number, plan in enumerate(self.plans):
             peak = f"{plan.memory.peak / size:.3f} {unit}"
-            held = [format_bytes(getattr(plan.memory, part)) for part in parts]
+            parts_held = [format_bytes(getattr(plan.memory, part)) for part in parts]
             slower = f"{plan.step_seconds / fastest.step_seconds - 1.0:.1%}"
             note = "turning point" if plan is turning else ""
-            table.add_row(str(number), peak, *held, format_seconds(plan.step_seconds), slower, note)
+            table.add_row(str(number), peak, *parts_held, format_seconds(plan.step_seconds), slower, note)
         return table
 
     def plot(self, path: str | os.PathLike[str], *, scale: Literal["linear", "log"] = "linear") -> None:
@@ -242,6 +242,6 @@ class Frontier(Sequence[ShardingPlan]):
 
 
 def _unit(peak: int) -> tuple[str, int]:
-    """The binary unit in which an amount of memory is written, and its bytes."""
+    """Return the binary unit in which an amount of memory is written, and its bytes."""
     name = format_bytes(peak).split()[1]
     return name, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}.get(name, 1)

@@ -22,7 +22,7 @@ _OTHER = "#0b7285"
 _LEFT, _TOP, _ROW, _BAR, _STRIP, _LETTER = 70, 40, 44, 26, 8, 7.0
 """Pixels: left margin with the ranks' names, top margin with the title, height of a rank's row, of its bar of compute
 and its strip of communication, and the width of a letter."""
-# Of the time axis.
+# Intervals of the time axis.
 _TICKS = 8
 
 
@@ -67,7 +67,8 @@ def gantt(
 
 
 def _shape(task: Task, start: float, end: float, top: int) -> str:
-    """The bar or the strip of a task on one rank, `start` and `end` in pixels."""
+    """Return the bar or the strip of a task on one rank, `start` and `end` in pixels."""
+    # Communication is thin and below: it runs at the same time, and would hide the compute.
     computes = task.stream == "compute"
     y, height = (top, _BAR) if computes else (top + _BAR + 2, _STRIP)
     drawn = (

@@ -56,16 +56,18 @@ def page(plan: PlanContents) -> str:
 
 
 def _memory(plan: PlanContents) -> str:
-    """A bar of the bytes of one device by kind, with its legend."""
+    """Return a bar of the bytes of one device by kind, with its legend."""
     parts = plan_rows.memory_parts(plan.memory)
-    held = [(name, amount, _COLOURS[index % len(_COLOURS)]) for index, (name, amount) in enumerate(parts.items())]
-    if not held:
+    coloured_parts = [
+        (name, amount, _COLOURS[index % len(_COLOURS)]) for index, (name, amount) in enumerate(parts.items())
+    ]
+    if not coloured_parts:
         return ""
     # Shares of the bar are the bytes themselves, as flex factors: the browser does the division.
-    bar = "".join(f'<span style="flex: {amount}; background: {colour}"></span>' for _, amount, colour in held)
+    bar = "".join(f'<span style="flex: {amount}; background: {colour}"></span>' for _, amount, colour in coloured_parts)
     legend = "".join(
         f'<span><i style="background: {colour}"></i>{name} {format_bytes(amount)}</span>'
-        for name, amount, colour in held
+        for name, amount, colour in coloured_parts
     )
     # The text of the peak goes on with the largest tensors, which are a table here.
     texts = (plan_rows.memory_text(plan), plan_rows.peak_text(plan.memory).partition(";")[0])
@@ -97,7 +99,7 @@ def _tensors(title: str, rows: Sequence[TensorRow], plan: PlanContents) -> str:
 
 
 def _work(title: str, labels: Sequence[str], rows: Sequence[WorkRow], sized: bool) -> str:
-    """A table of operators or collectives, folded up where it is long."""
+    """Return a table of operators or collectives, folded up where it is long."""
     if not rows:
         return ""
     numbers = ("count", "bytes", "time") if sized else ("count", "time")
@@ -115,7 +117,7 @@ def _work(title: str, labels: Sequence[str], rows: Sequence[WorkRow], sized: boo
 
 
 def _table(head: Iterable[tuple[str, bool]], body: Iterable[Iterable[str]]) -> str:
-    """A table of titles, each with True if its column holds numbers, and of rows of cells."""
+    """Return a table of titles, each with True if its column holds numbers, and of rows of cells."""
     titles = "".join(f"<th{' class=number' if number else ''}>{escape(text)}</th>" for text, number in head)
     rows = "\n".join(f"<tr>{''.join(cells)}</tr>" for cells in body)
     return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'

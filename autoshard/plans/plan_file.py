@@ -161,6 +161,7 @@ def to_data(plan: PlanContents) -> dict[str, Any]:
 
 def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the plan's fields from data that `to_data` wrote."""
+    # Only fields that are no JSON values are converted; the others pass as they are.
     return dict(data) | {
         "mesh": MeshShape.of(data["mesh"]),
         "placements": _placements_of(data["placements"]),
@@ -259,7 +260,8 @@ def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
 
 
 def _open(envelope: object, what: str, format: Format) -> dict[str, Any]:
-    """The plan's data in the envelope, whose format and version are checked."""
+    """Return the plan's data in the envelope, whose format and version are checked."""
+    # Format and version before the checksum: a file of another kind is not damaged, and is told so.
     if not isinstance(envelope, dict) or envelope.get("format") != format.name:
         raise PlanError(f"{what} is not {format.noun}: one is JSON whose format is {format.name!r}.")
     if envelope.get("version") != format.version:

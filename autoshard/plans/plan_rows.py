@@ -87,16 +87,16 @@ def shares_text(plan: PlanContents) -> str:
     """Return `"39 of 64 rows on 8 of dp, 25 on 8"`; empty for equal shares."""
     texts = []
     for axis, shares in plan.shares.items():
-        (first, ranks), *rest = [(share, len(list(run))) for share, run in itertools.groupby(shares)]
+        (first, ranks), *later_runs = [(share, len(list(run))) for share, run in itertools.groupby(shares)]
         texts.append(f"{first} of {sum(shares)} {'parts' if plan.parts else 'rows'} on {ranks} of {axis}")
-        texts += [f"{share} on {count}" for share, count in rest]
+        texts += [f"{share} on {count}" for share, count in later_runs]
     return ", ".join(texts)
 
 
 def memory_parts(memory: Memory) -> dict[str, int]:
     """Return the bytes held at the moment of the peak by kind; totals of the step where that moment is not known."""
     if memory.held:
-        return {_KINDS[kind]: held for kind, held in memory.held.items()}
+        return {_KINDS[kind]: amount for kind, amount in memory.held.items()}
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
@@ -104,15 +104,15 @@ def memory_parts(memory: Memory) -> dict[str, int]:
         "buffers": memory.buffers,
         "activations": memory.activations,
     }
-    return {name: held for name, held in parts.items() if held}
+    return {name: amount for name, amount in parts.items() if amount}
 
 
 def memory_text(plan: PlanContents) -> str:
     """Return `"peak 4.5 GiB of 80.0 GiB (parameters 1.0 GiB, ...)"`."""
-    held = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in memory_parts(plan.memory).items())
+    parts = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in memory_parts(plan.memory).items())
     of = f" of {format_bytes(plan.capacity)}" if plan.capacity else ""
     short = "" if plan.fits else ": does not fit"
-    return f"peak {format_bytes(plan.memory.peak)}{of}{f' ({held})' if held else ''}{short}"
+    return f"peak {format_bytes(plan.memory.peak)}{of}{f' ({parts})' if parts else ''}{short}"
 
 
 def peak_text(memory: Memory) -> str:
@@ -125,7 +125,8 @@ def peak_text(memory: Memory) -> str:
     for tensor in memory.largest:
         sums.setdefault(f"{tensor.name} ({tensor.kind})", []).append(tensor.bytes)
     largest = ", ".join(
-        f"{name}{f' x {len(held)}' if len(held) > 1 else ''} {format_bytes(sum(held))}" for name, held in sums.items()
+        f"{name}{f' x {len(sizes)}' if len(sizes) > 1 else ''} {format_bytes(sum(sizes))}"
+        for name, sizes in sums.items()
     )
     return f"in the {memory.phase}{where}; largest then: {largest}"
 
@@ -139,6 +140,7 @@ def _communication(plan: PlanContents) -> str:
 
 
 def _layers_text(layers: Sequence[str]) -> str:
+    # A deep model recomputes dozens of layers: their names would fill the screen.
     if len(layers) <= 4:
         return ", ".join(layers)
     return f"{len(layers)} layers: {layers[0]}, {layers[1]}, ..., {layers[-1]}"

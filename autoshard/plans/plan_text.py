@@ -68,7 +68,7 @@ def _tensor_table(title: str, rows: Sequence[TensorRow], axes: Sequence[str]) ->
 
 
 def _work_table(labels: Sequence[str], rows: Sequence[WorkRow], by: str = "", limit: int | None = None) -> Table:
-    """Rows under their labels, with a column of bytes where `by` names it; the sum of the rows over `limit` last."""
+    """Return a table of rows; with a column of bytes where `by` names it, and the sum of the rows over `limit` last."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for label in labels:
         table.add_column(label, overflow="fold")
@@ -76,10 +76,10 @@ def _work_table(labels: Sequence[str], rows: Sequence[WorkRow], by: str = "", li
     for label in ("count", by, "time"):
         if label:
             table.add_column(label, justify="right", no_wrap=True)
-    rest = rows[limit:] if limit is not None else ()
+    omitted = rows[limit:] if limit is not None else ()
     shown = list(rows[:limit])
-    if rest:
-        shown.append(WorkRow(("...", *[""] * (len(labels) - 1)), f"{len(rest)} more", *_total(rest)))
+    if omitted:
+        shown.append(WorkRow(("...", *[""] * (len(labels) - 1)), f"{len(omitted)} more", *_total(omitted)))
     for row in shown:
         size = [format_bytes(row.bytes)] if by else []
         cells = (*row.labels, row.module or "(root)", str(row.count), *size, format_seconds(row.seconds))
@@ -124,7 +124,7 @@ def _explanation(plan: PlanContents, path_glob: str) -> list[Table | Text]:
 
 
 def _explained_work(plan: PlanContents, modules: set[str]) -> list[Table | Text]:
-    """Operators and collectives of these modules."""
+    """Return the tables of the operators and collectives of these modules."""
     parts: list[Table | Text] = []
     operators = plan_rows.operator_rows(choice for choice in plan.choices if choice.module in modules)
     if operators:
@@ -141,10 +141,11 @@ def paths(plan: PlanContents) -> set[str]:
     return {*plan.placements, *_modules(plan), *above} - {""}
 
 
-def no_match_error(path_glob: str, known: set[str]) -> PlanError:
+def no_match_error(path_glob: str, known_paths: set[str]) -> PlanError:
     """Return the error that says that no path matches, with those that come near."""
     return PlanError(
-        f"nothing in the plan is at {path_glob!r}: no parameter and no module matches. {suggestion(path_glob, known)}"
+        f"nothing in the plan is at {path_glob!r}: no parameter and no module matches. "
+        f"{suggestion(path_glob, known_paths)}"
     )
 
 
@@ -154,7 +155,7 @@ def matches(plan: PlanContents, path_glob: str) -> bool:
 
 
 def _modules(plan: PlanContents) -> set[str]:
-    """Paths of the modules that have operators or collectives."""
+    """Return paths of the modules that have operators or collectives."""
     return {choice.module for choice in plan.choices} | {sent.module for sent in plan.collectives}
 
 

@@ -19,7 +19,7 @@ from autoshard.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan(PlanContents):
-    """Where every parameter, input and output of a model lies on a mesh, and how its operators are sharded.
+    """The placements of all parameters, inputs and outputs of a model on a mesh, and the strategies of its operators.
 
     A plan is data: it holds no tensor and no process group, compares by value, and round-trips through JSON.
 
@@ -53,8 +53,8 @@ class ShardingPlan(PlanContents):
 
     def __repr__(self) -> str:
         peak, step = format_bytes(self.memory.peak), format_seconds(self.step_seconds)
-        held = f"{len(self.placements)} parameters and buffers"
-        return f"ShardingPlan({held} on {self.mesh}, {peak} at {step} per step; print it to see more)"
+        tensors = f"{len(self.placements)} parameters and buffers"
+        return f"ShardingPlan({tensors} on {self.mesh}, {peak} at {step} per step; print it to see more)"
 
     def __str__(self) -> str:
         return plan_text.render(self)
@@ -134,7 +134,7 @@ class ShardingPlan(PlanContents):
             )
 
     def _parameter_differences(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """One text for each kind of difference, naming the first few parameters that have it."""
+        """Return one text for each kind of difference, naming the first few parameters that have it."""
         missing = [name for name in self.placements if name not in shapes]
         extra = [name for name in shapes if name not in self.placements]
         reshaped = [
@@ -146,7 +146,7 @@ class ShardingPlan(PlanContents):
         return [f"{kind} {_first(names)}" for kind, names in kinds if names]
 
     def _share_differences(self, mesh: MeshShape) -> list[str]:
-        """Shares that the ranks of no axis can take, and parts of dims without shares."""
+        """Return texts of shares that the ranks of no axis can take, and of parts of dims without shares."""
         if self.parts and not self.shares:
             return ["it has dims in unequal parts, and no shares that say which rank takes what of them"]
         return [
@@ -157,6 +157,6 @@ class ShardingPlan(PlanContents):
 
 
 def _first(names: Sequence[str], limit: int = 3) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

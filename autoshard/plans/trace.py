@@ -34,24 +34,24 @@ def trace(tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float],
             key = rank, _thread(task, rank)
             if key not in threads:
                 # Numbers of threads begin at 0 in each rank.
-                threads[key] = sum(known == rank for known, _ in threads)
+                threads[key] = sum(numbered == rank for numbered, _ in threads)
             # The format counts microseconds.
             span = {"ts": start * 1e6, "dur": (end - start) * 1e6}
             events.append({"name": task.name, "cat": task.kind, "ph": "X", "pid": rank, "tid": threads[key], **span})
     for rank, moments in enumerate(memory):
-        for moment, held in moments:
-            events.append({"name": "memory", "ph": "C", "pid": rank, "ts": moment * 1e6, "args": {"bytes": held}})
+        for moment, bytes_held in moments:
+            events.append({"name": "memory", "ph": "C", "pid": rank, "ts": moment * 1e6, "args": {"bytes": bytes_held}})
     names = [_name("process", rank, f"rank {rank}") for rank in sorted({rank for rank, _ in threads})]
     names += [_name("thread", rank, stream) | {"tid": thread} for (rank, stream), thread in threads.items()]
     return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
 
 
 def _thread(task: Task, rank: int) -> str:
-    """The stream of a task as one of its ranks sees it."""
+    """Return the stream of a task as one of its ranks sees it."""
     peers = [f"rank {peer}" for peer in task.ranks if peer != rank]
     return f"{task.stream} with {' and '.join(peers)}" if peers else task.stream
 
 
 def _name(level: str, rank: int, name: str) -> dict[str, Any]:
-    """The event that names a process or a thread."""
+    """Return the event that names a process or a thread."""
     return {"name": f"{level}_name", "ph": "M", "pid": rank, "args": {"name": name}}

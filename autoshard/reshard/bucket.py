@@ -113,12 +113,12 @@ def _reduction(node: fx.Node) -> _ReductionChain | None:
     return None if source.meta.get("dynamic") else _ReductionChain(source, node, tuple(stages))
 
 
-def _is_earlier_stage(start: fx.Node, behind: Sequence[tuple[Any, tuple[Any, ...]]]) -> bool:
+def _is_earlier_stage(start: fx.Node, later_stages: Sequence[tuple[Any, tuple[Any, ...]]]) -> bool:
     """Return True if a collective may be a stage before those `behind` it: one scatter at most, a gather only last."""
     if start.target is _ALL_GATHER:
-        return not behind
+        return not later_stages
     if start.target is _REDUCE_SCATTER:
-        return all(op is not _REDUCE_SCATTER for op, _ in behind)
+        return all(op is not _REDUCE_SCATTER for op, _ in later_stages)
     return start.target is _ALL_REDUCE
 
 
@@ -127,11 +127,11 @@ def _buckets(reductions: Iterable[_ReductionChain], limit: int) -> list[list[_Re
     buckets = split_by_bytes(reductions, limit)
     if len(buckets) > 1:
         before, last = buckets[-2:]
-        held = sum(reduction.bytes for reduction in last)
+        last_bytes = sum(reduction.bytes for reduction in last)
         # The last bucket is ready when hardly anything is left to compute. If it is tiny, the one before it ends late
         # as well: its own last gradients move on, so that the rest starts earlier. A quarter is a guess that works.
-        while len(before) > 1 and held + before[-1].bytes <= limit // 4:
-            held += before[-1].bytes
+        while len(before) > 1 and last_bytes + before[-1].bytes <= limit // 4:
+            last_bytes += before[-1].bytes
             last.insert(0, before.pop())
     return buckets
 
@@ -160,22 +160,22 @@ def _join(graph: fx.Graph, bucket: Sequence[_ReductionChain]) -> None:
             for reduction, width in zip(bucket, widths, strict=True)
         ]
         joined = call([rows, sum(widths)], aten.cat.default, parts, 1)
-        left, width = cuts, rows * sum(widths) // cuts
+        row_count, width = cuts, rows * sum(widths) // cuts
         if cuts > rows:
-            joined = call([left, width], aten.view.default, joined, [left, width])
+            joined = call([row_count, width], aten.view.default, joined, [row_count, width])
         for op, arguments in bucket[0].stages:
-            left = {_REDUCE_SCATTER: 1, _ALL_GATHER: cuts}.get(op, left)
-            joined = call([left, width], _WAIT, call([left, width], op, joined, *arguments))
-        flat = call([left * width], aten.view.default, joined, [-1])
-        split = call([left * width], aten.split_with_sizes.default, flat, widths)
+            row_count = {_REDUCE_SCATTER: 1, _ALL_GATHER: cuts}.get(op, row_count)
+            joined = call([row_count, width], _WAIT, call([row_count, width], op, joined, *arguments))
+        flat = call([row_count * width], aten.view.default, joined, [-1])
+        split = call([row_count * width], aten.split_with_sizes.default, flat, widths)
         split.meta["val"] = [torch.empty([plain(width)], dtype=dtype, device="meta") for width in widths]
         for index, reduction in enumerate(bucket):
             piece = call([widths[index]], operator.getitem, split, index)
-            whole = call([], aten.view.default, piece, list(reduction.result.meta["val"].shape))
-            whole.meta["val"] = reduction.result.meta["val"]
+            reshaped = call([], aten.view.default, piece, list(reduction.result.meta["val"].shape))
+            reshaped.meta["val"] = reduction.result.meta["val"]
             users = list(reduction.result.users)
-            reduction.result.replace_all_uses_with(whole)
+            reduction.result.replace_all_uses_with(reshaped)
             for user in users:
                 if user.op != "output":
                     # The cast of the gradient.
-                    whole.append(user)
+                    reshaped.append(user)

@@ -92,14 +92,14 @@ def _chains(graph: fx.Graph, output: fx.Node) -> list[list[fx.Node]]:
 
     Chains are in the order of their first collectives. Several collectives that use one result follow each other.
     """
-    known: dict[fx.Node, bool] = {output: True}
+    reaches_outputs: dict[fx.Node, bool] = {output: True}
 
     def feeds_outputs_only(node: fx.Node) -> bool:
         """Return True if a node reaches outputs alone, through waits, views, casts and other collectives."""
-        if node not in known:
+        if node not in reaches_outputs:
             passes = node.target in _STARTS or _is_awaited(node)
-            known[node] = passes and bool(node.users) and all(map(feeds_outputs_only, node.users))
-        return known[node]
+            reaches_outputs[node] = passes and bool(node.users) and all(map(feeds_outputs_only, node.users))
+        return reaches_outputs[node]
 
     starts = (node for target in _STARTS for node in graph.find_nodes(op="call_function", target=target))
     chains: list[list[fx.Node]] = []
@@ -141,6 +141,7 @@ def limit_pending_reductions(graph: fx.Graph, limit: int = REDUCED_BYTES) -> Non
     A wait stands before the next reduction and before the copies that make its input. The limit is at most twice the
     largest input. An input larger than the limit is pending alone.
     """
+    # Only reductions whose input NCCL keeps: that of an all-reduce is its result, and lives on in any case.
     late = {start for chain in _chains(graph, graph.output_node()) for start in chain if start.target in KEEPS_INPUT}
     limit = min(limit, 2 * max(map(_input_bytes, late), default=0))
     pending: deque[fx.Node] = deque()

@@ -38,13 +38,13 @@ _Sized = TypeVar("_Sized", bound=_HasBytes)
 def split_by_bytes(items: Iterable[_Sized], limit: int) -> list[list[_Sized]]:
     """Return runs of consecutive items of at most `limit` bytes together; a larger item is a run of its own."""
     runs: list[list[_Sized]] = []
-    held = 0
+    run_bytes = 0
     for item in items:
-        if not runs or held + item.bytes > limit:
+        if not runs or run_bytes + item.bytes > limit:
             runs.append([])
-            held = 0
+            run_bytes = 0
         runs[-1].append(item)
-        held += item.bytes
+        run_bytes += item.bytes
     return runs
 
 
@@ -138,10 +138,10 @@ def _gathers(graph: fx.Graph) -> list[_Gather]:
         if node not in depths:
             sources = node.all_input_nodes if node.target in _GATHER_PATH_OPS else []
             before = [depth(source) for source in sources]
-            known = [count for count in before if count is not None]
-            complete = bool(sources) and len(known) == len(before)
+            depths_before = [count for count in before if count is not None]
+            complete = bool(sources) and len(depths_before) == len(before)
             # Sources of a gather that was itself gathered: one more.
-            depths[node] = max(known) + (sources[0].target in GATHERS) if complete else None
+            depths[node] = max(depths_before) + (sources[0].target in GATHERS) if complete else None
         return depths[node]
 
     starts = sorted(node for target in GATHERS for node in graph.find_nodes(op="call_function", target=target))
@@ -192,6 +192,7 @@ def gather_ahead(graph: fx.Graph, limit: int = GATHERED_BYTES) -> None:
 
 def move_before(node: fx.Node, place: fx.Node) -> None:
     """Move a call and the calls that it depends on before another one."""
+    # Nodes compare by position: what stands before the place is there already.
     if node.op != "call_function" or node < place:
         return
     for source in node.all_input_nodes:

@@ -138,6 +138,7 @@ def _all_reduce(move: _Move, value: Any) -> Any:
 def _reduce_scatter(move: _Move, value: Any) -> Any:
     assert move.target is not None
     emit, operation = move.emit, _reduction(move)
+    # The collective gives the n-th part of dim 0 to the n-th rank, so the blocks have to lie one after the other.
     value, _ = _extract(move, value, move.before, move.target)
     value = emit.call(
         collectives.reduce_scatter_tensor.default,
@@ -245,15 +246,15 @@ def _extract(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> 
 def _insert(move: _Move, value: Any, block: tuple[int, ...], piece: _Piece) -> Any:
     """Join blocks that lie one after the other in memory along the loop `piece` of the axis."""
     emit = move.emit
-    whole = (*block[: piece.dim], block[piece.dim] * move.size, *block[piece.dim + 1 :])
+    joined_shape = (*block[: piece.dim], block[piece.dim] * move.size, *block[piece.dim + 1 :])
     if math.prod(block[: piece.dim]) * piece.outer > 1:
-        opened = _split_shape(whole, piece, move.size)
+        opened = _split_shape(joined_shape, piece, move.size)
         front = piece.dim + 1
         value = _view(emit, value, (move.size, *opened[:front], *opened[front + 1 :]))
         order = [*range(1, front + 1), 0, *range(front + 1, len(opened))]
         value = _copy(emit, emit.call(aten.permute.default, value, order))
-    value = _view(emit, value, whole)
-    return _narrow(emit, value, whole, piece, move.after[piece.dim])
+    value = _view(emit, value, joined_shape)
+    return _narrow(emit, value, joined_shape, piece, move.after[piece.dim])
 
 
 def _separate_outer(shape: tuple[int, ...], piece: _Piece) -> tuple[int, tuple[int, ...]]:
@@ -299,9 +300,6 @@ def _copy(emit: Emitter, value: Any) -> Any:
     return emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
-aten = torch.ops.aten
-
-
 def shared_axis(emit: Emitter, axis: int, shape: tuple[int, ...]) -> EmitterWithShares | None:
     """Return the emitter as one with shares, if a dim of the local shape is a share on this axis; None otherwise."""
     if not isinstance(emit, EmitterWithShares) or emit.shared.axis != axis:
@@ -345,6 +343,7 @@ def cut_share(emit: Emitter, shares: EmitterWithShares, value: Any, shape: tuple
     shared = shares.shared
     steps = shape[dim].expr / shared.whole  # type: ignore[attr-defined]
     value = emit.call(aten.view.default, value, list(shape))
+    # By indices, not by a slice: the start differs from rank to rank, and one program serves all.
     places = emit.call(aten.arange.default, shares.share(steps * shared.own_share), device=emit.device(value))
     places = emit.call(aten.add.Tensor, places, shares.share(steps * shared.share_before))
     return emit.call(aten.index_select.default, value, dim, places)

@@ -119,6 +119,7 @@ class _TokenGraph:
 
     def distances(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the seconds between states, `[sources, targets]`."""
+        # Rows of earlier queries stay: a tensor's specs meet those of many operators.
         wanted = np.array(sorted(set(sources.tolist()) - self.columns.keys()), dtype=np.int64)
         if len(wanted) or self.reached is None:
             reached = np.full((int(self.number.max()) + 1, len(wanted)), np.inf)
@@ -149,7 +150,7 @@ class LowerBoundResharder:
         )
         self._price = price
         self._graphs: dict[object, _TokenGraph] = {}
-        self._known: dict[tuple[int, ...], dict[Spec, Tokens | None]] = defaultdict(dict)
+        self._tokens_of_shape: dict[tuple[int, ...], dict[Spec, Tokens | None]] = defaultdict(dict)
         self._nests: dict[tuple[int, Nest], list[tuple[int, int]]] = {}
         self._token_table = _TokenTable()
         self._tables: dict[object, NDArray[np.float64]] = {}
@@ -167,10 +168,10 @@ class LowerBoundResharder:
         self, shape: tuple[int, ...], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
     ) -> NDArray[np.float64]:
         rows, columns = ([self._tokens(shape, spec) for spec in specs] for specs in (sources, targets))
-        interned, known = self._token_table, {tokens for tokens in (*rows, *columns) if tokens is not None}
+        interned, all_tokens = self._token_table, {tokens for tokens in (*rows, *columns) if tokens is not None}
         by_axis = []
         for axis, size in enumerate(self.mesh.sizes):
-            used = {interned.whole, *(tokens[axis] for tokens in known)}
+            used = {interned.whole, *(tokens[axis] for tokens in all_tokens)}
             # On its way, a path may shard any dim, in ways that no spec of the query has.
             anywhere = {interned.number(Token("shard", dim=dim)) for dim in range(len(shape) if size > 1 else 0)}
             by_axis.append(interned.sort_ids(used) + interned.sort_ids(anywhere))
@@ -191,10 +192,10 @@ class LowerBoundResharder:
 
     def _tokens(self, shape: tuple[int, ...], spec: Spec) -> Tokens | None:
         """Return the tokens of a spec; None if it has no state."""
-        known = self._known[shape]
-        if spec not in known:
-            known[spec] = self._compute_tokens(shape, spec)
-        return known[spec]
+        tokens_of_spec = self._tokens_of_shape[shape]
+        if spec not in tokens_of_spec:
+            tokens_of_spec[spec] = self._compute_tokens(shape, spec)
+        return tokens_of_spec[spec]
 
     def _compute_tokens(self, shape: tuple[int, ...], spec: Spec) -> Tokens | None:
         state = state_of(shape, spec, self.mesh)
@@ -287,21 +288,24 @@ class LowerBoundResharder:
             for dim, size in enumerate(shape):
                 outside *= np.where(dims[axis] > dim, float(size), 1.0)
             outside *= np.maximum(above[axis], 1.0)
-            for other, size in enumerate(self.mesh.sizes):
-                same = (dims[other] == dims[axis]) & (above[other] < above[axis])
-                outside /= np.where((dims[other] >= 0) & ((dims[other] < dims[axis]) | same), float(size), 1.0)
+            for other_axis, size in enumerate(self.mesh.sizes):
+                same = (dims[other_axis] == dims[axis]) & (above[other_axis] < above[axis])
+                outside /= np.where(
+                    (dims[other_axis] >= 0) & ((dims[other_axis] < dims[axis]) | same), float(size), 1.0
+                )
             # 1e-9: rounding of products and quotients.
             inner[:, axis] = (dims[axis] >= 0) & (outside > 1.0 + 1e-9)
         return inner
 
     def _prices(self, shape: tuple[int, ...], dtype_size: int, axis: int) -> NDArray[np.float64]:
         """Return seconds of collectives over an axis, `[kinds, sets of axes that shard]`; the last kind is a copy."""
-        whole = math.prod(map(int, shape)) * dtype_size
-        held = [
-            whole // math.prod(size for other, size in enumerate(self.mesh.sizes) if bits >> other & 1)
+        tensor_bytes = math.prod(map(int, shape)) * dtype_size
+        local_bytes = [
+            tensor_bytes
+            // math.prod(size for axis_of_bit, size in enumerate(self.mesh.sizes) if bits >> axis_of_bit & 1)
             for bits in range(1 << self.mesh.ndim)
         ]
-        return np.array([[self._price(kind, amount, axis) for amount in held] for kind in (*KINDS, "copy")])
+        return np.array([[self._price(kind, amount, axis) for amount in local_bytes] for kind in (*KINDS, "copy")])
 
 
 def _kind(before: Token, after: Token) -> int:
@@ -317,6 +321,7 @@ def _may_coexist(first: Token, size: int, second: Token, second_size: int) -> bo
     if not first.above or not second.above or first.share or second.share:
         return True
     (above, length), (below, _) = sorted(((first.above, size), (second.above, second_size)))
+    # The upper piece ends where the lower one may begin: then the two are different loops of the dim.
     return below % (above * length) == 0
 
 

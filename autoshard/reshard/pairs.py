@@ -71,14 +71,15 @@ def distances_of_pairs(
     closed_to = _closed_dims(graph, plain, sources.extras), _closed_dims(graph, plain, targets.extras)
     # Lower bounds: these paths may use any nest.
     prices = distance[:, targets.places]
+    # No path at all in the larger graph means none in the smaller one.
     proved = np.isinf(prices)
     for first in range(0, len(targets.extras), _WORD):
-        held = (targets.groups >= first) & (targets.groups < first + _WORD)
+        of_word = (targets.groups >= first) & (targets.groups < first + _WORD)
         reached = _reachable_groups(
             graph, seconds, distance, sources, closed_to[0], closed_to[1][first : first + _WORD]
         )
-        bits = np.uint64(1) << (targets.groups[held] - first).astype(np.uint64)
-        proved[:, held] |= (reached[:, targets.places[held]] & bits) != 0
+        bits = np.uint64(1) << (targets.groups[of_word] - first).astype(np.uint64)
+        proved[:, of_word] |= (reached[:, targets.places[of_word]] & bits) != 0
     if proved.all():
         return prices
     # A search from one source serves all targets of a group.

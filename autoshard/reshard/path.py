@@ -177,9 +177,9 @@ class Resharder:
         operations = _operations(state for group in (*sources_by.values(), *targets_by.values()) for _, state in group)
         if len({source | target for source in sources_by for target in targets_by}) > 1:
             # One graph of all nests, where it is not too large, in place of a graph for every pair of groups.
-            every: Extra = frozenset().union(*sources_by, *targets_by)
-            if count_of_states(self._nests(shape, every), operations, self.mesh) <= _MOST_STATES:
-                priced = self._graph(shape, dtype_size, operations, every)
+            all_extra: Extra = frozenset().union(*sources_by, *targets_by)
+            if count_of_states(self._nests(shape, all_extra), operations, self.mesh) <= _MOST_STATES:
+                priced = self._graph(shape, dtype_size, operations, all_extra)
                 starts, ends = PairEnds.of(priced.graph, sources_by), PairEnds.of(priced.graph, targets_by)
                 distances = _distances(priced, starts.states)
                 plain = [plain_nests(size, self.mesh) for size in shape]
@@ -206,12 +206,12 @@ class Resharder:
     def _states_and_extras(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> list[tuple[State, Extra] | None]:
         """Return for every spec its state and the nests that its paths may use beside the plain ones; None without
         a state."""
-        known = self._states.setdefault(shape, {})
+        states_of_shape = self._states.setdefault(shape, {})
         for spec in specs:
-            if spec not in known:
+            if spec not in states_of_shape:
                 state = state_of(shape, spec, self.mesh)
-                known[spec] = None if state is None else (state, self._extra(shape, state))
-        return [known[spec] for spec in specs]
+                states_of_shape[spec] = None if state is None else (state, self._extra(shape, state))
+        return [states_of_shape[spec] for spec in specs]
 
     def _extra(self, shape: tuple[int, ...], state: State) -> Extra:
         """Return the dims, each with its nests, that only paths from or to such a state may use."""
@@ -236,9 +236,9 @@ class Resharder:
         """Return the graph with bytes and seconds of every edge for one shape."""
         # [states, dims], padded.
         local = np.array(shape, dtype=np.int64) * graph.held // graph.parts
-        held = local.prod(axis=1) * dtype_size
+        local_bytes = local.prod(axis=1) * dtype_size
         above = np.concatenate([np.ones((len(local), 1), np.int64), local.cumprod(axis=1)], axis=1)
-        before = held[graph.source]
+        before = local_bytes[graph.source]
         # The collectives that send padded blocks.
         pads = np.isin(graph.kind, (REDUCE_SCATTER, ALL_TO_ALL))
         before[pads] = before[pads] * graph.padding[pads, 0] // graph.padding[pads, 1]
@@ -247,7 +247,7 @@ class Resharder:
         # the local tensor, packing before the collective or unpacking after it costs a local copy.
         unpacked = np.isin(graph.kind, (ALL_GATHER, ALL_TO_ALL)) & _inner(graph.source, graph.source_place, above)
         packed = np.isin(graph.kind, (REDUCE_SCATTER, ALL_TO_ALL)) & _inner(graph.target, graph.target_place, above)
-        for copied, amount in ((unpacked, held[graph.target]), (packed, before)):
+        for copied, amount in ((unpacked, local_bytes[graph.target]), (packed, before)):
             # The number of "copy", behind all others.
             kinds = np.full(int(copied.sum()), len(KINDS), dtype=np.int8)
             seconds[copied] += self._prices_of(kinds, amount[copied], graph.axis[copied])
@@ -260,6 +260,7 @@ class Resharder:
         self, kinds: NDArray[np.int8], amounts: NDArray[np.int64], axes: NDArray[np.int8]
     ) -> NDArray[np.float64]:
         """Return the prices of many collectives, calling `price` once for equal ones."""
+        # Most edges of a graph share their price: packed keys make them one call of the model each.
         keys = ((kinds.astype(np.int64) * self.mesh.ndim + axes) << _BYTES_BITS) | amounts
         distinct, inverse = np.unique(keys, return_inverse=True)
         prices = np.empty(len(distinct))
@@ -281,6 +282,7 @@ class Resharder:
                 "holds."
             )
         ends = canonical(shape, source, self.mesh), canonical(shape, target, self.mesh)
+        # Specs may differ in writing and place every element alike.
         if start == end:
             return Path(shape, *ends, ())
         extra = self._extra(shape, start) | self._extra(shape, end)
@@ -345,6 +347,7 @@ def _sweeps(priced: _PricedGraph, sources: Sequence[int]) -> list[NDArray[np.flo
             reached = closer[: len(edges)]
             np.minimum(reached, through, out=reached)
         closer = closer[order]
+        # Distances are sums in the order of their path, so a sweep that helps nothing changes no bit.
         if np.array_equal(closer, distance):
             return rounds
         distance = closer

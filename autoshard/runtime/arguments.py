@@ -1,4 +1,4 @@
-"""What callers pass to `parallelize` and `plan`, checked before anything is done."""
+"""Checks of the arguments of `parallelize` and `plan`, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def check_module(module: object) -> None:
-    """`InputError` unless it is a module."""
+    """Raise an `InputError` unless `module` is a `torch.nn.Module` that nothing else distributes."""
     if not isinstance(module, nn.Module):
         raise InputError(f"autoshard works on a torch.nn.Module, got {type(module).__name__}.")
+    # Wrappers inside the module, too: each would issue collectives of its own beside the program's.
     for name, part in module.named_modules():
         if isinstance(part, _WRAPPERS):
             kind, where = type(part).__name__, name or "the module"
@@ -35,7 +36,7 @@ def check_module(module: object) -> None:
 
 
 def check_examples(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of an example call; `InputError` unless they are a tuple and a mapping."""
+    """Return the arguments of an example call; raise an `InputError` unless they are a tuple and a mapping."""
     if not isinstance(args, (tuple, list)):
         hint = ": for one argument, write example_args=(x,)" if isinstance(args, Tensor) else ""
         raise InputError(f"example_args is a tuple of positional arguments, got {type(args).__name__}{hint}.")
@@ -48,7 +49,7 @@ def check_examples(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[
 
 
 def check_mesh(mesh: object) -> None:
-    """`MeshError` unless it is a `DeviceMesh` that this rank is on."""
+    """Raise a `MeshError` unless `mesh` is a `DeviceMesh` that this rank is on."""
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"parallelize needs a DeviceMesh (torch.distributed.device_mesh.init_device_mesh), got "
@@ -75,23 +76,24 @@ def check_mesh(mesh: object) -> None:
 
 
 def _check_backend(mesh: DeviceMesh, axis: int) -> None:
-    """`MeshError` unless the process group of an axis sends tensors of the mesh's devices."""
+    """Raise a `MeshError` unless the process group of an axis sends tensors of the mesh's devices."""
     sends = backends(mesh.get_group(axis))
     device = mesh.device_type
+    # Found now, the error names the axis; found by the first collective, it would be one of torch.
     if device not in sends:
-        told = ", ".join(f"{backend} for {kind}" for kind, backend in sends.items())
+        present = ", ".join(f"{backend} for {kind}" for kind, backend in sends.items())
         wanted = dist.Backend.default_device_backend_map.get(device)
         pairs = ",".join(f"{kind}:{backend}" for kind, backend in {**sends, device: wanted}.items())
         advice = f'call init_process_group("{pairs}")' if wanted else f"register a backend for {device!r}"
         raise MeshError(
             f"axis {MeshShape.of(mesh).names[axis]!r} of the mesh is of {device!r} devices, and its process group has "
-            f"no backend that sends their tensors (it has {told}): {advice}, or make the mesh of "
+            f"no backend that sends their tensors (it has {present}): {advice}, or make the mesh of "
             f"{next(iter(sends))!r} devices."
         )
 
 
 def check_dtypes(module: nn.Module, device_type: str) -> None:
-    """`InputError` if a parameter or buffer is float64, or complex128, and devices of the type have no such numbers."""
+    """Raise an `InputError` if a parameter or buffer is float64 or complex128 and the devices lack these numbers."""
     if has_float64(device_type):
         return
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -103,7 +105,7 @@ def check_dtypes(module: nn.Module, device_type: str) -> None:
 
 
 def has_float64(device_type: str) -> bool:
-    """Whether this rank's device of a type computes in float64."""
+    """Return True if this rank's device of a type computes in float64."""
     if device_type == "mps":
         return False
     if device_type == "xpu" and torch.xpu.is_available():
@@ -112,7 +114,7 @@ def has_float64(device_type: str) -> bool:
 
 
 def check_plain(module: nn.Module) -> None:
-    """`PlanError` unless every parameter is still whole, on one device."""
+    """Raise a `PlanError` if a parameter is a `DTensor` already."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise PlanError(
@@ -122,9 +124,9 @@ def check_plain(module: nn.Module) -> None:
 
 
 def check_plan(plan: object, module: nn.Module, mesh: MeshShape) -> None:
-    """`PlanError` unless it is a plan for this mesh and for parameters such as these.
+    """Raise a `PlanError` unless `plan` is a plan for this mesh and for parameters of these names and shapes.
 
-    Whether it is of the same graph is seen when the graph is there.
+    The graph is compared later, when it is captured.
     """
     if not isinstance(plan, ShardingPlan):
         raise PlanError(

@@ -103,9 +103,11 @@ def _uninitialized_names(
     here = {name for stage in stages for name, tensor in _named_tensors(stage) if not is_meta(tensor)}
     filled = set[str]().union(*gather_from_axis(device_mesh, axis, here))
     # By tensors, not names: a tied tensor is filled under all its names.
-    known = {tensor for name, tensor in _named_tensors(model) if name in filled}
+    filled_tensors = {tensor for name, tensor in _named_tensors(model) if name in filled}
     return frozenset(
-        name for name, tensor in _named_tensors(model) if (names is None or name in names) and tensor not in known
+        name
+        for name, tensor in _named_tensors(model)
+        if (names is None or name in names) and tensor not in filled_tensors
     )
 
 
@@ -119,10 +121,10 @@ def _stage_tensors(work: MetaTensors, stages: Sequence[nn.Module], device: torch
     names: dict[Tensor, list[str]] = defaultdict(list)
     for name, tensor in (*work.parameters.items(), *work.buffers.items()):
         names[tensor].append(name)
-    known = {*work.parameters, *work.buffers}
+    wanted_names = {*work.parameters, *work.buffers}
     here: dict[str, list[Tensor]] = defaultdict(list)
     for stage in stages:
-        held = MetaTensors.of(stage, known)
+        held = MetaTensors.of(stage, wanted_names)
         held.allocate(stage, device)
         for name, tensor in (*held.parameters.items(), *held.buffers.items()):
             here[name].append(tensor)

@@ -83,9 +83,9 @@ class CallProgram:
         """Return all programs of the signature."""
         return (self, *self.others)
 
-    def put_before(self, others: Iterable[CallProgram]) -> CallProgram:
+    def put_before(self, programs: Iterable[CallProgram]) -> CallProgram:
         """Put this program before others of the signature, and return it."""
-        self.others = tuple(served for served in others if served is not self)
+        self.others = tuple(served for served in programs if served is not self)
         for served in self.others:
             served.others = ()
         return self
@@ -207,8 +207,8 @@ class Runtime:
         """Compare the first batch of a signature over all ranks, where they must pass the same."""
         if self.inputs == "global" and self.only_call is None:
             names = [border.name for border in served.program.step.inputs if border.kind == "input"]
-            given = served.graph.flatten_inputs(args, kwargs)
-            inputs = {name: tensor for name, tensor in zip(names, given, strict=False) if not tensor.is_meta}
+            leaves = served.graph.flatten_inputs(args, kwargs)
+            inputs = {name: tensor for name, tensor in zip(names, leaves, strict=False) if not tensor.is_meta}
             check_same_inputs(self.device_mesh, inputs)
         served.compared = True
 
@@ -216,8 +216,8 @@ class Runtime:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, signature: Hashable
     ) -> dict[str, str]:
         """Return texts of all that ranks must have in common before they make a program for a call."""
-        known = self._programs.get(signature)
-        changed = {} if known is None else dict(known.graph.changes(args, kwargs))
+        first = self._programs.get(signature)
+        changed = {} if first is None else dict(first.graph.changes(args, kwargs))
         return describe_call(self.module, args, kwargs, grad) | changed
 
     def _with_shares(self, served: CallProgram, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
@@ -388,12 +388,14 @@ class Runtime:
         if not result.views or self.only_call is not None or self.planned_outputs:
             return
         changed = {border.name for border in step.forward_outputs if border.kind == "mutation"}
-        held = {(border.kind, border.name): tensor for border, tensor in zip(step.inputs, known, strict=False)}
+        inputs_by_name = {
+            (border.kind, border.name): tensor for border, tensor in zip(step.inputs, known, strict=False)
+        }
         for place, name in enumerate(result.names):
             view = result.views.get(name)
             if view is None or view.name not in changed:
                 continue
-            source = held[view.kind, view.name]
+            source = inputs_by_name[view.kind, view.name]
             restored = None if isinstance(source, DTensor) else view.of(source)
             if restored is not None and restored.shape == outputs[place].shape:
                 outputs[place] = restored
@@ -438,13 +440,13 @@ def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield (f"{path}.{name}" if path else name), part
 
 
-def _replaced_error(name: str, held: torch.Tensor | None) -> InputError:
+def _replaced_error(name: str, replacement: torch.Tensor | None) -> InputError:
     """Return the error about a parameter or buffer that was replaced."""
-    if held is None:
+    if replacement is None:
         what = "deleted, or replaced by what is no parameter,"
     else:
-        kind = "Parameter" if isinstance(held, nn.Parameter) else "tensor"
-        what = f"replaced by a plain {kind} of shape {tuple(held.shape)}"
+        kind = "Parameter" if isinstance(replacement, nn.Parameter) else "tensor"
+        what = f"replaced by a plain {kind} of shape {tuple(replacement.shape)}"
     return InputError(
         f"{name} was {what} since autoshard.parallelize, and the programs of the module read the one that they placed "
         f"on the mesh. Fill that instead, with numbers of the same shape: model.load_state_dict({{{name!r}: value}}, "

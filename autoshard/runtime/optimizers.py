@@ -98,13 +98,13 @@ def prepare_optimizers(module: nn.Module) -> None:
     """
     watched = weakref.ref(module)
     # The count of parameters at the last look: an optimizer is checked again where groups were added.
-    known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+    checked_counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
     ready: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         module = watched()
-        if known.get(optimizer) == count or module is None:
+        if checked_counts.get(optimizer) == count or module is None:
             return
         ours = {id(parameter): name for name, parameter in module.named_parameters()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in ours]

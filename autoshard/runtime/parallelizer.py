@@ -109,9 +109,9 @@ class Parallelizer:
         self.runtime = Runtime(module, device_mesh, self.prepare, target.inputs, target.dynamic)
         self.seeds = Seeds(device_mesh, self.runtime.hosts)
         self.runtime.planned_outputs = target.output_placements is not None
-        self._tell_shares()
+        self._copy_shares_to_runtime()
 
-    def _tell_shares(self) -> None:
+    def _copy_shares_to_runtime(self) -> None:
         """Have the runtime split global batches by the shares of the plan."""
         shares = self.planner.requested.shares
         if isinstance(shares, Mapping):
@@ -124,6 +124,7 @@ class Parallelizer:
         Raises:
             InputError: other ranks have other options, plans or examples; nothing was changed.
         """
+        # Weak: what only the module holds disappears when it is replaced, and what remains has another owner.
         before = WeakTensorKeyDictionary({parameter: name for name, parameter in self.module.named_parameters()})
         check_ranks_agree(
             self.device_mesh,
@@ -150,7 +151,7 @@ class Parallelizer:
         prepare_optimizers(self.module)
 
     def _option_texts(self, example: Any) -> dict[str, str]:
-        """What the user asked for, as far as all ranks must ask for the same."""
+        """Return the options, plan and example that all ranks must have in common, as texts by their names."""
         target, plan = self.planner.target, self.plan
         settings, options = target.settings, target.options
         wanted = {"inputs": target.inputs, "overlap": options.overlap, "mp_policy": options.mp_policy}
@@ -172,7 +173,7 @@ class Parallelizer:
         signature: Hashable,
         dynamic: bool,
     ) -> tuple[JointGraph, LocalProgram]:
-        """Graph and program of one call."""
+        """Return the graph and the program of one call."""
         device = torch.device(self.device_mesh.device_type)
         check_ranks_agree(
             self.device_mesh,
@@ -183,6 +184,7 @@ class Parallelizer:
         graph: JointGraph = call.graph
         wants_all = tangents == "all" or not grad or _differentiates_all(graph)
         general = None if wants_all else self._general_program(graph, args, kwargs, signature, dynamic)
+        # Before planning: a module that alternates between two states would be planned at every change.
         program = self._program_of_equal_graph(graph, signature)
         if program is not None:
             return graph, replace(program, general=general)
@@ -206,6 +208,7 @@ class Parallelizer:
         else:
             self._place_new(plan)
         self.runtime.record_inputs(step.inputs)
+        # Tables of prices are large, and the next call may never need a plan.
         self.planner.forget()
         return planned.graph, LocalProgram(step, halves, ranks, general, self.later, sums)
 
@@ -213,14 +216,14 @@ class Parallelizer:
         """Return the program of another state of the module in which the graph was equal, such as before an attribute
         that `forward` sets was set; None where there is none.
         """
-        known = {served.graph.fingerprint: served.program for served in self.runtime.programs_for(signature)}
+        programs = {served.graph.fingerprint: served.program for served in self.runtime.programs_for(signature)}
         if not all(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
             # Those of new modules have to be placed.
             return None
-        if known:
-            said = {"the graph": graph.fingerprint[:12] if graph.fingerprint in known else "a new one"}
-            check_ranks_agree(self.device_mesh, said, "Have the module in the same state on all ranks.")
-        return known.get(graph.fingerprint)
+        if programs:
+            texts = {"the graph": graph.fingerprint[:12] if graph.fingerprint in programs else "a new one"}
+            check_ranks_agree(self.device_mesh, texts, "Have the module in the same state on all ranks.")
+        return programs.get(graph.fingerprint)
 
     def _general_program(
         self, graph: JointGraph, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Hashable, dynamic: bool
@@ -298,14 +301,16 @@ class Parallelizer:
                 "check what hangs on chance (Python's random, NumPy's), on the rank, or on attributes that are not the "
                 "same on all ranks.",
             )
+            # Only rank 0 plans, and sends the plan as text: a search under a time limit ends differently on every rank.
             text = from_first_rank(self.device_mesh, lambda: self.planner.plan(call).to_json())
             decided = ShardingPlan.from_json(text)
+        # Errors are raised on all ranks together: a rank that failed alone would leave the others in a collective.
         on_all_ranks(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
         return decided
 
     def _apply(self, call: Any, plan: ShardingPlan) -> PlannedGraph:
         planned = self.planner.apply(call, plan, given=plan is self.plan)
-        self._tell_shares()
+        self._copy_shares_to_runtime()
         return planned
 
     def _place(self, decided: ShardingPlan) -> None:
@@ -328,6 +333,7 @@ class Parallelizer:
             for lying in [decided.placements.get(name, whole)]
         }
         before = WeakTensorKeyDictionary({named[name]: name for name in plain})
+        # References to old parameters would make `replace_in_optimizers` find an owner of each.
         del named
         replace_parameters(self.module, specs, self.device_mesh)
         for name in plain:
@@ -336,13 +342,13 @@ class Parallelizer:
 
 
 def _digest(plan: ShardingPlan) -> str:
-    """What differs between plans that decide other things, made when and wherever."""
+    """Return a digest of the decisions of a plan; the time and place of planning have no part in it."""
     decided = json.dumps([plan.decisions, plan.recomputed], sort_keys=True, default=str)
     return hashlib.blake2b(decided.encode(), digest_size=6).hexdigest()
 
 
 def _differentiates_all(graph: JointGraph) -> bool:
-    """Whether the program of a graph starts its backward half from every output that has a gradient.
+    """Return True if the program of a graph starts its backward half from every output that has a gradient.
 
     It starts from scalars alone where there are any, so one that starts from another output starts from all.
     """

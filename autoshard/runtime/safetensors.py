@@ -146,6 +146,7 @@ def _read(stored: _StoredTensor, name: str, spec: Spec, mesh: MeshShape, coordin
         return _read_whole(stored, name)
     with _open_file(stored.file) as reader:
         source = reader.get_slice(name)
+        # Slices of the file: a rank reads its own bytes alone.
         parts = [(block, source[block.whole]) for block in blocks_of(stored.shape, spec, mesh, coordinate)]
         if len(parts) == 1:
             part: Tensor = parts[0][1]

@@ -270,35 +270,10 @@ def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module.get_submodule(owner), leaf, value)
 
 
-def get_full(module: nn.Module, name: str) -> Tensor:
-    """Return the whole parameter or buffer under a qualified name, on every rank, detached and in memory of its own."""
-    return gather_full_tensor(_get_tensor(module, name))
-
-
-def set_full(module: nn.Module, name: str, value: Tensor) -> None:
-    """Fill the parameter or buffer under a qualified name, in place, with a whole tensor that every rank has.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    tensor = _get_tensor(module, name)
-    if value.shape != tensor.shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the value has shape {tuple(value.shape)}.")
-    with torch.no_grad():
-        fill(tensor, value)
-
-
 def fill(tensor: Tensor, value: Tensor) -> None:
     """Fill a tensor with a whole one; a `DTensor`, with this rank's part of it."""
     part = cut(value, tensor.device_mesh, Spec(tensor.placements)) if isinstance(tensor, DTensor) else value
     local_of(tensor).copy_(part)
-
-
-def _get_tensor(module: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    tensor = getattr(module.get_submodule(owner), leaf)
-    assert isinstance(tensor, Tensor), f"{name} is {type(tensor).__name__}, not a tensor"
-    return tensor
 
 
 @torch.no_grad()

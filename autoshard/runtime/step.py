@@ -205,6 +205,8 @@ class _ProgramFunction(torch.autograd.Function):
         outputs, saved = program.forward(locals_, sizes, seed)
         outputs = _without_views(outputs)
         ctx.program, ctx.sizes, ctx.seed, ctx.histories = program, sizes, seed, histories
+        # Gradients that do not arrive stay None: zeros would be computed with, and would make a `.grad` where there is
+        # none.
         ctx.set_materialize_grads(False)
         # Autograd refuses to run a backward whose saved tensors were changed since. An optimizer changes the DTensor
         # of a parameter, and not the version of the local tensor in it, so DTensors of saved locals are saved, too.
@@ -294,15 +296,15 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
     """Return gradients of the tensors that a program was run with, from those of its outputs."""
     program: LocalProgram = ctx.program
     step = program.step
-    given = dict(zip((border.name for border in step.forward_outputs), gradients, strict=True))
+    gradient_of_output = dict(zip((border.name for border in step.forward_outputs), gradients, strict=True))
     expected = [border.name for border in step.tangents]
-    if any(gradient is not None and name not in expected for name, gradient in given.items()):
-        step, results = _differentiate_all(ctx, program, given)
+    if any(gradient is not None and name not in expected for name, gradient in gradient_of_output.items()):
+        step, results = _differentiate_all(ctx, program, gradient_of_output)
     else:
         saved = list(ctx.saved_tensors[: ctx.count])
         # Frees them after their last use, unless the graph is to be kept.
         ctx.maybe_clear_saved_tensors()
-        tangents = [given[name] for name in expected]
+        tangents = [gradient_of_output[name] for name in expected]
         parameters = _ParameterGradients(program, ctx.parameters)
         if program.later is None:
             local_gradients = parameters.backward(saved, tangents, ctx.sizes)
@@ -310,7 +312,7 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
             local_gradients, rest = program.backward_of_inputs(saved, tangents, ctx.sizes)
             program.later.append(lambda: parameters.backward_of_parameters(rest))
         results = {step.gradients[place].name: gradient for place, gradient in local_gradients.items()}
-    arrived = {name for name, gradient in given.items() if gradient is not None}
+    arrived = {name for name, gradient in gradient_of_output.items() if gradient is not None}
     # Autograd leaves `.grad` as it is for None, where zeros would make it a tensor.
     takes_part = {name for name, sources in step.gradient_sources.items() if sources & arrived}
     return [
@@ -376,14 +378,14 @@ class _ParameterGradients:
         """Add gradients to `.grad` and run hooks, as the end of a backward does; each is freed after that."""
         step = self.program.step
         pairs = zip(step.inputs, self.tensors, strict=False)
-        held = {border.name: (border, parameter) for border, parameter in pairs if parameter is not None}
+        parameter_of_name = {border.name: (border, parameter) for border, parameter in pairs if parameter is not None}
         for place in list(gradients):
-            border, parameter = held[step.gradients[place].name]
+            border, parameter = parameter_of_name[step.gradients[place].name]
             torch.autograd.backward([parameter], [_autograd_gradient(self.program, border, gradients.pop(place))])
 
 
 def _differentiate_all(
-    ctx: Any, program: LocalProgram, given: dict[str, torch.Tensor | None]
+    ctx: Any, program: LocalProgram, gradient_of_output: dict[str, torch.Tensor | None]
 ) -> tuple[LocalStep, dict[str, torch.Tensor]]:
     """Return gradients where more than the loss is differentiated: the general program runs both halves."""
     assert program.general is not None
@@ -395,7 +397,9 @@ def _differentiate_all(
         )
     general = program.general()
     _, saved = general.forward(ctx.whole, ctx.sizes, ctx.seed)
-    gradients = general.backward(list(saved), [given[border.name] for border in general.step.tangents], ctx.sizes)
+    gradients = general.backward(
+        list(saved), [gradient_of_output[border.name] for border in general.step.tangents], ctx.sizes
+    )
     return general.step, dict(zip((border.name for border in general.step.gradients), gradients, strict=True))
 
 

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seconds = time.perf_counter() - start
         if processes.rank == 0:
             machine = _describe_machine(processes)
+            # A log has no width of its own: rich would take 80 characters, too few for the table.
             Console(width=None if sys.stdout.isatty() else 120).print(result_table(lines, machine, seconds))
             if options.json is not None:
                 text = json.dumps(result_data(lines, machine, seconds), indent=1)
@@ -75,12 +76,16 @@ def run(
         progress(check.name)
         start = time.perf_counter()
         try:
+            # Every rank runs every check, whatever the outcomes: a rank that left early would leave the others waiting.
             outcome = processes.agree(check.run)
             lines.append(CheckLine(check.name, outcome, time.perf_counter() - start))
         except RankLostError as error:
             lines.append(CheckLine(check.name, CheckOutcome("wrong", str(error), failure=1)))
-            lines += [CheckLine(rest.name, CheckOutcome("skipped", "a rank is lost")) for rest in checks[number + 1 :]]
+            lines += [
+                CheckLine(skipped.name, CheckOutcome("skipped", "a rank is lost")) for skipped in checks[number + 1 :]
+            ]
             break
+    # A single process passes everything: the table has to say that it proves little.
     if processes.size == 1:
         lines.append(CheckLine("several processes", _ALONE))
     return lines

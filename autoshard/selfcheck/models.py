@@ -131,6 +131,7 @@ class Convolutions(nn.Module):
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         x = functional.relu(self.norm1(self.first(images)))
         x = functional.relu(self.norm2(self.second(x)))
+        # In float32 in every dtype, as training has it: a loss of two digits would hide faults.
         return functional.cross_entropy(self.head(x.mean((2, 3))).float(), labels)
 
 
@@ -159,6 +160,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, target: Tensor) -> Tensor:
         x = self.first(x)
         choices = chosen.shape[1]
+        # Row k of the sorted rows is choice `order[k]`, which belongs to token `order[k] // choices`.
         ranked, order = torch.sort(chosen.reshape(-1))
         ends = torch.histc(ranked.float(), self.experts, 0, self.experts - 1).cumsum(0, dtype=torch.int32)
         gate, up = multiply_groups(x[order // choices], self.up, ranked, ends).chunk(2, -1)
@@ -229,6 +231,7 @@ def experts(ranks: int) -> Model:
     tokens, number = 8 * ranks, 2 * ranks
     inputs = {
         "x": torch.randn(tokens, WIDTH),
+        # The last expert gets no token: a group without rows is where kernels and splits go wrong.
         "chosen": torch.randint(number - 1, (tokens, 2)),
         "weights": torch.rand(tokens, 2),
         "target": torch.randn(tokens, WIDTH),
@@ -247,6 +250,7 @@ def gpt(
 
 def make_seeded(make: Callable[[int], Model], ranks: int, seed: int = 0) -> Model:
     """Return a model and its inputs, on the CPU in float32, equal on all ranks; the random state stays as it was."""
+    # On the CPU alone, since generators of devices draw other numbers for equal seeds.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make(ranks)

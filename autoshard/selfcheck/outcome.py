@@ -115,7 +115,9 @@ def result_data(lines: Sequence[CheckLine], machine: str, seconds: float) -> dic
                 "figure": line.outcome.figure,
                 "advice": line.outcome.advice,
                 "values": {
-                    name: value if math.isfinite(value) else None for name, value in line.outcome.values.items()
+                    # JSON has no infinity: readers other than Python's refuse it.
+                    name: value if math.isfinite(value) else None
+                    for name, value in line.outcome.values.items()
                 },
             }
             for line in lines

@@ -54,6 +54,7 @@ class Processes:
         self.on_one_host = on_one_host
         self._store = store
         self._timeout = timedelta(seconds=timeout)
+        # All ranks count alike, as they make the same calls: equal numbers name equal groups and checks.
         self._groups, self._checks = count(), count()
         # The user's setting, which `stop` restores.
         self._waits = os.environ.get(_BLOCKING_WAIT)
@@ -75,13 +76,12 @@ class Processes:
                 does not end the process. A profile needs False.
         """
         self.stop()
-        os.environ[_BLOCKING_WAIT] = str(
-            int(blocking)
-            # NCCL reads it whenever a group is made; there is no other way to set it.
-        )
+        # NCCL reads it whenever a group is made; there is no other way to set it.
+        os.environ[_BLOCKING_WAIT] = str(int(blocking))
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)
+        # A prefix of its own for every group: keys of an older group may still be in the store.
         store = PrefixStore(f"group {next(self._groups)}", self._store)
         backend = "nccl" if on_cuda else one_thread_gloo()
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout)
@@ -139,7 +139,7 @@ class Processes:
 
 
 def _device(local_rank: int, processes: int) -> torch.device:
-    """The CUDA device of that number if there is one for every process of the host, else the CPU."""
+    """Return the CUDA device of that number if there is one for every process of the host, else the CPU."""
     if torch.cuda.is_available() and processes <= torch.cuda.device_count():
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

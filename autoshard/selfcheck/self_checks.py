@@ -34,7 +34,7 @@ from autoshard.selfcheck.models import Model, make_seeded
 from autoshard.selfcheck.outcome import CheckOutcome
 from autoshard.selfcheck.processes import Processes
 
-# Of dropout.
+# Probability of dropout.
 SHARE = 0.3
 # Enough draws for the share to be within a hundredth.
 _ROWS, _COLUMNS = 64, 256
@@ -49,7 +49,7 @@ class SelfCheck:
 
 
 def one_graph(processes: Processes) -> CheckOutcome:
-    """All ranks capture one graph."""
+    """Check that all ranks capture one graph."""
     module, inputs = copy_model_to(make_seeded(_small_gpt, processes.size), processes.device, torch.float32)
     plan = _fast_plan(module, inputs, processes)
     fingerprints: list[str] = [""] * processes.size
@@ -62,7 +62,7 @@ def one_graph(processes: Processes) -> CheckOutcome:
 
 
 def plan_from_meta(processes: Processes) -> CheckOutcome:
-    """`parallelize` takes a plan made on the meta device, and gives one device's numbers."""
+    """Check that a plan made on the meta device gives one device's numbers."""
     meta, inputs = copy_model_to(make_seeded(_small_gpt, processes.size), torch.device("meta"), torch.float32)
     text: list[str] = [_fast_plan(meta, inputs, processes).to_json()]
     dist.broadcast_object_list(text, src=0)
@@ -108,7 +108,7 @@ class Dropout(nn.Module):
 
 
 def dropout(processes: Processes) -> CheckOutcome:
-    """Replicas draw the same numbers, shards others, gradients see the same mask, and the share dropped is right."""
+    """Check that replicas draw equal numbers, shards others, gradients see the same mask, and the share is right."""
     mesh, faults, shares = processes.mesh(), [], []
     for placement in (Replicate(), Shard(0)):
         module = Dropout(placement).to(processes.device)
@@ -126,12 +126,13 @@ def dropout(processes: Processes) -> CheckOutcome:
         parts = drawn.chunk(processes.size)
         if placement == Shard(0) and any(torch.equal(part, parts[0]) for part in parts[1:]):
             faults.append("shards drew the same numbers")
-        kept = torch.full_like(drawn, 1 / (1 - SHARE))
-        if not torch.allclose(drawn, torch.where(drawn == 0, 0, kept)):
+        scaled = torch.full_like(drawn, 1 / (1 - SHARE))
+        if not torch.allclose(drawn, torch.where(drawn == 0, 0, scaled)):
             faults.append("what is kept was not scaled by 1 / (1 - p)")
         if not torch.allclose(gradients(module)["weight"], exact(drawn.sum(0)), rtol=1e-4):
             faults.append("the gradient saw another mask")
         shares.append(float((drawn == 0).double().mean()))
+    # Of a mean of so many draws; at five deviations, a right program fails about once in a million runs.
     deviation = (SHARE * (1 - SHARE) / (_ROWS * processes.size * _COLUMNS)) ** 0.5
     ratio = max(abs(share - SHARE) for share in shares) / (5 * deviation)
     if ratio > 1:
@@ -150,7 +151,7 @@ def _gather_from_ranks(tensor: Tensor, processes: Processes) -> list[Tensor]:
 
 
 def pipeline(processes: Processes) -> CheckOutcome:
-    """Two stages, each on half of the ranks, with two microbatches."""
+    """Check two stages, each on half of the ranks, with two microbatches."""
     if processes.size % 2:
         return CheckOutcome("skipped", f"two stages need an even number of processes, not {processes.size}")
     half = processes.size // 2
@@ -162,6 +163,7 @@ def pipeline(processes: Processes) -> CheckOutcome:
         staged = autoshard.parallelize(module, mesh, (), inputs, **options)
         assert isinstance(staged, autoshard.PipelineModule)
         loss = staged.train_step(**inputs)
+        # Each rank has the gradients of its own stage only.
         by_rank: list[Tensors] = [{}] * processes.size
         dist.all_gather_object(by_rank, gradients(staged))
         merged = {name: gradient for tensors in by_rank for name, gradient in tensors.items()}
@@ -171,7 +173,7 @@ def pipeline(processes: Processes) -> CheckOutcome:
 
 
 def checkpoint(processes: Processes) -> CheckOutcome:
-    """A model and its optimizer are bitwise the same when they are saved and loaded into others."""
+    """Check that a model and its optimizer are bitwise the same when they are saved and loaded into others."""
     if not processes.on_one_host:
         return CheckOutcome(
             "skipped", "the hosts of the job may have no folder in common", "Try your own folder by hand."
@@ -181,6 +183,7 @@ def checkpoint(processes: Processes) -> CheckOutcome:
     try:
         saved = _train_once(0, processes)
         state_dict_saver.save(_state(*saved), checkpoint_id=folder[0])
+        # Another seed, so that values that were not loaded differ.
         loaded = _train_once(1, processes)
         state = _state(*loaded)
         state_dict_loader.load(autoshard.checkpointable(state), checkpoint_id=folder[0])
@@ -218,7 +221,7 @@ def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """This rank's parameters and the state of their optimizer."""
+    """Return this rank's parameters and the state of their optimizer."""
     tensors = {}
     for name, parameter in module.named_parameters():
         state = {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
@@ -228,8 +231,9 @@ def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def compiled_program(processes: Processes) -> CheckOutcome:
-    """The local program compiled by inductor has one device's numbers."""
+    """Check that the local program compiled by inductor has one device's numbers."""
     try:
+        # A machine without a compiler is no fault of the library: a trivial program tells the two apart.
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=processes.device))
     except Exception as error:
         reason = " ".join(str(error).split())[:200]

@@ -73,11 +73,14 @@ class StepProfile:
         )
 
     def seconds(self, processes: Processes) -> CheckOutcome:
-        """Measured over predicted seconds of a step."""
+        """Compare the measured seconds of a step with the predicted ones."""
+        # A blocking host would wait for every collective, and nothing would overlap.
         processes.start(blocking=False)
         self._step = step = self._make_step(processes)
+        # The first steps make communicators and choose kernels.
         for _ in range(_WARM):
             step.train()
+        # The median: one step that is disturbed from outside should not count.
         self._seconds = statistics.median(_time_run(step.train, processes) for _ in range(_STEPS))
         predicted = step.plan.step_seconds
         ratio = self._seconds / predicted
@@ -93,7 +96,7 @@ class StepProfile:
         return CheckOutcome("slow" if slow else "ok", figure, _CALIBRATE if slow else "", values, ratio)
 
     def memory(self, processes: Processes) -> CheckOutcome:
-        """Bytes allocated at the peak of a step with its optimizer, over those of the plan."""
+        """Compare the bytes allocated at the peak of a step with its optimizer with those of the plan."""
         if self._step is None:
             return CheckOutcome("skipped", _NO_STEP)
         predicted = self._step.plan.memory.peak
@@ -113,7 +116,7 @@ class StepProfile:
         return CheckOutcome("slow" if ratio > 1 else "ok", figure, advice, values, ratio)
 
     def hidden_share(self, processes: Processes) -> CheckOutcome:
-        """The share of the time of communication in which other kernels run."""
+        """Measure the share of the time of communication in which other kernels run."""
         if self._step is None:
             return CheckOutcome("skipped", _NO_STEP)
         if processes.device.type != "cuda":
@@ -135,12 +138,13 @@ class StepProfile:
         return CheckOutcome("ok", f"{share:.0%} of {format_seconds(total * 1e-6)}", "", {"share": share})
 
     def synchronisations(self, processes: Processes) -> CheckOutcome:
-        """The number of times that the host waits for the device inside a step."""
+        """Count the times that the host waits for the device inside a step."""
         if self._step is None:
             return CheckOutcome("skipped", _NO_STEP)
         if processes.device.type != "cuda":
             return CheckOutcome("skipped", "a CPU has nobody to wait for")
         mode = torch.cuda.get_sync_debug_mode()
+        # CUDA's debug mode reports each synchronisation as a warning, at the line that waited.
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -156,7 +160,7 @@ class StepProfile:
         return CheckOutcome("slow", f"{len(places)}, the first at {places[0]}", advice, values, float(len(places)))
 
     def host(self, processes: Processes) -> CheckOutcome:
-        """The time in which the host queues a step, over the time of the step."""
+        """Compare the time in which the host queues a step with the time of the step."""
         if self._step is None:
             return CheckOutcome("skipped", _NO_STEP)
         if processes.device.type != "cuda":
@@ -183,17 +187,17 @@ class StepProfile:
 
 
 def _medium_gpt(ranks: int) -> Model:
-    """A model that a CPU runs in a tenth of a second."""
+    """Return a model that a CPU runs in a tenth of a second."""
     return models.gpt(ranks, width=128, head=32, batch=4 * ranks, length=64)
 
 
 def _large_gpt(ranks: int) -> Model:
-    """A model that a GPU runs in some milliseconds."""
+    """Return a model that a GPU runs in some milliseconds."""
     return models.gpt(ranks, layers=4, width=2048, head=128, batch=4 * ranks, length=1024)
 
 
 def _time_run(run: Callable[[], None], processes: Processes) -> float:
-    """Seconds of a run, from the arrival of all ranks until the device is done."""
+    """Return seconds of a run, from the arrival of all ranks until the device is done."""
     _synchronize(processes.device)
     dist.barrier()
     start = time.perf_counter()
@@ -203,7 +207,7 @@ def _time_run(run: Callable[[], None], processes: Processes) -> float:
 
 
 def _time_queueing(run: Callable[[], None]) -> float:
-    """Seconds until the host has queued a run."""
+    """Return seconds until the host has queued a run."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
@@ -221,7 +225,7 @@ Span = tuple[float, float]
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """The union of spans, as disjoint spans in order."""
+    """Return the union of spans, as disjoint spans in order."""
     united: list[Span] = []
     for start, end in sorted(spans):
         if united and start <= united[-1][1]:
@@ -232,5 +236,5 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _overlap_length(first: list[Span], second: list[Span]) -> float:
-    """The length of the intersection of two lists of disjoint spans."""
+    """Return the length of the intersection of two lists of disjoint spans."""
     return sum(max(0.0, min(end, until) - max(start, since)) for start, end in first for since, until in second)

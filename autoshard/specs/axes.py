@@ -68,6 +68,7 @@ class MeshShape:
             return mesh
         if isinstance(mesh, Mapping):
             return MeshShape(tuple(MeshAxis(str(name), size) for name, size in mesh.items()))
+        # By its attributes, so that this module needs no torch.
         if hasattr(mesh, "mesh_dim_names"):
             sizes = tuple(mesh.shape)
             # A DeviceMesh may have no names; the plan needs some.

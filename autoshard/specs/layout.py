@@ -24,6 +24,7 @@ def _memoize(
     function: Callable[[tuple[int, ...], Spec, MeshShape], _Result],
 ) -> Callable[[Sequence[int], Spec, MeshShape], _Result]:
     """Remember results by shape, spec and mesh; the shape may be any sequence."""
+    # Keys are hashed fast: specs are interned, and meshes hash by their sizes alone.
     remembered = lru_cache(maxsize=_CACHE_SIZE)(function)
 
     @wraps(function)
@@ -90,6 +91,7 @@ def segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
         if not is_shard(placement) or mesh.sizes[axis] == 1:
             continue
         dim = dim_of(placement, len(shape))
+        # Blocks have padding, which a layout of equal parts cannot express.
         loops = None
         if not isinstance(placement, BlockShard):
             loops = _distribute(dims[dim], axis, mesh.sizes[axis], split_factor_of(placement), None)
@@ -134,14 +136,16 @@ def _distribute(segments: DimLayout, axis: int, size: int, outer: int, block: in
                 return None
             steps = segment.size // (outer * size)
         else:
+            # A block counts elements of the local tensor: loops that other axes distribute have one step there.
             below = math.prod(loop.size for loop in segments[position + 1 :] if loop.axis is None)
-            steps, whole = block // below, segment.size // outer
-            if segment.size % outer or block % below or steps * size < whole:
+            steps, loop_steps = block // below, segment.size // outer
+            if segment.size % outer or block % below or steps * size < loop_steps:
                 return None
-            if steps * size != whole:
+            if steps * size != loop_steps:
                 # Lowest terms depend on the values of dynamic sizes, and must be the same at all of them.
-                common = 1 if is_dynamic(steps) or is_dynamic(whole) else math.gcd(steps, whole)
-                fraction = (steps // common, whole // common)
+                common = 1 if is_dynamic(steps) or is_dynamic(loop_steps) else math.gcd(steps, loop_steps)
+                fraction = (steps // common, loop_steps // common)
+        # The loop becomes three: the steps outside the piece, those of the axis, and those that each rank keeps.
         pieces = (Segment(outer), Segment(size, axis, *fraction), Segment(steps))
         return merge_loops([*result, *pieces, *segments[position + 1 :]])
     return None
@@ -338,6 +342,7 @@ def local_indices(
 def _as_range(indices: list[int]) -> range | tuple[int, ...]:
     """Return consecutive indices as a range, others as a tuple."""
     first = indices[0] if indices else 0
+    # A range is cut as a view, without index tensors: nearly all shards are ranges.
     run = range(first, first + len(indices))
     return run if indices == list(run) else tuple(indices)
 

@@ -44,7 +44,7 @@ class SharedAxis:
         if rank < self.ranks - 1:
             return symbol(f"{self.whole}_of_{rank}")
         # The last share has no symbol, so that the shares add up to the whole by construction.
-        return self.whole - sum(self.share_of_rank(other) for other in range(rank))
+        return self.whole - sum(self.share_of_rank(earlier_rank) for earlier_rank in range(rank))
 
     def sizes(self, counts: Sequence[int], rank: int) -> Sizes:
         """Return the values of the symbols on a rank, where the ranks hold `counts`."""
@@ -74,6 +74,8 @@ class SharedAxis:
         """
         if not isinstance(number, (DynamicSize, Ratio)):
             return number
+        # Programs are made with equal blocks, the ceiling of the whole over the ranks; a share stands where such a
+        # block stood.
         expr = number.expr.xreplace({sympy.ceiling(self.whole / self.ranks): self.own_share})
         steps = sympy.cancel(expr / self.own_share) if self.own_share in expr.free_symbols else expr
         # What still rounds the whole counts blocks of another kind, and has no counterpart in shares.

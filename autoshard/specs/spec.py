@@ -81,6 +81,7 @@ class _DynamicStride(StridedShard):
     """A strided shard whose outer factor is a dynamic size, which torch's class would make a plain number."""
 
     def __init__(self, dim: int, split_factor: int) -> None:
+        # The example's value: torch's own methods, such as its `repr`, need a number.
         super().__init__(dim, split_factor=int(split_factor))
         self.dynamic_factor = split_factor
 
@@ -204,6 +205,7 @@ class Spec:
     @staticmethod
     def of(*placements: Placement) -> Spec:
         """Return the spec with these placements, one per mesh axis."""
+        # Equal specs are one object, so that comparing them, and looking them up, costs as much as comparing pointers.
         return _intern(tuple(_key(placement) for placement in placements))
 
     @staticmethod
@@ -224,6 +226,7 @@ class Spec:
         """Return this spec with its dynamic sizes evaluated at `sizes`."""
         if not sizes:
             return self
+        # Only placements with dynamic sizes have keys that are no text; the others stay the objects that they are.
         keys = zip(self.placements, map(_key, self.placements), strict=True)
         return Spec.of(*(placement if isinstance(key, str) else _placement(at(key, sizes)) for placement, key in keys))
 
@@ -265,6 +268,7 @@ class Spec:
 
 @cache
 def _intern(keys: tuple[_Key, ...]) -> Spec:
+    # Not by `Spec(...)`, whose `__new__` looks up the interned spec and would call this function again.
     spec = object.__new__(Spec)
     spec.placements = tuple(map(_placement, keys))
     spec._text = " ".join(map(placement_text, spec.placements))
@@ -282,6 +286,7 @@ _Key = str | tuple[int, int, int]
 
 def _key(placement: Placement) -> _Key:
     factor, block = split_factor_of(placement), block_of(placement) or 0
+    # The text of a dynamic size is that of its example: two sizes of equal examples would be one.
     if is_dynamic(factor) or is_dynamic(block):
         return (placement.dim, factor, block)  # type: ignore[attr-defined]
     return placement_text(placement)

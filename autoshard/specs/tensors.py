@@ -78,11 +78,11 @@ def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, sh
     # Whole on every rank: no copy is made.
     if not spec.shard_axes:
         return values[(0,) * mesh.ndim]
-    whole = next(iter(values.values())).new_empty(tuple(shape))
+    result = next(iter(values.values())).new_empty(tuple(shape))
     for coordinate, value in values.items():
         real = _without_padding(value, shape, spec, mesh, coordinate)
-        _put(whole, local_indices(shape, spec, mesh, coordinate), real)
-    return whole
+        _put(result, local_indices(shape, spec, mesh, coordinate), real)
+    return result
 
 
 def _element_places(

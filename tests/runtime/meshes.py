@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork, Work
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, _c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.shards import local_of
+from autoshard.runtime.shards import gather_full_tensor, local_of
 from autoshard.specs import MeshShape, Spec
 
 
@@ -96,3 +96,9 @@ def per_rank(tensor: Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], Tensor]:
 
 PLACEMENTS = ("R", "S(0)", "S(1)", "S(0,f=2)", "S(0,f=3)", "S(1,f=2)")
 SPECS = [Spec.parse(f"{first} {second}") for first, second in itertools.product(PLACEMENTS, PLACEMENTS)]
+
+
+def get_full(module: nn.Module, name: str) -> Tensor:
+    """Return the whole parameter or buffer under a qualified name, on every rank."""
+    owner, _, leaf = name.rpartition(".")
+    return gather_full_tensor(getattr(module.get_submodule(owner), leaf))

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.blocks import blocks_of
 from autoshard.runtime.checkpoint import checkpointable, install_hooks
-from autoshard.runtime.shards import distribute, get_full, local_of, replace_parameters
+from autoshard.runtime.shards import distribute, local_of, replace_parameters
 from autoshard.specs import MeshShape, Spec, shard
-from tests.runtime.meshes import SPECS, per_rank, simulated_mesh
+from tests.runtime.meshes import SPECS, get_full, per_rank, simulated_mesh
 from tests.workers import Workers
 
 

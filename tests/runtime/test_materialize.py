@@ -13,9 +13,9 @@ import autoshard
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.materialize import materialize_module
-from autoshard.runtime.shards import distribute, get_full, local_of, replace_parameters
+from autoshard.runtime.shards import distribute, local_of, replace_parameters
 from autoshard.specs import Spec
-from tests.runtime.meshes import per_rank, simulated_mesh
+from tests.runtime.meshes import get_full, per_rank, simulated_mesh
 from tests.training import fast_links, held_by_ranks
 
 TEXTS = ("S(0,f=2) S(0)", "S(0) R", "R S(0)", "R R", "S(0) S(0)")

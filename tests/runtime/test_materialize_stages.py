@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import InputError
 from autoshard.runtime.materialize_stages import materialize_stages
-from autoshard.runtime.shards import get_full, replace_parameters
+from autoshard.runtime.shards import replace_parameters
 from autoshard.specs import Spec
 from tests.memory_tracker import Tracker
+from tests.runtime.meshes import get_full
 from tests.workers import Workers
 
 

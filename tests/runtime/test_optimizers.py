@@ -13,8 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
 from autoshard.errors import InputError
-from autoshard.runtime.shards import get_full
-from tests.runtime.meshes import simulated_mesh
+from tests.runtime.meshes import get_full, simulated_mesh
 from tests.training import fast_links
 from tests.workers import Workers
 

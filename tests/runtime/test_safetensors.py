@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import InputError
 from autoshard.pipeline.run.load_safetensors import load_safetensors
 from autoshard.runtime.materialize import materialize_module
-from autoshard.runtime.shards import get_full, replace_parameters
+from autoshard.runtime.shards import replace_parameters
 from autoshard.specs import Spec
-from tests.runtime.meshes import per_rank, simulated_mesh
+from tests.runtime.meshes import get_full, per_rank, simulated_mesh
 
 
 class Small(nn.Module):

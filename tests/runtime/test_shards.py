@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import MeshError, PlanError
 from autoshard.runtime import shards
 from autoshard.specs import MeshShape, Spec, shard, true_local_shape
-from tests.runtime.meshes import SPECS, one_device, per_rank, simulated_mesh
+from tests.runtime.meshes import SPECS, get_full, one_device, per_rank, simulated_mesh
 
 SHAPES = [(12, 10), (7, 5), (1, 9)]
 
@@ -170,7 +170,7 @@ def test_an_optimizer_made_before_trains_on(optimizer_class: type[torch.optim.Op
             placed.weight.grad = shards.distribute(gradient, mesh, spec)
             for optimizer in optimizers:
                 optimizer.step()
-        for value in per_rank(shards.get_full(placed, "weight"), mesh).values():
+        for value in per_rank(get_full(placed, "weight"), mesh).values():
             torch.testing.assert_close(value, plain.weight.detach())
 
 
@@ -211,18 +211,16 @@ def test_parameters_stay_on_their_mesh() -> None:
             shards.replace_parameters(module, {"weight": Spec.parse("R R")}, other)
 
 
-def test_whole_values_are_read_and_written_by_name() -> None:
+def test_whole_values_fill_tensors_in_place() -> None:
     module = Tied()
-    with simulated_mesh(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh, torch.no_grad():
         shards.replace_parameters(module, SHARDED, mesh)
         value = torch.randn(6, 4)
-        shards.set_full(module, "embedding.weight", value)
-        shards.set_full(module, "counter", torch.ones(1))
+        shards.fill(module.embedding.weight, value)
+        shards.fill(module.counter, torch.ones(1))
         assert_lies(module.inner.weight, value, SHARDED["inner.weight"])
-        assert all(torch.equal(v, value) for v in per_rank(shards.get_full(module, "inner.weight"), mesh).values())
-        assert torch.equal(shards.get_full(module, "counter"), torch.ones(1))
-        with pytest.raises(ValueError, match=r"shape \(6, 4\); the value has shape \(4, 6\)"):
-            shards.set_full(module, "embedding.weight", value.T)
+        assert all(torch.equal(v, value) for v in per_rank(get_full(module, "inner.weight"), mesh).values())
+        assert torch.equal(module.counter, torch.ones(1))
 
 
 def test_modules_that_watch_their_parameters_see_the_new_ones() -> None:

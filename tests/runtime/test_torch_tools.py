@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.optimizers import prepare_optimizers
-from autoshard.runtime.shards import distribute, gather_full_tensor, get_full, local_of, replace_parameters
+from autoshard.runtime.shards import distribute, gather_full_tensor, local_of, replace_parameters
 from autoshard.specs import Spec
+from tests.runtime.meshes import get_full
 
 ONE_AXIS = {
     "uneven": ((2,), "S(1)"),

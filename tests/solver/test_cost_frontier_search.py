@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.solver import CostFrontier, Edge, Problem, SolverError, cost_frontier
+from autoshard.solver.cost_frontier_search import undominated_strategies
 from tests.solver.problems import layered_problem, small_problems
 
 METHODS = ("ldp", "elimination")
@@ -160,3 +161,48 @@ def test_arguments_are_checked(options: dict[str, object], words: str) -> None:
 def test_a_problem_without_usages_has_no_frontier() -> None:
     with pytest.raises(SolverError, match="the problem has no usages"):
         cost_frontier(Problem((np.zeros(2),)))
+
+
+LIFE = ((0, 1), (0, 1))
+
+
+def kept_strategies(usage: list[float], table: np.ndarray, edge_usage: np.ndarray | None = None) -> list[list[int]]:
+    """The remaining strategies of two nodes, the first with costs 1, 2, 3 and these usages, joined by a table."""
+    usages = (np.array(usage), np.array([1.0, 1.0]))
+    problem = Problem((np.array([1.0, 2.0, 3.0]), np.array([4.0, 0.0])), (Edge(0, 1, table),), usages, LIFE)
+    return [
+        strategies.tolist()
+        for strategies in undominated_strategies(problem, usages, None if edge_usage is None else [edge_usage])
+    ]
+
+
+def test_a_strategy_that_is_worse_in_both_is_dropped() -> None:
+    assert kept_strategies([5, 5, 4], np.zeros((3, 2))) == [[0, 2], [1]]
+    assert kept_strategies([3, 5, 4], np.zeros((3, 2))) == [[0], [1]]
+
+
+def test_what_a_neighbour_may_prefer_stays() -> None:
+    assert kept_strategies([1, 1, 1], np.array([[0.0, 9.0], [0.0, 0.0], [0.0, 0.0]]))[0] == [0, 1]
+
+
+def test_memory_on_edges_counts() -> None:
+    edge_usage = np.array([[0.0, 2.0], [0.0, 0.0], [0.0, 2.0]])
+    assert kept_strategies([1, 1, 1], np.zeros((3, 2)), edge_usage)[0] == [0, 1]
+
+
+def test_a_strategy_that_is_forbidden_with_every_neighbour_beats_none() -> None:
+    table = np.array([[np.inf, np.inf], [0.0, 0.0], [np.inf, 0.0]])
+    assert 1 in kept_strategies([1, 1, 0], table)[0]
+    assert 2 in kept_strategies([1, 1, 0], table)[0]
+
+
+def test_of_equal_strategies_the_first_stays() -> None:
+    problem = Problem((np.array([1.0, 1.0]),), (), (np.array([2.0, 2.0]),), LIFE[:1])
+    assert problem.usages is not None
+    assert [strategies.tolist() for strategies in undominated_strategies(problem, problem.usages, None)] == [[0]]
+
+
+def test_where_all_is_forbidden_one_is_left() -> None:
+    problem = Problem((np.array([np.inf, np.inf]),), (), (np.array([2.0, 2.0]),), LIFE[:1])
+    assert problem.usages is not None
+    assert [strategies.tolist() for strategies in undominated_strategies(problem, problem.usages, None)] == [[0]]

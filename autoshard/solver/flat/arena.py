@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.solver.flat.numba_jit import jit_inner
+from autoshard.solver.jit import jit_inner
 
 OFFSET, WORK = 0, 1
 """Places in `Arena.numbers`: the cost decided so far; the work so far, in table entries read."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.solver.flat.arena import FAILED, FULL, WORK, pop_edge, pop_node, push_edge, push_node, strides
-from autoshard.solver.flat.numba_jit import jit, jit_inner
 from autoshard.solver.flat.rules import queue_after_loss, tidy_edge, tidy_node
+from autoshard.solver.jit import jit, jit_inner
 
 _MAX_WORK = 30_000_000
 """Table entries that the search of one node for dominated strategies may read."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.numba_jit import jit
+from autoshard.solver.jit import jit
 
 
 @jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.solver.flat.forest import MARK, MEMBER, grow_forest, solve_forest
-from autoshard.solver.flat.numba_jit import jit, jit_inner
 from autoshard.solver.flat.random_numbers import draw, pick
+from autoshard.solver.jit import jit, jit_inner
 
 _TRIES = 6
 """Multiples of the prices under which one forest is solved, at most."""

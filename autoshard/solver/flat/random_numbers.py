@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.solver.flat.numba_jit import jit_inner
+from autoshard.solver.jit import jit_inner
 
 # The constants of SplitMix64, as 64-bit words: numba would turn a mix with Python's integers into floats.
 _STEP = np.uint64(0x9E3779B97F4A7C15)

@@ -23,7 +23,7 @@ from autoshard.solver.flat.arena import (
     push_node,
     strides,
 )
-from autoshard.solver.flat.numba_jit import jit, jit_inner
+from autoshard.solver.jit import jit, jit_inner
 
 _NEGLIGIBLE = 1e-14
 """Size of a difference, relative to the subtracted value, below which it is the rounding of zero."""

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.numba_jit import jit
 from autoshard.solver.flat.random_numbers import draw, pick, random_state
+from autoshard.solver.jit import jit
 
 
 @jit
