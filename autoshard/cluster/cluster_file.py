@@ -97,7 +97,7 @@ UNIFORM_SCHEMA = _record({**_ABOUT, **_HOSTS}, _OPTIONAL)
 """A cluster of any number of equal devices."""
 _STRETCH = _record({"name": _NAME, "count": _COUNT, **_HOSTS})
 STRETCHES_SCHEMA = _record({**_ABOUT, "stretches": {"type": "array", "items": _STRETCH, "minItems": 1}}, _OPTIONAL)
-"""A cluster of so many devices, host by host."""
+"""A cluster of a fixed number of devices, host by host."""
 
 
 def read(text: str, what: str) -> dict[str, Any]:
@@ -176,6 +176,7 @@ def _device_of(data: dict[str, Any]) -> Device:
     figures: dict[str, Any] = {
         name: Dispatch(**data[name]) for name in ("dispatch", "compiled_dispatch") if name in data
     }
+    # A device without curves has none, not an error: it is priced by its peak rates.
     figures["operators"] = from_records(data.get("operators", ()), "device.operators")
     return Device(**data | figures)
 

@@ -138,6 +138,7 @@ class CostModel:
         """
         if kind not in ("all_reduce", "reduce_scatter"):
             return self.collective(kind, bytes, axis)
+        # A bucket holds gradients of many parameters, and each pays its part of the latency of the whole.
         share = min(1.0, bytes / GRADIENT_BUCKET_BYTES)
         seconds = self._measured_seconds(kind, max(bytes, GRADIENT_BUCKET_BYTES), axis)
         if seconds is not None:
@@ -174,6 +175,7 @@ class CostModel:
         if size == 1:
             return None
         if measured is not None and kind in _LOCAL_KINDS:
+            # One read and one write; a slice copies the part that it keeps.
             moved = 2 * (bytes / size if kind == "slice" else bytes)
             return operator_seconds(measured.operators, "clone", 0.0, moved, torch.float32)
         curve = None if measured is None else measured.collectives.get((kind, self._groupings[axis]))

@@ -53,6 +53,7 @@ class Measurements:
         collectives = {}
         for index, record in enumerate(data["collectives"]):
             grouping = Grouping(record["size"], record["stride"])
+            # A file edited by hand, or of another job: such groups would be priced as if they existed.
             if data["devices"] % (grouping.size * grouping.stride):
                 raise ValueError(
                     f"measured.collectives.{index}: {data['devices']} devices cannot be split into groups of "

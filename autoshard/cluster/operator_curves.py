@@ -95,6 +95,7 @@ def operator_seconds(
     name = name if ("add", name, BYTES) in curves else _SIMILAR_DTYPES.get(name, "float32")
     moved = _curve(curves, "add", name, BYTES)
     if not flops:
+        # An operator that no family knows moves its bytes as an addition does.
         curve = _curve(curves, family(operator, "add"), name, BYTES) or moved
         return None if curve is None else curve.at(bytes)
     kind = family(operator, "mm")

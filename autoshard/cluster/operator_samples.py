@@ -127,6 +127,7 @@ class _Maker:
         return self.convolution_backward(size, side=32, images=256 // size)
 
     def convolution_backward(self, size: int, side: int | None = None, images: int = 4) -> SampleCall:
+        # The result of the forward has the shape of its gradient, and stands for it.
         forward = self.convolution(size, side, images)
         source, weight = forward.args[:2]
         settings = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])

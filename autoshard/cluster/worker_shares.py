@@ -74,17 +74,17 @@ def shares(total: int, workers: Sequence[Worker], memory_of: Callable[[int], flo
     """
     if total < 0 or not workers:
         raise ValueError(f"total={total} among {len(workers)} workers: share some elements among one worker at least.")
-    room = [_most_elements(total, worker.memory, memory_of) for worker in workers]
-    if min(room) < 0 or sum(room) < total:
-        raise _too_large_error(total, workers, room, memory_of)
+    capacities = [_most_elements(total, worker.memory, memory_of) for worker in workers]
+    if min(capacities) < 0 or sum(capacities) < total:
+        raise _too_large_error(total, workers, capacities, memory_of)
     speeds = [worker.speed for worker in workers]
     # First the shortest time, then, with as many elements per worker as that time allows, the proportions.
-    fastest = _allocate_greedily(total, room, lambda place, count: count / speeds[place])
+    fastest = _allocate_greedily(total, capacities, lambda place, count: count / speeds[place])
     latest = max(count / speed for count, speed in zip(fastest, speeds, strict=True)) * (1 + _ROUNDING)
-    room = [min(most, math.floor(latest * speed)) for most, speed in zip(room, speeds, strict=True)]
+    capacities = [min(most, math.floor(latest * speed)) for most, speed in zip(capacities, speeds, strict=True)]
     ideal = [total * speed / sum(speeds) for speed in speeds]
     nearest = _allocate_greedily(
-        total, room, lambda place, count: abs(count - ideal[place]) - abs(count - 1 - ideal[place])
+        total, capacities, lambda place, count: abs(count - ideal[place]) - abs(count - 1 - ideal[place])
     )
     return tuple(nearest)
 
@@ -121,19 +121,19 @@ def equal_share_device(devices: Sequence[Device], shares: Sequence[int]) -> Devi
     return Device.slowest([scaled_device(device, equal / share) for device, share in zip(devices, shares, strict=True)])
 
 
-def _allocate_greedily(total: int, room: Sequence[int], price: Callable[[int, int], float]) -> list[int]:
+def _allocate_greedily(total: int, capacities: Sequence[int], price: Callable[[int, int], float]) -> list[int]:
     """Give elements out one by one, each to the place where it costs least; the first of equals.
 
     `price(place, count)` is that of the last of `count` elements at a place. It never falls as they become more, so
     that the greedy choice has the smallest sum of prices, and the smallest largest price, too.
     """
-    counts = [0] * len(room)
-    heap = [(price(place, 1), place) for place, most in enumerate(room) if most]
+    counts = [0] * len(capacities)
+    heap = [(price(place, 1), place) for place, most in enumerate(capacities) if most]
     heapq.heapify(heap)
     for _ in range(total):
         _, place = heapq.heappop(heap)
         counts[place] += 1
-        if counts[place] < room[place]:
+        if counts[place] < capacities[place]:
             heapq.heappush(heap, (price(place, counts[place] + 1), place))
     return counts
 
@@ -152,12 +152,12 @@ def _most_elements(total: int, memory: float, memory_of: Callable[[int], float])
 
 
 def _too_large_error(
-    total: int, workers: Sequence[Worker], room: Sequence[int], memory_of: Callable[[int], float]
+    total: int, workers: Sequence[Worker], capacities: Sequence[int], memory_of: Callable[[int], float]
 ) -> BudgetError:
     """Return the error where `total` elements do not fit."""
-    if min(room) < 0:
+    if min(capacities) < 0:
         fixed_bytes = memory_of(0)
-        place = room.index(-1)
+        place = capacities.index(-1)
         return BudgetError(
             f"worker {place} has {format_bytes(workers[place].memory)}, and {format_bytes(fixed_bytes)} are needed "
             "without a single element. Shard what it holds over more devices, or leave this one out.",
@@ -165,6 +165,7 @@ def _too_large_error(
         )
     memories = ", ".join(format_bytes(worker.memory) for worker in workers)
     return BudgetError(
-        f"{total} elements do not fit: workers with {memories} have room for {', '.join(map(str, room))}, "
-        f"{sum(room)} in all. Make the batch smaller by {total - sum(room)}, recompute more, or add devices."
+        f"{total} elements do not fit: workers with {memories} have room for {', '.join(map(str, capacities))}, "
+        f"{sum(capacities)} in all. Make the batch smaller by {total - sum(capacities)}, recompute more, or add "
+        "devices."
     )

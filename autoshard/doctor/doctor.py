@@ -93,7 +93,7 @@ class _Examination:
     def run(self, module: nn.Module, call: CallArguments) -> None:
         """Examine the module as a whole; where that fails, line by line and part by part."""
         self._add(*(CaptureProblem("", "", fault) for fault in parameter_faults(module)), *_input_problems(call))
-        # A capture with known problems would fail at the first of them, after a long time.
+        # With known problems, a capture of the whole would only fail at one of them.
         failure = None if self.problems else self._examine("", module, call)
         if self.parts:
             return

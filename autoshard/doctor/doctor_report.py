@@ -186,6 +186,7 @@ def _operator_table(operators: Iterable[Operator]) -> Table:
 
 def _patterns(modules: Iterable[str]) -> str:
     """Module paths with indices joined; the first few of them, and the number of the others."""
+    # A deep model calls an operator in every layer: paths that differ in indices alone are one pattern.
     texts = [group.text or "(root)" for group in group_names(dict.fromkeys(modules))]
     more = f" and {len(texts) - _MODULES} more" if len(texts) > _MODULES else ""
     return ", ".join(texts[:_MODULES]) + more

@@ -1,1 +1,1 @@
-"""Plans: what was decided, as objects, files, tables, web pages and traces."""
+"""Plans: decisions as objects, files, tables, web pages and traces."""

@@ -112,6 +112,7 @@ class PlanContents:
     @property
     def capacity(self) -> int:
         """Bytes that the step may hold: the memory limit that the plan was made for, or the memory of a device."""
+        # A user's limit leaves room for what plans do not count, so it comes before the device's memory.
         return self.options.get("memory_limit") or self.device_memory
 
     @property

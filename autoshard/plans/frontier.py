@@ -156,6 +156,7 @@ class Frontier(Sequence[ShardingPlan]):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)
         turning, fastest = self.turning_point, self.plans[-1]
+        # One unit for the whole column, so that plans compare at a glance.
         unit, size = _unit(fastest.memory.peak)
         for number, plan in enumerate(self.plans):
             peak = f"{plan.memory.peak / size:.3f} {unit}"

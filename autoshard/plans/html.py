@@ -82,6 +82,7 @@ def _memory(plan: PlanContents) -> str:
 
 
 def _tensors(title: str, rows: Sequence[TensorRow], plan: PlanContents) -> str:
+    # A column in which every cell would be empty is left out.
     shaped, gathered = any(row.shape is not None for row in rows), any(row.gathered for row in rows)
     head = [
         ("name", False),
@@ -136,5 +137,6 @@ def _number(text: str) -> str:
 
 
 def _placement(text: str) -> str:
+    # The colours of `plan_text`: sharded and partial placements stand out of replicated ones.
     kind = {"S": ' class="sharded"', "P": ' class="partial"'}.get(text[0], "")
     return f"<td><code{kind}>{escape(text)}</code></td>"

@@ -42,6 +42,7 @@ def list_of(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
+# Unknown options pass: newer versions may record more of what a user asked.
 _OPTIONS = {
     "type": "object",
     "properties": {
@@ -188,6 +189,7 @@ def encode(data: Mapping[str, Any], format: Format = SHARDING) -> str:
     # A reader gets names that are numbers as texts, which sort in another order: the checksum is taken of texts.
     data = json.loads(_compact(data))
     lines = [f'"{name}": {_value(value)}' for name, value in data.items()]
+    # The head is a fixed text: a file is recognised by its first lines, without parsing the rest.
     head = (
         f'{{\n"format": "{format.name}",\n"version": {format.version},\n"checksum": "{_checksum(data)}",\n"plan": {{\n'
     )

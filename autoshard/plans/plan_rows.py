@@ -170,6 +170,7 @@ def tensor_rows(
     gathered: Mapping[str, str] | None = None,
 ) -> tuple[TensorRow, ...]:
     """Return one row for all tensors whose names differ in indices alone and which are placed and gathered alike."""
+    # Tensors are grouped by all that their row shows, so that a row never says what holds for some of them only.
     keys = {
         name: (
             shapes.get(name),

@@ -83,6 +83,7 @@ def _work_table(labels: Sequence[str], rows: Sequence[WorkRow], by: str = "", li
     for row in shown:
         size = [format_bytes(row.bytes)] if by else []
         cells = (*row.labels, row.module or "(root)", str(row.count), *size, format_seconds(row.seconds))
+        # As Text here too: names of strategies have brackets.
         table.add_row(*map(Text, cells))
     return table
 

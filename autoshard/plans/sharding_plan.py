@@ -142,11 +142,13 @@ class ShardingPlan(PlanContents):
             for name, shape in self.shapes.items()
             if name in shapes and tuple(shapes[name]) != shape
         ]
+        # A few names of each kind: a wrong model differs in all of them.
         kinds = (("the model lacks", missing), ("the plan lacks", extra), ("the shape differs of", reshaped))
         return [f"{kind} {_first(names)}" for kind, names in kinds if names]
 
     def _share_differences(self, mesh: MeshShape) -> list[str]:
         """Return texts of shares that the ranks of no axis can take, and of parts of dims without shares."""
+        # Such a plan was edited by hand: the planner makes parts only together with shares.
         if self.parts and not self.shares:
             return ["it has dims in unequal parts, and no shares that say which rank takes what of them"]
         return [

@@ -30,6 +30,7 @@ def trace(tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float],
     events: list[dict[str, Any]] = []
     threads: dict[tuple[int, str], int] = {}
     for task, start, end in zip(tasks, starts, ends, strict=True):
+        # Both ranks of a message are busy with it, and viewers show a process each.
         for rank in task.ranks if end > start else ():
             key = rank, _thread(task, rank)
             if key not in threads:

@@ -80,6 +80,7 @@ def take_reductions(graph: fx.Graph, places: Collection[int], reduced: DeferredR
             chains[place] = chain
     if not chains:
         return None
+    # A graph of its own: it runs once, on sums, while the backward half runs with every microbatch.
     later = fx.Graph()
     sums = {place: later.placeholder(f"sum_{place}") for place in chains}
     reductions: list[fx.Node] = []

@@ -153,6 +153,7 @@ def _join(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
     first = gathers[0]
     operands = [gather.all_input_nodes[0] for gather in gathers]
     for operand in operands:
+        # The joined gather starts where the first one did; operands of later ones have to exist by then.
         move_before(operand, first)
     with graph.inserting_before(first):
         joined = graph.call_function(_JOINED_GATHER, (operands, *first.args[1:]))

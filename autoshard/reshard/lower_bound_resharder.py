@@ -179,6 +179,7 @@ class LowerBoundResharder:
             rows, columns = (
                 [tokens and tuple(map(interned.coarse, tokens)) for tokens in ends] for ends in (rows, columns)
             )
+            # Coarser tokens allow more moves, so prices can only fall: they stay lower bounds.
             by_axis = [interned.sort_ids({*map(interned.coarse, tokens)}) for tokens in by_axis]
         graph = self._graph(shape, dtype_size, tuple(by_axis))
         # 0 bounds any price: specs without a state are priced so.

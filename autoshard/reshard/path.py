@@ -96,17 +96,17 @@ class _PricedGraph:
 
 
 class Resharder:
-    """Prices and finds paths between specs of one mesh; remembers what it was asked.
+    """Prices and finds paths between specs of one mesh, with a cache of its results.
 
-    A path depends on shape, element size, source and target alone, never on what was asked before: ranks that ask
-    in different order issue the same collectives.
+    A path depends on shape, element size, source and target alone, never on earlier queries: ranks that ask in
+    different order issue the same collectives.
 
     Args:
         mesh: the mesh.
         price: seconds of a collective from its kind, the bytes a rank holds before it, and the mesh axis. Kinds are
             those of `Step`, and "copy" for the local copy that brings bytes into the order that a collective needs.
         gradient_price: the same for gradients on their way to the optimizer; as any other by default.
-        shared: the axis of which ranks hold shares of their own of a size, if there is one: what has such a dim is
+        shared: the axis whose ranks hold unequal shares of a dynamic size, if there is one: tensors with such a dim are
             gathered and cut on it, and moved in no other way.
 
     Attributes:

@@ -38,6 +38,7 @@ def check_module(module: object) -> None:
 def check_examples(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of an example call; raise an `InputError` unless they are a tuple and a mapping."""
     if not isinstance(args, (tuple, list)):
+        # The most usual mistake: a tensor is a sequence of its rows, and would be taken for that many arguments.
         hint = ": for one argument, write example_args=(x,)" if isinstance(args, Tensor) else ""
         raise InputError(f"example_args is a tuple of positional arguments, got {type(args).__name__}{hint}.")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -82,6 +83,7 @@ def _check_backend(mesh: DeviceMesh, axis: int) -> None:
     # Found now, the error names the axis; found by the first collective, it would be one of torch.
     if device not in sends:
         present = ", ".join(f"{backend} for {kind}" for kind, backend in sends.items())
+        # Torch's own choice for the device, added to the backends that the group has.
         wanted = dist.Backend.default_device_backend_map.get(device)
         pairs = ",".join(f"{kind}:{backend}" for kind, backend in {**sends, device: wanted}.items())
         advice = f'call init_process_group("{pairs}")' if wanted else f"register a backend for {device!r}"
@@ -108,6 +110,7 @@ def has_float64(device_type: str) -> bool:
     """Return True if this rank's device of a type computes in float64."""
     if device_type == "mps":
         return False
+    # Intel's client GPUs lack these numbers, those for data centres have them.
     if device_type == "xpu" and torch.xpu.is_available():
         return bool(torch.xpu.get_device_capability().get("has_fp64", True))
     return True

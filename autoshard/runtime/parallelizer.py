@@ -78,10 +78,10 @@ class Parallelizer:
         module, device_mesh, plan: as for `autoshard.parallelize`.
         planner: plans the calls of the module.
         part: the number of this module, if it is a part of a larger one whose other parts run on other ranks.
-        later: where every backward puts the rest of its work, once gradients of inputs are made: it adds gradients of
-            parameters to theirs when it is called.
-        sums: where backwards add up gradients of parameters that are reduced by the last of them.
-        reduced: which ones these are.
+        later: a list to which every backward, once it has the gradients of inputs, appends the function that computes
+            and accumulates those of parameters; None to compute them at once.
+        sums: the sums of gradients that are reduced by the last of several backwards; None to reduce in each.
+        reduced: the time to reduce gradients that are smaller once reduced.
     """
 
     def __init__(

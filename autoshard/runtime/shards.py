@@ -113,6 +113,7 @@ def _truncated_spec(spec: Spec, axes: int) -> Spec:
 
 def _largest_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
     """Return the least shape that holds the shard of any rank."""
+    # Of even shards all are equal; the coordinates of a large mesh are many.
     coordinates = [(0,) * mesh.ndim] if is_even(shape, spec, mesh) else mesh.coordinates()
     shapes = [true_local_shape(shape, spec, mesh, coordinate) for coordinate in coordinates]
     return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
@@ -169,6 +170,7 @@ def _normalize_spec(spec: Spec, ndim: int) -> Spec:
 
 def check_fits(shape: Sequence[int], spec: Spec, device_mesh: DeviceMesh) -> None:
     """Raise a `ValueError` unless the spec has a placement per mesh axis, each splitting an existing dim."""
+    # The indices themselves are not wanted: computing them raises what does not fit.
     local_indices(shape, spec, MeshShape.of(device_mesh), (0,) * device_mesh.ndim)
 
 
@@ -218,6 +220,7 @@ def _tied_names(
     unknown = [name for name in placements if name not in parameters]
     if unknown:
         raise PlanError(f"{unknown[0]!r} is placed, but is no parameter. {suggestion(unknown[0], tuple(parameters))}")
+    # By the object: tied weights are one parameter under several names.
     groups: dict[nn.Parameter, list[str]] = {}
     for name, parameter in parameters.items():
         groups.setdefault(parameter, []).append(name)
@@ -228,13 +231,15 @@ def _spec_of(
     parameter: nn.Parameter, names: Sequence[str], placements: Mapping[str, Spec], device_mesh: DeviceMesh
 ) -> Spec:
     """Return the one spec that the placements give to a parameter under any of its names."""
-    known = {placements[name]: name for name in names if name in placements}
-    if not known:
+    name_of_spec = {placements[name]: name for name in names if name in placements}
+    if not name_of_spec:
         raise PlanError(f"there is no placement for parameter {names[0]!r}: place every parameter of the module.")
-    if len(known) > 1:
-        given = " and ".join(f"{name!r} as {spec}" for spec, name in known.items())
-        raise PlanError(f"{given} are one tied parameter, which lies in one way: give both names the same placement.")
-    spec, name = next(iter(known.items()))
+    if len(name_of_spec) > 1:
+        conflict = " and ".join(f"{name!r} as {spec}" for spec, name in name_of_spec.items())
+        raise PlanError(
+            f"{conflict} are one tied parameter, which lies in one way: give both names the same placement."
+        )
+    spec, name = next(iter(name_of_spec.items()))
     try:
         check_fits(parameter.shape, spec, device_mesh)
     except ValueError as error:

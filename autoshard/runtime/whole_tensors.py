@@ -113,7 +113,7 @@ class WholeTensors(TorchFunctionMode):
             del self._stand_ins[tensor]
 
 
-# Functions that read or set what is known without the whole tensor.
+# Functions that read or set properties that are known without the whole tensor.
 _METADATA_METHODS = frozenset(
     {
         *("dim", "ndimension", "size", "numel", "nelement", "stride", "element_size"),

@@ -81,6 +81,7 @@ def distance(results: Mapping[str, Tensors], reference: Mapping[str, Tensors]) -
 
 def _distance(results: Tensors, reference: Tensors) -> float:
     if results.keys() != reference.keys():
+        # A missing gradient is as wrong as a wrong one.
         return float("inf")
     largest = max(float(tensor.abs().max()) for tensor in reference.values())
     worst = 0.0

@@ -154,6 +154,7 @@ class Experts(nn.Module):
         super().__init__()
         self.experts = experts
         self.first = nn.Linear(WIDTH, WIDTH)
+        # Scaled so that rows keep their size: sums of large numbers would hide small faults.
         self.up = nn.Parameter(torch.randn(experts, WIDTH, 2 * inner) / WIDTH**0.5)
         self.down = nn.Parameter(torch.randn(experts, inner, WIDTH) / inner**0.5)
 
@@ -250,7 +251,7 @@ def gpt(
 
 def make_seeded(make: Callable[[int], Model], ranks: int, seed: int = 0) -> Model:
     """Return a model and its inputs, on the CPU in float32, equal on all ranks; the random state stays as it was."""
-    # On the CPU alone, since generators of devices draw other numbers for equal seeds.
+    # Models are made on the CPU: generators of devices stay as they are.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make(ranks)

@@ -69,6 +69,7 @@ def worst_outcome(outcomes: Sequence[CheckOutcome]) -> CheckOutcome:
         first = bool(failures) and outcome.failure == min(failures)
         return first, VERDICTS.index(outcome.verdict), outcome.ratio
 
+    # The first of equal ranks, on every rank: all report the same outcome.
     rank = max(range(len(outcomes)), key=badness)
     worst = outcomes[rank]
     figure = f"rank {rank}: {worst.figure}" if worst.verdict == "wrong" and len(outcomes) > 1 else worst.figure

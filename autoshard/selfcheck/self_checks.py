@@ -65,6 +65,7 @@ def plan_from_meta(processes: Processes) -> CheckOutcome:
     """Check that a plan made on the meta device gives one device's numbers."""
     meta, inputs = copy_model_to(make_seeded(_small_gpt, processes.size), torch.device("meta"), torch.float32)
     text: list[str] = [_fast_plan(meta, inputs, processes).to_json()]
+    # Plans of a search under a time limit may differ from rank to rank.
     dist.broadcast_object_list(text, src=0)
     plan = autoshard.ShardingPlan.from_json(text[0])
     run = on_mesh(processes.mesh(), plan=plan)
@@ -179,6 +180,7 @@ def checkpoint(processes: Processes) -> CheckOutcome:
             "skipped", "the hosts of the job may have no folder in common", "Try your own folder by hand."
         )
     folder = [tempfile.mkdtemp(prefix="autoshard-") if processes.rank == 0 else ""]
+    # All ranks save to one folder, whose random name only rank 0 knows.
     dist.broadcast_object_list(folder, src=0)
     try:
         saved = _train_once(0, processes)

@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("file", help="a problem in the contest's JSON format, gzipped if it ends in .gz")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
     parser.add_argument("--work-limit", type=int, help="units of work, some 10**8 of them a second (default: no limit)")
-    parser.add_argument("--method", default="auto", choices=METHODS, help="what solves it (default auto)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is random (default 0)")
+    parser.add_argument("--method", default="auto", choices=METHODS, help="how to solve it (default auto)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers (default 0)")
     parser.add_argument("--verbose", action="store_true", help="log progress")
     return parser
 

@@ -122,7 +122,7 @@ def _run_interruptible(work: Callable[[], Any]) -> Any:
         try:
             outcome.set_result(work())
         except BaseException as error:
-            # Handed on to the caller, whatever it is.
+            # Any exception, Ctrl-C included, is raised again in the calling thread.
             outcome.set_exception(error)
 
     Thread(target=run, daemon=True).start()

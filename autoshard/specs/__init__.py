@@ -1,4 +1,4 @@
-"""Mesh axes, specs, and what a spec means for a real tensor."""
+"""Mesh axes, specs, and the meaning of a spec for a real tensor."""
 
 from __future__ import annotations
 

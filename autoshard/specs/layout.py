@@ -112,7 +112,7 @@ def _uneven_error(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, axis: int
 def _distribute(segments: DimLayout, axis: int, size: int, outer: int, block: int | None) -> DimLayout | None:
     """Return `segments` with `size` steps given to `axis`, below `outer` steps of the undistributed loops.
 
-    With a `block`, every rank takes so many undistributed steps, and the last ranks hold padding behind the end.
+    With a `block`, every rank takes that many undistributed steps, and the last ranks hold padding behind the end.
 
     Returns:
         None where the piece does not lie inside one undistributed loop, or the blocks do not cover a stretch, cut

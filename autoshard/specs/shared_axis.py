@@ -60,6 +60,7 @@ class SharedAxis:
         """Return these sizes, with shares as equal as possible, on the last rank with a largest share."""
         least, more = divmod(sizes[self.whole], self.ranks)
         counts = [least + (rank < more) for rank in range(self.ranks)]
+        # A rank with a largest share: programs are made at these sizes, and memory is counted for the largest.
         return {**sizes, **self.sizes(counts, max(more - 1, 0))}
 
     def with_share(self, number: int | float, sizes: Sizes) -> int | float:

@@ -74,6 +74,7 @@ def shard_placement(dim: int, split_factor: int = 1) -> Placement:
     """Return `Shard(dim)`, or `_StridedShard(dim, split_factor=...)` where an outer factor stays whole (Rhino 4.1)."""
     if is_dynamic(split_factor):
         return _DynamicStride(dim, split_factor)
+    # Torch treats a strided shard of factor 1 as another placement than `Shard`: one of the two must stand for both.
     return Shard(dim) if split_factor == 1 else StridedShard(dim, split_factor=split_factor)
 
 
@@ -162,6 +163,7 @@ def parse_placement(text: str) -> Placement:
         )
     if match["by"] is not None:
         return Routed(None if match["rows"] is None else int(match["rows"]), match["by"])
+    # Blocks before dims: a `BlockShard` has both.
     if match["block"] is not None:
         return BlockShard(int(match["dim"]), int(match["block"]), int(match["factor"] or 1))
     if match["dim"] is not None:
