@@ -133,7 +133,7 @@ def held_share(nest: Nest, mesh: MeshShape) -> tuple[int, int]:
 def without_axis(nest: Nest, axis: int, mesh: MeshShape) -> Nest:
     """Return the nest after an all-gather over `axis`."""
     result: list[ShardLoop] = []
-    # Of the gathered loop, whose steps are undistributed for the axes below it.
+    # The share of the gathered loop, whose steps are undistributed for the axes below it.
     block, total = 1, 1
     for loop in nest:
         if loop.axis == axis:
