@@ -22,12 +22,12 @@ def check_changes(step: LocalStep, tensors: Sequence[Tensor]) -> None:
     changed = {border.name for border in step.outputs if border.kind == "mutation"}
     if not changed:
         return
-    held = [(border, local_of(tensor)) for border, tensor in zip(step.inputs, tensors, strict=False)]
-    given = [(border, tensor) for border, tensor in held if border.kind == "input"]
+    local_tensors = [(border, local_of(tensor)) for border, tensor in zip(step.inputs, tensors, strict=False)]
+    inputs = [(border, tensor) for border, tensor in local_tensors if border.kind == "input"]
     # Storages are compared first, in a set, since few tensors share one.
-    passed = {storage_of(tensor) for _, tensor in given}
-    for border, tensor in held:
-        if border.name not in changed or storage_of(tensor) not in passed:
+    input_storages = {storage_of(tensor) for _, tensor in inputs}
+    for border, tensor in local_tensors:
+        if border.name not in changed or storage_of(tensor) not in input_storages:
             continue
         # The elements of an expanded tensor would be changed several times.
         if border.kind == "input" and any(not stride and size > 1 for stride, size in _dims(tensor)):
@@ -35,7 +35,7 @@ def check_changes(step: LocalStep, tensors: Sequence[Tensor]) -> None:
                 f"forward changes the input {border.name} in place, and several of its elements are in one place of "
                 f"memory, as those of an expanded tensor are: pass {border.name}.clone()."
             )
-        for second, second_tensor in held if border.kind == "input" else given:
+        for second, second_tensor in local_tensors if border.kind == "input" else inputs:
             if second is not border and has_overlap(tensor, second_tensor):
                 passed_name = second.name if second.kind == "input" else border.name
                 raise InputError(

@@ -295,17 +295,17 @@ class Runtime:
             parameter = owner._parameters[name.rpartition(".")[2]]
             if self.owners.get(name) is owner and not isinstance(parameter, DTensor):
                 raise _replaced_error(name, parameter)
-        known = self.programs_for(signature)
-        check_invalidating_effects([served.graph.state for served in known])
-        check_conditions([served.graph.state.conditions for served in known])
+        earlier = self.programs_for(signature)
+        check_invalidating_effects([served.graph.state for served in earlier])
+        check_conditions([served.graph.state.conditions for served in earlier])
         start = time.perf_counter()
         graph, program = self._prepare(args, kwargs, grad, tangents, signature, dynamic)
-        if not known and self.only_call is None:
+        if not earlier and self.only_call is None:
             shapes = dict(shapes_of_call(self.module, (args, kwargs)))
             self._sizes.record(self._call_kind(args, kwargs, grad), shapes, time.perf_counter() - start)
         served = CallProgram(graph, program, tuple(self._location(graph, border) for border in program.step.inputs))
         # A program for the same state was made for fewer gradients, and goes.
-        self._programs[signature] = served.put_before(old for old in known if not old.graph.serves(args, kwargs))
+        self._programs[signature] = served.put_before(old for old in earlier if not old.graph.serves(args, kwargs))
         if len(self._programs) > MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]
         self.owners = dict(_owners(self.module))
@@ -329,25 +329,27 @@ class Runtime:
 
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program, step = served.program, served.program.step
-        given = iter(served.graph.flatten_inputs(args, kwargs))
+        leaves = iter(served.graph.flatten_inputs(args, kwargs))
         # The tensors that the user knows, in the order of the program's inputs.
-        known = []
+        sources = []
         for border, place in zip(step.inputs, served.locations, strict=True):
             if isinstance(place, tuple):
                 tensor = place[0].get(place[1])
                 if tensor is None or (border.kind == "parameter" and not isinstance(tensor, DTensor)):
                     raise _replaced_error(border.name, tensor)
                 # Calls and the user may assign an attribute anew, on any device.
-                known.append(to_mesh_device(tensor.detach(), self.device_mesh) if border.kind == "constant" else tensor)
+                sources.append(
+                    to_mesh_device(tensor.detach(), self.device_mesh) if border.kind == "constant" else tensor
+                )
             elif place is not None:
-                known.append(place)
+                sources.append(place)
             elif border.kind == "input":
-                known.append(next(given))
-        pairs = zip(known, step.inputs, strict=False)
+                sources.append(next(leaves))
+        pairs = zip(sources, step.inputs, strict=False)
         tensors = [self._input(tensor, border) if border.kind == "input" else tensor for tensor, border in pairs]
         if any(tensor.is_meta for tensor in tensors):
             raise _meta_tensor_error(step.inputs, tensors)
-        check_changes(step, known)
+        check_changes(step, sources)
         results = program(tensors, sizes)
         borders = list(zip(step.forward_outputs, results, strict=True))
         # Before anything is changed: flags that the capture took for granted, such as that all numbers are finite.
@@ -355,10 +357,10 @@ class Runtime:
         outputs = []
         for border, result in borders:
             if border.kind == "mutation":
-                write_back(step, border, result, known)
+                write_back(step, border, result, sources)
             else:
                 outputs.append(self._output(result, at(border, sizes)))
-        self._restore_views(served, outputs, known)
+        self._restore_views(served, outputs, sources)
         attributes, kept = served.graph.result.assigned_tensors(outputs)
         for path, value in attributes.items():
             set_tensor(self.module, path, value)
@@ -382,14 +384,14 @@ class Runtime:
             local, self.device_mesh, border.spec.placements, run_check=False, shape=shape, stride=stride
         )
 
-    def _restore_views(self, served: CallProgram, outputs: list[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
+    def _restore_views(self, served: CallProgram, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Replace outputs by views of tensors that the call changes in place, so that they see later changes, too."""
         step, result = served.program.step, served.graph.result
         if not result.views or self.only_call is not None or self.planned_outputs:
             return
         changed = {border.name for border in step.forward_outputs if border.kind == "mutation"}
         inputs_by_name = {
-            (border.kind, border.name): tensor for border, tensor in zip(step.inputs, known, strict=False)
+            (border.kind, border.name): tensor for border, tensor in zip(step.inputs, sources, strict=False)
         }
         for place, name in enumerate(result.names):
             view = result.views.get(name)

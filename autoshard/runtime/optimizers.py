@@ -134,7 +134,7 @@ _WHOLE_ONLY = (Adafactor, Rprop)
 
 
 def _check_steps(optimizer: Optimizer, name: str, parameter: Tensor) -> None:
-    sharded = isinstance(parameter, DTensor) and not all(each.is_replicate() for each in parameter.placements)
+    sharded = isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
     # With `capturable`, on GPUs, Rprop has other code.
     capturable = all(group.get("capturable") for group in optimizer.param_groups)
     if sharded and isinstance(optimizer, _WHOLE_ONLY) and not capturable:

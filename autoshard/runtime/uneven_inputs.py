@@ -121,10 +121,10 @@ def _whole_size(
     If the axis splits the dim, the ranks have blocks, or the given shares.
     """
     name, axis = names
-    given = f"the ranks along axis {axis!r} were given {', '.join(map(str, lengths))} elements of dim {dim} of {name}"
+    facts = f"the ranks along axis {axis!r} were given {', '.join(map(str, lengths))} elements of dim {dim} of {name}"
     if not is_split:
         if min(lengths) != max(lengths):
-            raise InputError(f"{given}, which they hold alike: pass tensors of one size there.")
+            raise InputError(f"{facts}, which they hold alike: pass tensors of one size there.")
         return lengths[0]
     if shares is not None:
         return sum(shares)
@@ -134,7 +134,7 @@ def _whole_size(
     expected = [max(0, min(part, total - rank * part)) for rank in range(len(lengths))]
     if list(lengths) != expected:
         raise InputError(
-            f"{given}; the parts that Shard({dim}) makes of {total} are {', '.join(map(str, expected))}: every rank "
+            f"{facts}; the parts that Shard({dim}) makes of {total} are {', '.join(map(str, expected))}: every rank "
             f"takes {part}, and the last ones what is left. Pass such shards, or DTensors, or inputs='global'."
         )
     return total

@@ -31,11 +31,11 @@ def _quick(mesh: DeviceMesh, **options: object) -> autoshard.Cluster:
 
 def measures_and_agrees() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    said: list[str] = []
+    message: list[str] = []
     state = torch.random.get_rng_state()
-    cluster = _quick(mesh, name="here", progress=said.append)
+    cluster = _quick(mesh, name="here", progress=message.append)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert said[:1] == (["operators in float32"] if dist.get_rank() == 0 else [])
+    assert message[:1] == (["operators in float32"] if dist.get_rank() == 0 else [])
     texts: list[str | None] = [None, None]
     dist.all_gather_object(texts, cluster.to_json())
     assert texts[0] == texts[1]
@@ -96,9 +96,9 @@ def _made(cluster: Cluster, devices: int) -> dict[tuple[str, Grouping], Curve]:
 def test_links_are_found_again() -> None:
     inside, between = Link(4e9, 1e-5), Link(1e9, 5e-5)
     cluster = dataclasses.replace(Cluster.preset("cpu"), devices_per_host=2, inside=inside, between=between)
-    for link, found in zip((inside, between), fit_links(_made(cluster, 8), 8, 2), strict=True):
-        assert found.bandwidth == pytest.approx(link.bandwidth)
-        assert found.latency == pytest.approx(link.latency)
+    for link, result in zip((inside, between), fit_links(_made(cluster, 8), 8, 2), strict=True):
+        assert result.bandwidth == pytest.approx(link.bandwidth)
+        assert result.latency == pytest.approx(link.latency)
 
 
 def test_one_host_has_one_kind_of_link() -> None:

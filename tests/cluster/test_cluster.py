@@ -85,7 +85,7 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"devices_per_host": 0}, r"at devices_per_host, 0 is less than the minimum"),
         ({"inside": {"bandwidth": -1.0, "latency": 0.0}}, r"at inside\.bandwidth"),
@@ -94,9 +94,9 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path) -> None:
         ({"version": 4}, r"at version"),
     ],
 )
-def test_what_is_no_cluster_is_refused(change: dict, said: str) -> None:
+def test_what_is_no_cluster_is_refused(change: dict, message: str) -> None:
     data = json.loads(Cluster.preset("cpu").to_json()) | change
-    with pytest.raises(MeshError, match=said):
+    with pytest.raises(MeshError, match=message):
         Cluster.from_json(json.dumps(data))
 
 
@@ -136,7 +136,7 @@ def test_counts_tell_devices_from_presets(text: str, devices: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("8xV100 +", "'' in the cluster '8xV100 \\+' names no devices: write a count and a preset"),
         ("V100 + 8xP100", "'V100' in the cluster"),
@@ -146,6 +146,6 @@ def test_counts_tell_devices_from_presets(text: str, devices: bool) -> None:
         ("8xV100-1.2.3GB", "is not an amount of memory"),
     ],
 )
-def test_what_is_not_understood_is_quoted(text: str, said: str) -> None:
-    with pytest.raises(MeshError, match=said):
+def test_what_is_not_understood_is_quoted(text: str, message: str) -> None:
+    with pytest.raises(MeshError, match=message):
         parse_devices(text)

@@ -12,8 +12,8 @@ from autoshard.specs.axes import MeshShape
 
 
 def test_groupings_of_eight() -> None:
-    found = [(one.size, one.stride) for one in groupings(8)]
-    assert found == [(8, 1), (4, 1), (4, 2), (2, 1), (2, 2), (2, 4)]
+    result = [(one.size, one.stride) for one in groupings(8)]
+    assert result == [(8, 1), (4, 1), (4, 2), (2, 1), (2, 2), (2, 4)]
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2), (3, 2), (6,), (2, 3, 4)])

@@ -60,7 +60,7 @@ def test_neighbours_that_fall_share_their_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("amounts", "seconds", "said"),
+    ("amounts", "seconds", "message"),
     [
         ((), (), "0 amounts have 0 seconds"),
         ((1.0, 2.0), (1.0,), "2 amounts have 1 seconds"),
@@ -70,8 +70,8 @@ def test_neighbours_that_fall_share_their_mean() -> None:
         ((1.0, 2.0), (2.0, 1.0), "more never takes less"),
     ],
 )
-def test_what_is_no_measurement_is_refused(amounts: tuple, seconds: tuple, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_measurement_is_refused(amounts: tuple, seconds: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Curve(amounts, seconds)
 
 

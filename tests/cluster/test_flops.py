@@ -44,10 +44,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_backward_agree_with_torch(name: str) -> None:
-    theirs = FlopCounterMode(display=False)
-    with Ours() as ours, theirs:
+    expected = FlopCounterMode(display=False)
+    with Ours() as ours, expected:
         CASES[name]().sum().backward()
-    assert ours.total == theirs.get_total_flops() > 0
+    assert ours.total == expected.get_total_flops() > 0
 
 
 def test_a_group_of_channels_meets_its_own_weight_alone() -> None:

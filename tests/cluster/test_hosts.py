@@ -36,15 +36,15 @@ def test_all_ranks_are_the_cluster_itself() -> None:
 
 
 def test_every_second_rank_leaves_half_hosts() -> None:
-    made = stretches_of(CLUSTER, [place_of(CLUSTER, rank) for rank in range(0, 14, 2)])
-    assert [(part.name, part.count, part.devices_per_host) for part in made] == [("large", 4, 2), ("small", 3, 2)]
+    built = stretches_of(CLUSTER, [place_of(CLUSTER, rank) for rank in range(0, 14, 2)])
+    assert [(part.name, part.count, part.devices_per_host) for part in built] == [("large", 4, 2), ("small", 3, 2)]
 
 
 @given(st.lists(st.integers(0, 13), min_size=1, max_size=12, unique=True))
 def test_places_keep_their_device_and_neighbours_their_host(ranks: list[int]) -> None:
     places = [place_of(CLUSTER, rank) for rank in ranks]
-    made = stretches_of(CLUSTER, places)
-    new = [place_of(made, position) for position in range(len(ranks))]
-    assert sum(part.count for part in made) == len(ranks)
-    assert [made[place.stretch].device for place in new] == [CLUSTER[place.stretch].device for place in places]
+    built = stretches_of(CLUSTER, places)
+    new = [place_of(built, position) for position in range(len(ranks))]
+    assert sum(part.count for part in built) == len(ranks)
+    assert [built[place.stretch].device for place in new] == [CLUSTER[place.stretch].device for place in places]
     assert [a.host == b.host for a, b in pairwise(new)] == [a == b for a, b in pairwise(places)]

@@ -112,7 +112,7 @@ def _broken(change: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda data: data.update(devices=3), "measured.collectives.0: 3 devices cannot be split into groups of 2"),
         (lambda data: data["collectives"][1].update(seconds=[1.0, -2.0]), "at measured.collectives.1.seconds.1"),
@@ -126,8 +126,8 @@ def _broken(change: object) -> str:
         (lambda data: data.pop("devices"), "at measured, 'devices' is a required property"),
     ],
 )
-def test_measurements_that_are_none_are_refused(change: object, said: str) -> None:
-    with pytest.raises(MeshError, match=re.escape(said)):
+def test_measurements_that_are_none_are_refused(change: object, message: str) -> None:
+    with pytest.raises(MeshError, match=re.escape(message)):
         Cluster.from_json(_broken(change))
 
 

@@ -41,17 +41,17 @@ def test_devices_of_the_presets_are_known_by_name(name: str, preset: str, caplog
 
 def test_an_unknown_device_is_the_nearest_preset_scaled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "autoshard")
-    told = properties(
+    reported = properties(
         "NVIDIA GeForce RTX 4090", 24, 128, memory_clock_rate=10_501_000, memory_bus_width=384, major=8, minor=9
     )
-    cluster, near = cluster_of(told), Cluster.preset("l40s")
+    cluster, near = cluster_of(reported), Cluster.preset("l40s")
     assert cluster.device.memory == 24 * 2**30
     assert cluster.device.memory_bandwidth == pytest.approx(1.008e12, rel=1e-3)
     assert cluster.device.peak(torch.bfloat16) == pytest.approx(near.device.peak(torch.bfloat16) * 128 / 142)
     assert (cluster.inside, cluster.between) == (near.inside, near.between)
     (record,) = caplog.records
-    for said in ("RTX 4090", "24 GiB", "1008 GB/s", "128 multiprocessors", "l40s", "autoshard.calibrate"):
-        assert said in record.getMessage()
+    for message in ("RTX 4090", "24 GiB", "1008 GB/s", "128 multiprocessors", "l40s", "autoshard.calibrate"):
+        assert message in record.getMessage()
 
 
 def test_kernels_of_a_scaled_device_take_as_much_longer_as_it_is_slower() -> None:

@@ -55,7 +55,7 @@ def test_every_figure_has_a_source(name: str) -> None:
     assert all(len(curve.source) > 20 for curve in device.operators.values())
     for link in (cluster.inside, cluster.between):
         assert all(len(link.sources[figure]) > 20 for figure in ("bandwidth", "latency"))
-        assert all(len(known.curve.source) > 20 for known in link.collectives.values())
+        assert all(len(known_values.curve.source) > 20 for known_values in link.collectives.values())
     assert "arXiv" in cluster.sources["contention"]
 
 
@@ -134,8 +134,8 @@ def test_collectives_never_send_faster_than_the_link(name: str, kind: str, devic
     link = min(port * ports, inside) if spans else inside
     seconds = [costs.collective(kind, size, 0) for size in SIZES]
     assert all(less <= more * (1 + 1e-9) for less, more in pairwise(seconds))
-    for size, taken in zip(SIZES, seconds, strict=True):
-        assert taken >= _sent(kind, size, devices) / link * (1 - 1e-9)
+    for size, chosen in zip(SIZES, seconds, strict=True):
+        assert chosen >= _sent(kind, size, devices) / link * (1 - 1e-9)
 
 
 def _sent(kind: str, size: int, devices: int) -> float:

@@ -46,8 +46,8 @@ def test_short_work_is_timed_as_many_calls_at_once(alone: None) -> None:
 
 
 def counts_the_last() -> None:
-    mine = [[1.0, 5.0], [2.0, 3.0]][dist.get_rank()]
-    assert watch(mine).mean_seconds([work], [1.0]) == [pytest.approx(3.5)]
+    actual = [[1.0, 5.0], [2.0, 3.0]][dist.get_rank()]
+    assert watch(actual).mean_seconds([work], [1.0]) == [pytest.approx(3.5)]
 
 
 @pytest.mark.slow
@@ -58,30 +58,30 @@ def test_a_timing_ends_when_the_last_process_is_done() -> None:
 
 def test_work_takes_turns_with_copies_on_data_of_their_own() -> None:
     sample = samples(torch.float32, torch.device("cpu"))[0]
-    made: list[SampleCall] = []
+    built: list[SampleCall] = []
 
     def make() -> SampleCall:
-        made.append(sample.make(4))
-        return made[-1]
+        built.append(sample.make(4))
+        return built[-1]
 
     rotation = Rotation(make, sample.make(4).amounts()[1])
-    assert len({call.args[0].data_ptr() for call in made}) == len(made) > 1
-    before = [call.args[0].clone() for call in made]
-    for _ in range(2 * len(made)):
+    assert len({call.args[0].data_ptr() for call in built}) == len(built) > 1
+    before = [call.args[0].clone() for call in built]
+    for _ in range(2 * len(built)):
         rotation()
-    assert all(torch.equal(call.args[0], kept) for call, kept in zip(made, before, strict=True))
+    assert all(torch.equal(call.args[0], kept) for call, kept in zip(built, before, strict=True))
 
 
 def test_copies_of_much_data_are_few_and_their_results_stay() -> None:
-    made: list[torch.Tensor] = []
+    built: list[torch.Tensor] = []
 
     def make() -> object:
-        number = float(len(made))
-        made.append(torch.full((4,), number))
-        return made[-1].clone
+        number = float(len(built))
+        built.append(torch.full((4,), number))
+        return built[-1].clone
 
     rotation = Rotation(make, 2.0**25)  # type: ignore[arg-type]
-    assert len(made) == 2
+    assert len(built) == 2
     for _ in range(5):
         rotation()
     assert [float(kept[0]) for kept in rotation._kept] == [1.0, 0.0]

@@ -84,16 +84,16 @@ def test_a_cluster_of_several_kinds_is_equal_after_a_file(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"stretches": []}, r"at stretches"),
         ({"device": {}}, r"'device' was unexpected"),
         ({"stretches": [{"count": 0}]}, r"at stretches\.0"),
     ],
 )
-def test_what_is_no_cluster_of_several_kinds_is_refused(change: dict, said: str) -> None:
+def test_what_is_no_cluster_of_several_kinds_is_refused(change: dict, message: str) -> None:
     data = json.loads(MIXED.to_json()) | change
-    with pytest.raises(MeshError, match=said):
+    with pytest.raises(MeshError, match=message):
         Cluster.from_json(json.dumps(data))
 
 

@@ -42,12 +42,12 @@ def test_no_shares_that_fit_are_better(total: int, workers: list[Worker], each: 
         with pytest.raises(BudgetError):
             shares(total, workers, memory_of)
         return
-    made = shares(total, workers, memory_of)
-    assert made in fitting
+    built = shares(total, workers, memory_of)
+    assert built in fitting
     fastest = min(_times(counts, workers) for counts in fitting)
-    assert _times(made, workers) == pytest.approx(fastest)
+    assert _times(built, workers) == pytest.approx(fastest)
     among = [counts for counts in fitting if _times(counts, workers) <= fastest * (1 + 1e-9)]
-    assert _difference(made, workers) == pytest.approx(min(_difference(counts, workers) for counts in among))
+    assert _difference(built, workers) == pytest.approx(min(_difference(counts, workers) for counts in among))
 
 
 def test_equal_workers_have_equal_shares() -> None:
@@ -67,12 +67,12 @@ def test_what_does_not_fit_moves_to_all_who_have_room() -> None:
 def test_the_kinds_of_whale_share_a_batch() -> None:
     cluster = Cluster.parse("8xV100-32GB + 8xP100-16GB")
     workers = workers_of(cluster, range(16))
-    made = shares(512, workers, lambda count: 4e9 + 2e8 * count)
-    assert sum(made) == 512
-    assert set(made[:8]) <= {38, 39}
-    assert set(made[8:]) <= {25, 26}
+    built = shares(512, workers, lambda count: 4e9 + 2e8 * count)
+    assert sum(built) == 512
+    assert set(built[:8]) <= {38, 39}
+    assert set(built[8:]) <= {25, 26}
     even = _times((32,) * 16, workers)
-    assert 1.2 < even / _times(made, workers) < 1.25  # a quarter at best, by the sheet's rates
+    assert 1.2 < even / _times(built, workers) < 1.25  # a quarter at best, by the sheet's rates
 
 
 def test_a_worker_that_holds_not_even_the_model_is_named() -> None:
@@ -100,10 +100,10 @@ def test_a_worker_has_speed_and_memory() -> None:
 
 def test_a_device_for_which_equal_shares_are_as_long() -> None:
     fast, slow = (Cluster.preset(name).device for name in ("v100", "p100"))
-    made = equal_share_device([fast, slow], [3, 1])
-    assert made.peak_flops["float32"] == pytest.approx(
+    built = equal_share_device([fast, slow], [3, 1])
+    assert built.peak_flops["float32"] == pytest.approx(
         min(fast.peak_flops["float32"] * 2 / 3, 2 * slow.peak_flops["float32"])
     )
-    assert made.memory_bandwidth == pytest.approx(fast.memory_bandwidth * 2 / 3)
-    assert made.memory == slow.memory
+    assert built.memory_bandwidth == pytest.approx(fast.memory_bandwidth * 2 / 3)
+    assert built.memory == slow.memory
     assert equal_share_device([slow, slow], [5, 5]) == slow

@@ -125,10 +125,10 @@ def test_parameters_without_shape_and_on_several_devices() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that lazy modules are new
         report = autoshard.doctor(module, (X,))
-    said = [problem.what for problem in report.problems]
-    assert len(said) == 3
-    assert "0.weight has no shape yet" in said[0]
-    assert "0.weight on cpu, 1.weight on meta" in said[2]
+    message = [problem.what for problem in report.problems]
+    assert len(message) == 3
+    assert "0.weight has no shape yet" in message[0]
+    assert "0.weight on cpu, 1.weight on meta" in message[2]
 
 
 def test_parts_on_several_devices_are_examined_on_their_own() -> None:

@@ -50,7 +50,7 @@ def test_an_edited_file_is_refused(old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[]", "is not a sharding plan"),
         ('{"format": "autoshard cluster"}', "is not a sharding plan"),
@@ -61,13 +61,13 @@ def test_an_edited_file_is_refused(old: str, new: str) -> None:
         ('{"format": "autoshard plan", "version": 3}', "lacks its content or its checksum"),
     ],
 )
-def test_what_is_no_plan_is_refused(text: str, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         ShardingPlan.from_json(text)
 
 
 @pytest.mark.parametrize(
-    ("part", "value", "said"),
+    ("part", "value", "message"),
     [
         ("placements", {"w": ["S(0)", "T"]}, r"at placements\.w\.1, 'T' does not match"),
         ("placements", {"w": ["S(0)"]}, r"gives w 1 placements \(S\(0\)\) on a mesh of 2 axes \(dp, tp\)"),
@@ -76,9 +76,9 @@ def test_what_is_no_plan_is_refused(text: str, said: str) -> None:
         ("extra", 1, "'extra' was unexpected"),
     ],
 )
-def test_data_with_a_right_checksum_must_follow_the_schema(part: str, value: object, said: str) -> None:
+def test_data_with_a_right_checksum_must_follow_the_schema(part: str, value: object, message: str) -> None:
     data = plan_file.to_data(sample_plan()) | {part: value}
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         ShardingPlan.from_json(plan_file.encode(data))
 
 

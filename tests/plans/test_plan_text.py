@@ -15,8 +15,8 @@ from tests.sample_plan import sample_plan
 
 def line(text: str, start: str) -> list[str]:
     """The words of the one line that starts so."""
-    (found,) = (row for row in text.splitlines() if row.strip().startswith(start))
-    return found.split()
+    (result,) = (row for row in text.splitlines() if row.strip().startswith(start))
+    return result.split()
 
 
 def test_the_table_tells_mesh_step_and_memory() -> None:

@@ -52,7 +52,7 @@ def test_check_accepts_what_the_plan_was_made_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "change", "fingerprint", "said"),
+    ("mesh", "change", "fingerprint", "message"),
     [
         ({"dp": 8}, {}, "ab" * 32, r"made for the mesh dp=2, tp=4; this mesh is dp=8"),
         (
@@ -66,10 +66,10 @@ def test_check_accepts_what_the_plan_was_made_for() -> None:
         ({"dp": 2, "tp": 4}, {}, "cd" * 32, r"captured graph does not \(cdcdcdcdcdcd here, abababababab planned\)"),
     ],
 )
-def test_check_names_the_difference(mesh, change, fingerprint, said) -> None:
+def test_check_names_the_difference(mesh, change, fingerprint, message) -> None:
     plan = sample_plan()
     shapes = {name: shape for name, shape in (plan.shapes | change).items() if shape is not None}
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         plan.check(MeshShape.of(mesh), fingerprint, shapes)
 
 

@@ -51,8 +51,8 @@ def test_bucketed_reductions_give_the_same_numbers(forced: bool, limit: int) -> 
             half.recompile()
         after = run_halves(plain, step, tensors)
         for one, other in zip((*before[0], *before[1]), (*after[0], *after[1]), strict=True):
-            for ours, theirs in zip(per_rank(one, mesh).values(), per_rank(other, mesh).values(), strict=True):
-                assert torch.equal(ours, theirs)
+            for ours, expected in zip(per_rank(one, mesh).values(), per_rank(other, mesh).values(), strict=True):
+                assert torch.equal(ours, expected)
     starts = [node for node in plain[1].graph.nodes if node.target in KINDS]
     reductions = [node for node in starts if KINDS[node.target] in ("all_reduce", "reduce_scatter")]
     assert len(reductions) == {25 * 2**20: 1, 12_000: 2, 1: 4}[limit]
@@ -77,8 +77,8 @@ def test_reductions_in_stages_over_two_axes_are_joined_and_give_the_same_numbers
             half.recompile()
         after = run_halves(plain, step, tensors)
         for one, other in zip((*before[0], *before[1]), (*after[0], *after[1]), strict=True):
-            for ours, theirs in zip(per_rank(one, mesh).values(), per_rank(other, mesh).values(), strict=True):
-                assert torch.equal(ours, theirs)
+            for ours, expected in zip(per_rank(one, mesh).values(), per_rank(other, mesh).values(), strict=True):
+                assert torch.equal(ours, expected)
     joined = {25 * 2**20: 1, 12_000: 2}[limit]
     assert _stages(plain[1]) == {"reduce_scatter": joined, "all_reduce": joined, "all_gather": joined}
 
@@ -91,11 +91,11 @@ def test_a_tiny_last_bucket_takes_from_the_one_before() -> None:
     graph = fx.Graph()
     gradients = []
     for place, elements in enumerate((40, 40, 10, 10, 1)):
-        made = graph.placeholder(f"gradient{place}")
-        made.meta["val"] = torch.empty(elements, dtype=torch.int8, device="meta")
-        start = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (made, "sum", "x"))
+        built = graph.placeholder(f"gradient{place}")
+        built.meta["val"] = torch.empty(elements, dtype=torch.int8, device="meta")
+        start = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (built, "sum", "x"))
         gradients.append(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,)))
-        gradients[-1].meta["val"] = made.meta["val"]
+        gradients[-1].meta["val"] = built.meta["val"]
     graph.output(tuple(gradients))
     bucket_reductions(graph, 100)
     graph.lint()

@@ -85,12 +85,12 @@ def test_a_stage_of_a_gradient_goes_on_where_the_next_gradient_is_reduced() -> N
     def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> list[fx.Node]:
         reduced = []
         for index in range(3):
-            made = x = _call(graph, aten.neg.default, x, name=f"work{index}")
+            built = x = _call(graph, aten.neg.default, x, name=f"work{index}")
             for stage in ("scatter", "reduce", "gather"):
                 op = {"scatter": SCATTER, "reduce": collectives.all_reduce.default, "gather": GATHER}[stage]
-                made = _call(graph, op, made, 2, "g", name=f"{stage}{index}")
-                made = _call(graph, WAIT, made, name=f"{stage}{index}_wait")
-            reduced.append(made)
+                built = _call(graph, op, built, 2, "g", name=f"{stage}{index}")
+                built = _call(graph, WAIT, built, name=f"{stage}{index}_wait")
+            reduced.append(built)
         return reduced
 
     graph = _graph(build)
@@ -110,14 +110,14 @@ def test_a_stage_of_a_gradient_goes_on_where_the_next_gradient_is_reduced() -> N
 def test_stages_stay_behind_those_that_they_go_on_with(data: st.DataObject) -> None:
     """Whatever the order in which gradients are reduced, and however many stages go on with one."""
     graph = fx.Graph()
-    x, made = graph.placeholder("x"), list[fx.Node]()
+    x, built = graph.placeholder("x"), list[fx.Node]()
     for number in range(data.draw(st.integers(2, 10))):
-        source = data.draw(st.sampled_from([x, x, *made[-4:]]))
+        source = data.draw(st.sampled_from([x, x, *built[-4:]]))
         if source is x:
             source = _call(graph, aten.neg.default, x, name=f"work{number}")
         start = _call(graph, SCATTER, source, 2, "g", name=f"scatter{number}")
-        made.append(_call(graph, WAIT, start, name=f"wait{number}"))
-    reduced = [wait for wait in made if not wait.users or data.draw(st.booleans())]
+        built.append(_call(graph, WAIT, start, name=f"wait{number}"))
+    reduced = [wait for wait in built if not wait.users or data.draw(st.booleans())]
     graph.output(reduced)
     delay_stages(graph)
     delay_waits(graph)
@@ -143,10 +143,10 @@ def _reduced(graph: fx.Graph, x: fx.Node, sizes: list[int], copies: bool = False
     reduced = []
     for index, size in enumerate(sizes):
         x = _call(graph, aten.neg.default, x, name=f"work{index}")
-        made = _call(graph, aten.cat.default, [x], name=f"copy{index}") if copies else x
-        start = _call(graph, SCATTER, made, "sum", 2, "g", name=f"start{index}")
+        built = _call(graph, aten.cat.default, [x], name=f"copy{index}") if copies else x
+        start = _call(graph, SCATTER, built, "sum", 2, "g", name=f"start{index}")
         reduced.append(_call(graph, WAIT, start, name=f"wait{index}"))
-        for node in (x, made, start, reduced[-1]):
+        for node in (x, built, start, reduced[-1]):
             node.meta["val"] = torch.empty(size, dtype=torch.int8, device="meta")
     return reduced
 

@@ -62,8 +62,8 @@ def _closed(graph: fx.GraphModule, sums: list[torch.Tensor]) -> Callable[..., An
     return lambda *arguments: graph(*arguments, *sums)
 
 
-def assert_multiple(times: int, ours: torch.Tensor, theirs: torch.Tensor, mesh: DeviceMesh) -> None:
-    for one, other in zip(per_rank(ours, mesh).values(), per_rank(theirs, mesh).values(), strict=True):
+def assert_multiple(times: int, ours: torch.Tensor, expected: torch.Tensor, mesh: DeviceMesh) -> None:
+    for one, other in zip(per_rank(ours, mesh).values(), per_rank(expected, mesh).values(), strict=True):
         torch.testing.assert_close(one, times * other, rtol=1e-12, atol=1e-14)
 
 

@@ -60,8 +60,8 @@ class _Program:
     def names(self, *kinds: str) -> list[str]:
         """Names of the calls, or of those whose names begin so."""
         self.graph.lint()
-        found = [node.name for node in self.graph.nodes if node.op == "call_function"]
-        return [name for name in found if name.startswith(kinds)] if kinds else found
+        result = [node.name for node in self.graph.nodes if node.op == "call_function"]
+        return [name for name in result if name.startswith(kinds)] if kinds else result
 
     def done(self) -> fx.Graph:
         self.graph.output(self.total)
@@ -230,8 +230,8 @@ def test_joined_gathers_give_the_same_numbers(sizes: Mapping[str, int]) -> None:
             half.recompile()
         after = run_halves(halves, step, tensors)
         for one, other in zip((*before[0], *before[1]), (*after[0], *after[1]), strict=True):
-            for ours, theirs in zip(per_rank(one, mesh).values(), per_rank(other, mesh).values(), strict=True):
-                assert torch.equal(ours, theirs)
+            for ours, expected in zip(per_rank(one, mesh).values(), per_rank(other, mesh).values(), strict=True):
+                assert torch.equal(ours, expected)
     left = sum(node.target in (GATHER, JOINED) for half in halves for node in half.graph.nodes)
     assert left < count - 5 * len(sizes)
 

@@ -29,12 +29,12 @@ def _specs(shape: tuple[int, ...], mesh: MeshShape, chance: random.Random) -> li
     """Specs of shards and of strided shards, with steps above them of several sizes."""
     nests = []
     for size in shape:
-        found = set(plain_nests(size, mesh))
+        result = set(plain_nests(size, mesh))
         for outer in (2, 3, 4, 8):
             if size % outer == 0:
                 more = plain_nests(size // outer, mesh)
-                found |= {tuple(loop._replace(outer=loop.outer * outer) for loop in nest) for nest in more}
-        nests.append(closure(found, mesh))
+                result |= {tuple(loop._replace(outer=loop.outer * outer) for loop in nest) for nest in more}
+        nests.append(closure(result, mesh))
     states = state_graph(tuple(nests), frozenset({"sum"}), mesh).states
     return [spec_of_state(state, shape, mesh) for state in chance.sample(states, min(len(states), 24))]
 

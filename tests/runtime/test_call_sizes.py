@@ -19,15 +19,15 @@ from autoshard.runtime.call_sizes import CallSizes
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+def log_lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     """The warnings that are logged, as far as they are by then."""
 
-    class Said(list[str]):
+    class Warnings(list[str]):
         def __iter__(self) -> Iterator[str]:
-            return (one.getMessage() for one in caplog.records if one.levelno == logging.WARNING)
+            return (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
 
     with caplog.at_level(logging.INFO, "autoshard"):
-        yield Said()
+        yield Warnings()
 
 
 def _sizes(dynamic: Any = None, quiet: bool = False) -> CallSizes:
@@ -38,35 +38,35 @@ def _tokens(batch: int, length: int) -> dict[str, tuple[int, ...]]:
     return {"tokens": (batch, length), "labels": (batch, length), "table": (9, 3)}
 
 
-def test_the_third_size_names_the_option_that_spares_the_others(said: list[str]) -> None:
+def test_the_third_size_names_the_option_that_spares_the_others(log_lines: list[str]) -> None:
     sizes = _sizes()
     for number, call in enumerate([(4, 8), (4, 16)]):
         sizes.record("training", _tokens(*call), 2.0)
         sizes.record("evaluation", _tokens(4, 8 + number), 1.0)
-    assert not list(said)
+    assert not list(log_lines)
     sizes.record("training", _tokens(4, 24), 2.0)
     sizes.record("training", _tokens(4, 32), 2.0)
-    (line,) = said
+    (line,) = log_lines
     assert "Model: 3 calls that differ in little" in line
     assert "made in 8.0 s" in line
     assert "dynamic={'tokens': {1: 'length'}, 'labels': {1: 'length'}}" in line
 
 
-def test_sizes_that_change_in_their_own_ways_have_names_of_their_own(said: list[str]) -> None:
+def test_sizes_that_change_in_their_own_ways_have_names_of_their_own(log_lines: list[str]) -> None:
     sizes = _sizes()
     for one, other in ((2, 8), (3, 9), (2, 7)):
         sizes.record(0, {"x": (one, other), "y": (other, one)}, 1.0)
-    (line,) = said
+    (line,) = log_lines
     assert "{'x': {0: 'batch', 1: 'length'}, 'y': {0: 'length', 1: 'batch'}}" in line
 
 
-def test_plain_values_are_told_of_and_what_was_said_already_is_not(said: list[str]) -> None:
+def test_plain_values_are_told_of_and_what_was_said_already_is_not(log_lines: list[str]) -> None:
     sizes, dynamic = _sizes(), _sizes({"tokens": {1: "n"}, "labels": {1: "n"}})
     for length in range(3):
         dynamic.record(0, _tokens(4, 8 + length), 1.0)
         _sizes(quiet=True).record(0, _tokens(4, 8 + length), 1.0)
         sizes.record(0, _tokens(4, 8), 1.0)
-    (line,) = said
+    (line,) = log_lines
     assert "plain argument" in line
 
 
@@ -77,15 +77,15 @@ def mesh() -> DeviceMesh:
 
 
 def test_programs_that_were_not_used_for_longest_go(
-    mesh: DeviceMesh, said: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    mesh: DeviceMesh, log_lines: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime, "MOST_PROGRAMS", 2)
     module = autoshard.parallelize(nn.Linear(4, 4), mesh)
-    made = []
+    built = []
     for rows in (2, 4, 2, 6, 2, 4):
         before = len(caplog.records)
         module(torch.ones(rows, 4))
-        made.append(sum("was made in" in one.getMessage() for one in caplog.records[before:]))
-    assert made == [1, 1, 0, 1, 0, 1]
-    (line,) = said
+        built.append(sum("was made in" in one.getMessage() for one in caplog.records[before:]))
+    assert built == [1, 1, 0, 1, 0, 1]
+    (line,) = log_lines
     assert "dynamic={'input': {0: 'batch'}}" in line

@@ -139,9 +139,11 @@ def optimizers_are_saved_and_resumed(folder: str) -> None:
     set_state_dict(other, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state)
     for name, value in wholes(module).items():
         assert torch.equal(get_full(other, name), value), name
-    for ours, theirs in zip(other.parameters(), module.parameters(), strict=True):
+    for ours, expected_value in zip(other.parameters(), module.parameters(), strict=True):
         for key in ("exp_avg", "exp_avg_sq"):
-            expected = distribute(optimizer.state[theirs][key], theirs.device_mesh, Spec.all_replicated(1))
+            expected = distribute(
+                optimizer.state[expected_value][key], expected_value.device_mesh, Spec.all_replicated(1)
+            )
             moments = distribute(resumed.state[ours][key], ours.device_mesh, Spec.all_replicated(2))
             assert torch.equal(local_of(moments), local_of(expected))
 
@@ -185,8 +187,8 @@ def test_whole_tensors_are_loaded(assign: bool, meta: bool) -> None:
             assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
             assert (next(iter(module.parameters())) is parameters[0]) == (not assign)
             for name, value in original.items():
-                for mine in per_rank(get_full(module, name), mesh).values():
-                    assert torch.equal(mine, value), (fused, name)
+                for actual in per_rank(get_full(module, name), mesh).values():
+                    assert torch.equal(actual, value), (fused, name)
             # what was loaded is a copy, whole or sharded
             for parameter in module.parameters():
                 local_of(parameter).add_(1)
@@ -213,7 +215,7 @@ def test_state_dicts_of_other_placements_are_loaded() -> None:
             module.load_state_dict(source.state_dict(), assign=assign)
             assert str(Spec(tuple(module.fused.weight.placements))) == "R S(0,f=6)"
             for name, value in Block(0).state_dict().items():
-                assert all(torch.equal(mine, value) for mine in per_rank(get_full(module, name), mesh).values())
+                assert all(torch.equal(actual, value) for actual in per_rank(get_full(module, name), mesh).values())
 
 
 def test_a_parallelised_part_of_a_larger_module_is_loaded() -> None:
@@ -221,7 +223,7 @@ def test_a_parallelised_part_of_a_larger_module_is_loaded() -> None:
         outer = nn.ModuleDict({"inner": placed(1, mesh, "S(0,f=3)", "S(0)"), "plain": nn.Linear(2, 2)})
         outer.load_state_dict(nn.ModuleDict({"inner": Block(0), "plain": nn.Linear(2, 2)}).state_dict())
         for name, value in Block(0).state_dict().items():
-            assert all(torch.equal(mine, value) for mine in per_rank(get_full(outer["inner"], name), mesh).values())
+            assert all(torch.equal(actual, value) for actual in per_rank(get_full(outer["inner"], name), mesh).values())
 
 
 def test_what_does_not_fit_is_reported_as_torch_does() -> None:

@@ -106,10 +106,13 @@ def _same(module: nn.Module, alone: nn.Module, mesh: DeviceMesh, x: Tensor | Non
     x = _x() if x is None else x
     for each in (module, alone):
         each.zero_grad()
-    ours, theirs = module(x), alone(x)
+    ours, expected_value = module(x), alone(x)
     ours.backward()
-    theirs.backward()
-    pairs = [(ours, theirs), *((p.grad, q.grad) for p, q in zip(module.parameters(), alone.parameters(), strict=True))]
+    expected_value.backward()
+    pairs = [
+        (ours, expected_value),
+        *((p.grad, q.grad) for p, q in zip(module.parameters(), alone.parameters(), strict=True)),
+    ]
     for one, other in pairs:
         for held in per_rank(gather_full_tensor(one) if isinstance(one, DTensor) else one.detach(), mesh).values():
             torch.testing.assert_close(held, other.detach(), **TOLERANCE)
@@ -205,14 +208,14 @@ class Recording(nn.Module):
         self.hooked = False
 
     def forward(self, x: Tensor) -> Tensor:
-        found: list[Tensor] = []
+        result: list[Tensor] = []
         if not self.hooked:
             self.linear.register_forward_hook(lambda module, args, output: _recorded.get().append(output))
             self.hooked = True
-        token = _recorded.set(found)
+        token = _recorded.set(result)
         y = self.linear(x).tanh()
         _recorded.reset(token)
-        return y * found[0]
+        return y * result[0]
 
 
 _recorded: ContextVar[list[Tensor]] = ContextVar("recorded")
@@ -289,9 +292,9 @@ def test_dropout_and_evaluation(mesh: DeviceMesh) -> None:
         _value(module(x), alone(x), mesh)
 
 
-def _value(ours: Tensor, theirs: Tensor, mesh: DeviceMesh) -> None:
+def _value(ours: Tensor, expected_value: Tensor, mesh: DeviceMesh) -> None:
     for held in per_rank(ours.detach(), mesh).values():
-        torch.testing.assert_close(held, theirs.detach(), **TOLERANCE)
+        torch.testing.assert_close(held, expected_value.detach(), **TOLERANCE)
 
 
 def test_a_replaced_submodule_trains(mesh: DeviceMesh) -> None:
@@ -481,8 +484,8 @@ def _differing() -> str:
 
 
 def test_ranks_in_other_states_are_an_error_on_all(two: Workers) -> None:
-    for said in two.run(_differing):
-        assert "differ in the attribute self.part.weight_of_loss: 2 on rank 0; 3 on rank 1" in said
+    for message in two.run(_differing):
+        assert "differ in the attribute self.part.weight_of_loss: 2 on rank 0; 3 on rank 1" in message
 
 
 def test_guards_are_checked_in_microseconds() -> None:
@@ -495,7 +498,7 @@ def test_guards_are_checked_in_microseconds() -> None:
 @pytest.mark.parametrize("early", [True, False])
 def test_hooks_for_all_modules_run_around_the_whole_and_are_told_of_once(early: bool) -> None:
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4)
-    expected, told = 2 * net(x).detach().double(), []
+    expected, reported = 2 * net(x).detach().double(), []
     with simulated_mesh(x=2) as mesh, warnings.catch_warnings(record=True) as caught, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
 
@@ -511,5 +514,5 @@ def test_hooks_for_all_modules_run_around_the_whole_and_are_told_of_once(early: 
         for _ in range(2):
             for held in held_by_ranks(net(x).detach()):
                 torch.testing.assert_close(held, expected)
-            told.append(sum("hooks for all modules" in str(one.message) for one in caught))
-    assert told == [1, 1]
+            reported.append(sum("hooks for all modules" in str(one.message) for one in caught))
+    assert reported == [1, 1]

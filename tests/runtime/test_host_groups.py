@@ -36,16 +36,16 @@ def test_seeds_and_coordinates_are_on_the_host_whatever_the_device() -> None:
 
 
 def test_a_group_that_sends_nothing_of_the_cpu_gets_one_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[list[int], dict[str, Any]]] = []
+    built: list[tuple[list[int], dict[str, Any]]] = []
 
     def new_group(ranks: list[int], **options: Any) -> Any:
-        made.append((ranks, options))
+        built.append((ranks, options))
         return dist.group.WORLD
 
     monkeypatch.setattr(dist, "new_group", new_group)
     with simulated_mesh(x=2, y=2) as mesh:
         assert host_groups.host_group(mesh, 0) is mesh.get_group(0)
-        assert not made
+        assert not built
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
         host_groups.host_group(mesh, 1)
-    assert made == [([0, 1], {"backend": "gloo", "use_local_synchronization": True})]
+    assert built == [([0, 1], {"backend": "gloo", "use_local_synchronization": True})]

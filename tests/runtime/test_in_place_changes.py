@@ -39,8 +39,8 @@ class Changing(nn.Module):
         self.change = change
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        made = self.change(self, x, y)
-        return (self.linear(x) * y).sum(), made
+        built = self.change(self, x, y)
+        return (self.linear(x) * y).sum(), built
 
 
 def _both(change: Change, mesh: DeviceMesh, call: Callable[[nn.Module], Sequence[Tensor]]) -> None:
@@ -48,9 +48,9 @@ def _both(change: Change, mesh: DeviceMesh, call: Callable[[nn.Module], Sequence
     module = Changing(change)
     alone = copy.deepcopy(module)
     autoshard.parallelize(module, mesh, (X.clone(), Y.clone()), cluster=fast_links())
-    for ours, theirs in zip(call(module), call(alone), strict=True):
+    for ours, expected in zip(call(module), call(alone), strict=True):
         for held in per_rank(ours.detach(), mesh).values():
-            torch.testing.assert_close(held, theirs.detach(), rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(held, expected.detach(), rtol=1e-9, atol=1e-12)
 
 
 def _doubles(module: Changing, x: Tensor, y: Tensor) -> None:
@@ -117,10 +117,10 @@ SHARED: dict[str, tuple[Change, Callable[[Changing], tuple[Tensor, Tensor]], str
 
 @pytest.mark.parametrize("name", SHARED)
 def test_a_change_of_memory_that_others_look_at_is_refused(mesh: DeviceMesh, name: str) -> None:
-    change, given, said = SHARED[name]
+    change, given, message = SHARED[name]
     module, before = Changing(change), X.clone()
     autoshard.parallelize(module, mesh, (X.clone(), Y.clone()), cluster=fast_links())
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         module(*given(module))
     assert torch.equal(X, before)
     assert not module.total.any()

@@ -36,8 +36,8 @@ def assert_same(module: nn.Module, expected: nn.Module, mesh: torch.distributed.
     names = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     assert list(names) == list(tensors)
     for name, value in tensors.items():
-        for mine in per_rank(get_full(module, name), mesh).values():
-            assert torch.equal(mine, value.detach()), name
+        for actual in per_rank(get_full(module, name), mesh).values():
+            assert torch.equal(actual, value.detach()), name
 
 
 def _layers() -> nn.Module:

@@ -170,9 +170,9 @@ def peak_of_drawing(width: int) -> tuple[int, int, int]:
     """Bytes held at most; of this rank's parts; of a whole parameter."""
     mesh = the_mesh()
     model = nn.Sequential(*[nn.Linear(width, width, device="meta") for _ in range(8)])
-    mine = range(4 * mesh.get_local_rank("pp"), 4 * mesh.get_local_rank("pp") + 4)
+    actual = range(4 * mesh.get_local_rank("pp"), 4 * mesh.get_local_rank("pp") + 4)
     stage = copy.deepcopy(model)
-    for index in [index for index in range(8) if index not in mine]:
+    for index in [index for index in range(8) if index not in actual]:
         delattr(stage, str(index))
     replace_parameters(stage, {name: Spec.parse("S(0)") for name, _ in stage.named_parameters()}, mesh["tp"])
     tracker = Tracker()

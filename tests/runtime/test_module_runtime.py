@@ -56,18 +56,18 @@ def _parallel(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module, d
     return module, alone, inputs
 
 
-def _same(ours: torch.Tensor | None, theirs: torch.Tensor | None, mesh: DeviceMesh) -> None:
+def _same(ours: torch.Tensor | None, expected: torch.Tensor | None, mesh: DeviceMesh) -> None:
     assert ours is not None
-    assert theirs is not None
+    assert expected is not None
     value = gather_full_tensor(ours) if isinstance(ours, DTensor) else ours.detach()
     for held in per_rank(value, mesh).values():
-        torch.testing.assert_close(held, theirs.detach(), **TOLERANCE)
+        torch.testing.assert_close(held, expected.detach(), **TOLERANCE)
 
 
 def _same_gradients(module: nn.Module, alone: nn.Module, mesh: DeviceMesh) -> None:
-    for (name, ours), (other, theirs) in zip(module.named_parameters(), alone.named_parameters(), strict=True):
+    for (name, ours), (other, expected) in zip(module.named_parameters(), alone.named_parameters(), strict=True):
         assert name == other
-        _same(ours.grad, theirs.grad, mesh)
+        _same(ours.grad, expected.grad, mesh)
 
 
 class _Counted:
@@ -161,8 +161,8 @@ def test_gradients_lie_as_their_parameters_in_memory_of_their_own(mesh: DeviceMe
 def test_autograd_grad_of_the_parameters(mesh: DeviceMesh) -> None:
     module, alone, inputs = _parallel(mesh)
     ours = torch.autograd.grad(module(**inputs), list(module.parameters()))
-    theirs = torch.autograd.grad(alone(**inputs), list(alone.parameters()))
-    for one, other in zip(ours, theirs, strict=True):
+    expected = torch.autograd.grad(alone(**inputs), list(alone.parameters()))
+    for one, other in zip(ours, expected, strict=True):
         _same(one, other, mesh)
     assert all(parameter.grad is None for parameter in module.parameters())
 
@@ -230,10 +230,10 @@ def test_second_derivatives_are_refused(mesh: DeviceMesh, penalise: Any) -> None
 def test_gradients_with_a_graph_are_numbers_as_all_others(mesh: DeviceMesh) -> None:
     module, alone, inputs = _parallel(mesh)
     x = inputs["x"].requires_grad_()
-    ours, theirs = (
+    ours, expected = (
         torch.autograd.grad(one(x=x, target=inputs["target"]), x, create_graph=True)[0] for one in (module, alone)
     )
-    _same(ours, theirs, mesh)
+    _same(ours, expected, mesh)
     (ours.detach() * x).sum().backward()
 
 
@@ -298,8 +298,8 @@ def test_buffers_change_as_on_one_device(mesh: DeviceMesh) -> None:
     for each in (module, alone):
         each(x).backward()
         each(2 * x)
-    for ours, theirs in zip(module.buffers(), alone.buffers(), strict=True):
-        _same(ours, theirs, mesh)
+    for ours, expected in zip(module.buffers(), alone.buffers(), strict=True):
+        _same(ours, expected, mesh)
     assert int(alone.norm.num_batches_tracked) == 2
 
 
@@ -347,10 +347,10 @@ def test_what_takes_no_part_in_a_loss_has_no_gradient(mesh: DeviceMesh, loss: bo
     for end in ends:
         for one in (module, alone):
             end(*one(x)).backward()
-        for (name, ours), theirs in zip(module.named_parameters(), alone.parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None), name
-            if theirs.grad is not None:
-                _same(ours.grad, theirs.grad, mesh)
+        for (name, ours), expected in zip(module.named_parameters(), alone.parameters(), strict=True):
+            assert (ours.grad is None) == (expected.grad is None), name
+            if expected.grad is not None:
+                _same(ours.grad, expected.grad, mesh)
         for one in (module, alone):
             one.zero_grad()
 

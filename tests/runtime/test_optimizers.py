@@ -128,6 +128,6 @@ def test_whatever_else_holds_the_parameters_from_before_is_told_of_once(
         autoshard.parallelize(module, mesh, (x,) if planned else (), cluster=fast_links())
         for _ in range(3):
             module(x).backward()
-    said = [str(one.message) for one in caught if "are still referred to" in str(one.message)]
-    assert [text.split()[0] for text in said] == ["4"] * warns
+    message = [str(one.message) for one in caught if "are still referred to" in str(one.message)]
+    assert [text.split()[0] for text in message] == ["4"] * warns
     del optimizer

@@ -110,12 +110,12 @@ def _saved_anew(data: Data) -> ShardingPlan:
 
 
 def _refused(
-    data: Data, mesh: DeviceMesh, said: str = "", make: Callable[[], nn.Module] = _net, **options: Any
+    data: Data, mesh: DeviceMesh, message: str = "", make: Callable[[], nn.Module] = _net, **options: Any
 ) -> None:
     """The plan is refused with `PlanError`, and the module is what it was."""
     module = make()
     before, kind, names = dict(module.named_parameters()), type(module), set(vars(module))
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         autoshard.parallelize(module, mesh, (_x(),), cluster=fast_links(), plan=_saved_anew(data), **options)
     after = dict(module.named_parameters())
     assert after.keys() == before.keys()
@@ -135,17 +135,17 @@ def _same(data: Data) -> None:
         outputs = module(LocalTensor({rank: x.clone() for rank in range(mesh.size())}))
         outputs[0].backward()
         ours = [*outputs, *(p.grad for p in module.parameters()), *module.buffers()]
-        theirs = [*expected, *(p.grad for p in alone.parameters()), *alone.buffers()]
-        for one, other in zip(ours, theirs, strict=True):
+        expected_value = [*expected, *(p.grad for p in alone.parameters()), *alone.buffers()]
+        for one, other in zip(ours, expected_value, strict=True):
             for held in per_rank(gather_full_tensor(one) if isinstance(one, DTensor) else one.detach(), mesh).values():
                 torch.testing.assert_close(held, other.detach(), **TOLERANCE)
 
 
 def _operators(data: Data, text: str) -> list[str]:
     """Operators of the plan whose nodes have such a name."""
-    found = [name for name in data["decisions"]["choices"] if name.startswith(text)]
-    assert found, f"no {text} among {list(data['decisions']['choices'])}"
-    return found
+    result = [name for name in data["decisions"]["choices"] if name.startswith(text)]
+    assert result, f"no {text} among {list(data['decisions']['choices'])}"
+    return result
 
 
 def _choose(text: str, *choices: object) -> Callable[[Data], None]:
@@ -159,7 +159,7 @@ def _rest(name: str, spec: str) -> Callable[[Data], None]:
     """A parameter lies otherwise, and the plan says so in both places."""
 
     def edit(data: Data) -> None:
-        (place,) = (place for place, known in enumerate(data["placements"]) if known == name)
+        (place,) = (place for place, known_values in enumerate(data["placements"]) if known_values == name)
         data["decisions"]["rest"][f"primals_{place + 1}"] = spec
         data["placements"][name] = spec.split()
 
@@ -287,14 +287,14 @@ REFUSED: dict[str, tuple[Callable[[Data], object], str]] = {
 def test_an_edited_plan_is_refused_before_anything_is_changed(
     name: str, graph: JointGraph, planner: Planner, plain: Data, mesh: DeviceMesh
 ) -> None:
-    edit, said = REFUSED[name]
+    edit, message = REFUSED[name]
     data = copy.deepcopy(plain)
     edit(data)
     with (  # these take most of the time, and are the same for all
         mock.patch.object(module_planner, "capture_with_progress", return_value=(graph, 0.0)),
         mock.patch.object(PlannerCache, "of", return_value=planner),
     ):
-        _refused(data, mesh, said)
+        _refused(data, mesh, message)
 
 
 def test_an_edited_plan_is_refused_on_all_ranks(two: Workers) -> None:

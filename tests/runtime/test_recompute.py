@@ -169,5 +169,5 @@ def test_recomputation_holds_less(sizes: dict[str, int]) -> None:
     assert not kept.recomputed
     assert less < 0.6 * whole
     assert again.memory.peak < kept.memory.peak
-    said, found = kept.memory.peak - again.memory.peak, whole - less
-    assert found == pytest.approx(said, rel=0.25)
+    message, found_result = kept.memory.peak - again.memory.peak, whole - less
+    assert found_result == pytest.approx(message, rel=0.25)

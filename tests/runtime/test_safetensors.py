@@ -39,8 +39,8 @@ def place(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def assert_loaded(module: nn.Module, state: dict[str, Tensor], mesh: DeviceMesh) -> None:
     for name, value in state.items():
-        for mine in per_rank(get_full(module, name), mesh).values():
-            assert torch.equal(mine, value), name
+        for actual in per_rank(get_full(module, name), mesh).values():
+            assert torch.equal(actual, value), name
 
 
 @pytest.fixture

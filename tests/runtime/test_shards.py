@@ -73,14 +73,19 @@ def test_a_meta_tensor_gets_a_meta_shard() -> None:
 
 def test_wrapped_tensors_are_like_those_that_torch_makes() -> None:
     with simulated_mesh(a=2) as mesh:
-        made = shards.wrap(torch.randn(2, 6), mesh, Spec.parse("S(-2,f=2)"), (4, 6), torch.float32)
+        built = shards.wrap(torch.randn(2, 6), mesh, Spec.parse("S(-2,f=2)"), (4, 6), torch.float32)
         expected = DTensor.from_local(
-            shards.local_of(made), mesh, Spec.parse("S(0,f=2)").placements, run_check=False, shape=(4, 6), stride=(6, 1)
+            shards.local_of(built),
+            mesh,
+            Spec.parse("S(0,f=2)").placements,
+            run_check=False,
+            shape=(4, 6),
+            stride=(6, 1),
         )
-        assert made._spec == expected._spec
-        assert not made.requires_grad
-        like = shards.wrap_like(torch.randn(2, 6), made)
-        assert like._spec == made._spec
+        assert built._spec == expected._spec
+        assert not built.requires_grad
+        like = shards.wrap_like(torch.randn(2, 6), built)
+        assert like._spec == built._spec
         assert shards.local_of(like).shape == (2, 6)
 
 

@@ -67,9 +67,9 @@ def test_a_program_takes_dtensors_and_hands_gradients_back_as_they_lie(size: int
         module(**inputs).backward()
         for tensor, border in zip(tensors, step.inputs, strict=False):
             if border.kind == "parameter":
-                theirs = module.get_parameter(border.name).grad
-                assert theirs is not None
-                wanted = distribute(theirs, mesh, Spec.of(*pinned[border.name]))
+                expected = module.get_parameter(border.name).grad
+                assert expected is not None
+                wanted = distribute(expected, mesh, Spec.of(*pinned[border.name]))
                 assert tensor.grad.placements == wanted.placements
                 for one, other in zip(
                     per_rank(tensor.grad, mesh).values(), per_rank(wanted, mesh).values(), strict=True

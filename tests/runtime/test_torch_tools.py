@@ -96,8 +96,8 @@ def redistribute(layout: str, folder: str) -> bool:
 
 def distribute_from_whole(layout: str, folder: str) -> bool:
     weight = weight_of(placed(layout, 0))
-    made = distribute_tensor(expected_weight(), weight.device_mesh, weight.placements)
-    return torch.equal(local_of(made), local_of(weight))
+    built = distribute_tensor(expected_weight(), weight.device_mesh, weight.placements)
+    return torch.equal(local_of(built), local_of(weight))
 
 
 def gradient_through_full_tensor(layout: str, folder: str) -> bool:
@@ -191,7 +191,7 @@ def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def same_moments(optimizer: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> bool:
     same = [
-        near(ours, theirs) for ours, theirs in zip(moments(optimizer), moments(expected), strict=True)
+        near(ours, expected_value) for ours, expected_value in zip(moments(optimizer), moments(expected), strict=True)
     ]  # every rank joins all
     return all(same)
 
@@ -208,8 +208,8 @@ FULL = StateDictOptions(full_state_dict=True)
 def optimizer_state_full(layout: str, folder: str) -> bool:
     module, alone = placed(layout, 0), plain(0)
     state = get_optimizer_state_dict(module, trained(module, 5, 1), options=FULL)["state"]["0.weight"]
-    found = [state["exp_avg"], state["exp_avg_sq"]]
-    same = [near(*pair) for pair in zip(found, moments(trained(alone, 5, 1)), strict=True)]  # every rank joins all
+    result = [state["exp_avg"], state["exp_avg_sq"]]
+    same = [near(*pair) for pair in zip(result, moments(trained(alone, 5, 1)), strict=True)]  # every rank joins all
     return all(same)
 
 
@@ -376,6 +376,6 @@ def outcomes(folder: str, layouts: list[str]) -> dict[tuple[str, str], str]:
 def test_torch_is_right_or_refused_with_every_placement(
     workers: str, layouts: dict[str, object], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    for found in request.getfixturevalue(workers).run(outcomes, str(tmp_path), list(layouts)):
-        other = {case: told for case, told in found.items() if not told.startswith(expected(*case))}
+    for result in request.getfixturevalue(workers).run(outcomes, str(tmp_path), list(layouts)):
+        other = {case: reported for case, reported in result.items() if not reported.startswith(expected(*case))}
         assert other == {}

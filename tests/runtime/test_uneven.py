@@ -149,12 +149,12 @@ def uneven_plan(make: Make, sizes: tuple[int, ...], seed: int, **options: Any) -
 def uneven_operators(graph: JointGraph, plan: autoshard.ShardingPlan, mesh: MeshShape) -> list[str]:
     """The operators that a plan runs on padded shards."""
     flow = Flow(GraphRules(graph, mesh), Decisions.from_data(plan.decisions), mesh)
-    found = []
+    result = []
     for node in flow.rules.operators:
         rule, choices = resolve_variant(flow.rules.rules[node], flow.decisions.choices[node.name])
         if any(choice >= 0 and uneven_axis(rule, choices, mesh, choice) is not None for choice in choices):
-            found.append(node.name)
-    return found
+            result.append(node.name)
+    return result
 
 
 @pytest.mark.parametrize(

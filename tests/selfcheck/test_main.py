@@ -14,8 +14,8 @@ def test_one_process_says_that_more_were_not_checked(tmp_path: Path, capsys: pyt
     assert "1 ok, 2 skipped" in capsys.readouterr().out
     lines = json.loads(output.read_text("utf-8"))["lines"]
     assert "more were not checked" in lines[-1]["figure"]
-    found = {line["check"]: line["verdict"] for line in lines}
-    assert found == {"norms": "ok", "pipeline": "skipped", "several processes": "skipped"}
+    result = {line["check"]: line["verdict"] for line in lines}
+    assert result == {"norms": "ok", "pipeline": "skipped", "several processes": "skipped"}
 
 
 def test_a_name_that_no_check_has_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,11 +51,11 @@ def test_messages_add_up_what_they_read(seed: int) -> None:
 
 def test_a_table_that_comes_twice_counts_twice() -> None:
     table, other = np.arange(6.0).reshape(2, 3), np.ones((2, 3))
-    made = blend([(1.0, table), (0.5, other), (2.0, table)])
-    assert [factor for factor, _ in made.parts] == [3.0, 0.5]
-    assert np.array_equal(made.table, 3 * table + 0.5)
-    assert made.table is made.table
-    assert made.at(1, 2) == 15.5
+    built = blend([(1.0, table), (0.5, other), (2.0, table)])
+    assert [factor for factor, _ in built.parts] == [3.0, 0.5]
+    assert np.array_equal(built.table, 3 * table + 0.5)
+    assert built.table is built.table
+    assert built.at(1, 2) == 15.5
 
 
 def test_what_is_no_cost_is_refused_in_every_part() -> None:

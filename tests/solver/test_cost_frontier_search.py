@@ -122,9 +122,9 @@ def test_a_long_line(method: str) -> None:
     for memory, time in sorted((memory, time) for (_, memory), time in best.items()):
         if not kept or time < kept[-1][1] - 1e-12:
             kept.append((memory, time))
-    found = points_of(cost_frontier(problem, method=method))  # type: ignore[arg-type]
-    assert [memory for memory, _ in found] == [memory for memory, _ in kept]
-    assert [time for _, time in found] == pytest.approx([time for _, time in kept], rel=1e-12)
+    result = points_of(cost_frontier(problem, method=method))  # type: ignore[arg-type]
+    assert [memory for memory, _ in result] == [memory for memory, _ in kept]
+    assert [time for _, time in result] == pytest.approx([time for _, time in kept], rel=1e-12)
 
 
 def test_layers_are_solved_alike_by_both_methods() -> None:

@@ -21,9 +21,9 @@ def _repeated(rng: np.random.Generator, rows: int, columns: int, kinds: int) -> 
 
 def test_classes_make_the_table_again() -> None:
     table = _repeated(np.random.default_rng(0), 120, 90, 25)
-    found = equal_rows_and_columns(table)
-    assert found is not None
-    rows, columns = found
+    result = equal_rows_and_columns(table)
+    assert result is not None
+    rows, columns = result
     assert len(rows.first) <= 25
     assert len(columns.first) <= 25
     again = table[np.ix_(rows.first, columns.first)][np.ix_(rows.number, columns.number)]

@@ -13,13 +13,13 @@ def order(linear: bool) -> list[EliminationStep]:
 
 
 def test_dynamic_programming_runs_along_a_line_from_one_end() -> None:
-    taken = [step.node for step in order(linear=True)]
-    assert taken in (list(range(NODES)), list(reversed(range(NODES))))
+    chosen = [step.node for step in order(linear=True)]
+    assert chosen in (list(range(NODES)), list(reversed(range(NODES))))
 
 
 def test_elimination_keeps_both_ends_to_the_last() -> None:
-    taken = [step.node for step in order(linear=False)]
-    assert set(taken[-2:]) == {0, NODES - 1}
+    chosen = [step.node for step in order(linear=False)]
+    assert set(chosen[-2:]) == {0, NODES - 1}
 
 
 def test_a_node_that_every_layer_reads_is_settled_where_tables_would_be_too_large() -> None:

@@ -28,11 +28,11 @@ def ring() -> list[Costs]:
 
 def every(costs: list[Costs]) -> dict[tuple[int, ...], np.ndarray]:
     """What all assignments cost at each price."""
-    found = {}
+    result = {}
     for choice in product(*(range(size) for size in SIZES.values())):
         parts = [one.at(WEIGHTS)[tuple(choice[node] for node in one.scope)] for one in costs]
-        found[choice] = np.sum(parts, axis=0)
-    return found
+        result[choice] = np.sum(parts, axis=0)
+    return result
 
 
 def test_optima_at_every_price() -> None:

@@ -47,9 +47,9 @@ def training_step(layers: int, *, strategies: int = 6, seed: int = 0) -> Problem
 def test_the_backbone_is_the_longest_path_and_its_heavy_nodes_are_critical() -> None:
     # 0 -> 1 -> 3 -> 4 is longer than 0 -> 2 -> 4; 1 and 2 do most of the work
     problem = graph([1.0, 50.0, 60.0, 0.1, 40.0], [(0, 1), (1, 3), (3, 4), (0, 2), (2, 4)])
-    found = backbone(problem, range(5))
-    assert found.nodes == (0, 1, 3, 4)
-    assert found.critical == (1,)
+    result = backbone(problem, range(5))
+    assert result.nodes == (0, 1, 3, 4)
+    assert result.critical == (1,)
 
 
 def test_the_backbone_follows_the_order_and_not_the_direction_of_edges() -> None:
@@ -83,11 +83,11 @@ def test_an_order_holds_every_node_once() -> None:
 @given(small_problems(memory=False), st.integers(0, 2**16))
 def test_exact_where_nothing_is_dropped(problem: Problem, seed: int) -> None:
     order = np.random.default_rng(seed).random(problem.size)
-    found = solve_in_segments(problem, order, width=ALL)
+    result = solve_in_segments(problem, order, width=ALL)
     optimum = brute_force(problem)
-    assert found.cost == pytest.approx(optimum) or not found.assignment
-    assert bool(found.assignment) == np.isfinite(optimum)
-    assert found.lower_bound <= optimum + 1e-9 * abs(optimum) or not np.isfinite(optimum)
+    assert result.cost == pytest.approx(optimum) or not result.assignment
+    assert bool(result.assignment) == np.isfinite(optimum)
+    assert result.lower_bound <= optimum + 1e-9 * abs(optimum) or not np.isfinite(optimum)
 
 
 @settings(max_examples=30, deadline=None)
@@ -99,8 +99,8 @@ def test_stitching_returns_what_it_may(problem: Problem, width: int, pivots: lis
     )
     problem = replace(problem, edges=turned)
     expected = [np.zeros(edge.costs.shape[0]) for edge in turned]
-    found = merge_segments(problem, expected, set(pivots), width)
-    assert not found or np.isfinite(problem.cost(found))
+    result = merge_segments(problem, expected, set(pivots), width)
+    assert not result or np.isfinite(problem.cost(result))
     everything = merge_segments(problem, expected, set(pivots), ALL)
     assert (problem.cost(everything) if everything else np.inf) == pytest.approx(brute_force(problem))
 
@@ -108,19 +108,19 @@ def test_stitching_returns_what_it_may(problem: Problem, width: int, pivots: lis
 @pytest.mark.parametrize("seed", range(3))
 def test_few_survivors_are_near_the_optimum_of_a_training_step(seed: int) -> None:
     problem = training_step(12, seed=seed)
-    found = solve_in_segments(problem, range(problem.size))
+    result = solve_in_segments(problem, range(problem.size))
     optimum = solve(problem, method="eliminate").cost
-    assert found.lower_bound <= optimum * (1 + 1e-9)
-    assert optimum * (1 - 1e-9) <= found.cost <= optimum * 1.01
-    assert found.cost == pytest.approx(problem.cost(found.assignment))
+    assert result.lower_bound <= optimum * (1 + 1e-9)
+    assert optimum * (1 - 1e-9) <= result.cost <= optimum * 1.01
+    assert result.cost == pytest.approx(problem.cost(result.assignment))
 
 
 def test_few_survivors_are_near_the_bound_on_two_axes() -> None:
     problem = two_axes(150)
-    found = solve_in_segments(problem, range(problem.size))
+    result = solve_in_segments(problem, range(problem.size))
     best = solve(problem)
-    assert best.lower_bound * (1 - 1e-9) <= found.cost <= best.cost * 1.03
-    assert found.lower_bound <= best.cost
+    assert best.lower_bound * (1 - 1e-9) <= result.cost <= best.cost * 1.03
+    assert result.lower_bound <= best.cost
 
 
 def test_equal_problems_get_equal_answers() -> None:
@@ -129,17 +129,17 @@ def test_equal_problems_get_equal_answers() -> None:
 
 
 def test_it_tells_how_it_cut() -> None:
-    found = solve_in_segments(training_step(12), range(36))
-    assert 0 < found.critical < found.cones < 36
-    assert 1 < found.segments <= found.critical + 1
+    result = solve_in_segments(training_step(12), range(36))
+    assert 0 < result.critical < result.cones < 36
+    assert 1 < result.segments <= result.critical + 1
 
 
 def test_an_impossible_problem_has_no_assignment() -> None:
     nothing = np.full((2, 2), np.inf)
     problem = Problem((np.zeros(2), np.zeros(2)), (Edge(0, 1, nothing),))
-    found = solve_in_segments(problem, range(2))
-    assert found.assignment == ()
-    assert found.cost == found.lower_bound == np.inf
+    result = solve_in_segments(problem, range(2))
+    assert result.assignment == ()
+    assert result.cost == result.lower_bound == np.inf
 
 
 def test_a_limit_that_binds_is_refused() -> None:

@@ -18,11 +18,11 @@ from tests.solver.problems import layered_problem, two_axes
 def test_alternation_comes_near_the_optimum(seed: int) -> None:
     problem = two_axes(40, seed=seed)
     network = Network.of(problem, Tables())
-    found = alternate(network, problem.components)
+    found_result = alternate(network, problem.components)
     best = solve(problem).cost
-    assert np.isclose(found.cost, problem.cost([found.choices[node] for node in range(40)]))
-    assert best <= found.cost * (1 + 1e-12)
-    assert found.cost <= best * 1.1
+    assert np.isclose(found_result.cost, problem.cost([found_result.choices[node] for node in range(40)]))
+    assert best <= found_result.cost * (1 + 1e-12)
+    assert found_result.cost <= best * 1.1
 
 
 def test_alternation_never_worsens_its_start() -> None:
@@ -49,16 +49,16 @@ def test_a_wide_enough_cap_solves_at_once() -> None:
     problem = layered_problem(2)
     network = Network.of(problem, Tables())
     start = dict.fromkeys(range(problem.size), 0)
-    found = improve(network, ScoredAssignment(start, network.value(start)), rounds=1, cap=1e7)
-    assert np.isclose(found.cost, solve(problem).cost)
+    found_result = improve(network, ScoredAssignment(start, network.value(start)), rounds=1, cap=1e7)
+    assert np.isclose(found_result.cost, solve(problem).cost)
 
 
 def test_a_proof_without_elimination_of_the_whole() -> None:
     """The whole is too wide for the cap; dropping strategies by their floors makes it narrow enough."""
     problem = two_axes(100)
     network = Network.of(problem, Tables())
-    found = improve(network, alternate(network, problem.components))
-    result = certify(network, found, cap=1e5)
+    found_result = improve(network, alternate(network, problem.components))
+    result = certify(network, found_result, cap=1e5)
     assert result.rest is None
     assert np.isclose(result.best.cost, solve(problem).cost, rtol=1e-8)
     assert result.bound == result.best.cost
@@ -81,9 +81,9 @@ def test_penalties_lead_out_of_what_is_forbidden() -> None:
     start = dict.fromkeys(range(7), 0)
     assert network.value(start) == np.inf
     soft = soften(network)
-    found = improve(soft, ScoredAssignment(start, soft.value(start)), cap=1e4)
-    assert sorted(found.choices.values()) == list(range(7))
-    assert np.isclose(network.value(found.choices), found.cost)
+    found_result = improve(soft, ScoredAssignment(start, soft.value(start)), cap=1e4)
+    assert sorted(found_result.choices.values()) == list(range(7))
+    assert np.isclose(network.value(found_result.choices), found_result.cost)
 
 
 def test_work_ends_a_search_between_its_steps() -> None:

@@ -42,7 +42,7 @@ def test_memory_is_kept_by_reductions(problem: Problem) -> None:
     """Some optimum within the limit survives, and what eliminated nodes hold is what they use."""
     best = brute_force(problem)
     core = reduce(Network.of(problem, Tables(), memory=True))
-    found = np.inf
+    result = np.inf
     nodes = list(core.labels)
     for choice in product(*(core.labels[node].tolist() for node in nodes)) if core.feasible else ():
         choices = core.expand(dict(zip(nodes, choice, strict=True)))
@@ -50,8 +50,8 @@ def test_memory_is_kept_by_reductions(problem: Problem) -> None:
             assert problem.usages[node][choices[node]] == held
         complete = [choices[node] for node in range(problem.size)]
         if problem.feasible(complete):
-            found = min(found, problem.cost(complete))
-    assert found == best
+            result = min(result, problem.cost(complete))
+    assert result == best
 
 
 def test_chains_and_trees_vanish() -> None:

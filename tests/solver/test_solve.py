@@ -88,10 +88,10 @@ def test_elimination_and_the_integer_program_agree(problem: Problem) -> None:
 def test_alternation_comes_near_the_integer_program_on_two_axes() -> None:
     problem = two_axes(25, labels=5)
     best = solve(problem, method="ilp", time_limit=60.0)
-    found = solve(problem, method="alternate")
+    result = solve(problem, method="alternate")
     assert best.status == "optimal"
-    assert best.cost * (1 - 1e-9) <= found.cost <= 1.1 * best.cost
-    assert found.lower_bound <= best.cost * (1 + 1e-9)
+    assert best.cost * (1 - 1e-9) <= result.cost <= 1.1 * best.cost
+    assert result.lower_bound <= best.cost * (1 + 1e-9)
 
 
 def test_repeated_layers_are_solved_exactly() -> None:
@@ -134,9 +134,9 @@ def test_a_start_is_never_made_worse(method: str) -> None:
     problem = two_axes(40)
     best = solve(problem)
     for start in (best.assignment, tuple(int(vector.argmin()) for vector in problem.costs)):
-        found = solve(problem, method=method, start=start)
-        assert found.cost <= problem.cost(start) * (1 + 1e-12)
-        assert found.lower_bound <= best.cost * (1 + 1e-9)
+        result = solve(problem, method=method, start=start)
+        assert result.cost <= problem.cost(start) * (1 + 1e-12)
+        assert result.lower_bound <= best.cost * (1 + 1e-9)
     assert solve(problem, method=method, start=best.assignment).cost == pytest.approx(best.cost)
 
 

@@ -52,7 +52,7 @@ def test_a_stretch_ends_with_its_time_or_with_the_work_of_the_whole() -> None:
 
 def test_a_search_ends_where_little_is_left_to_gain(hard: Problem) -> None:
     moments: dict[float, list[SolverProgress]] = {0.0: [], 0.1: []}
-    full, near = (solve(hard, work_limit=10**9, gap=gap, progress=told.append) for gap, told in moments.items())
+    full, near = (solve(hard, work_limit=10**9, gap=gap, progress=reported.append) for gap, reported in moments.items())
     assert near.gap <= 0.1
     assert near.lower_bound <= full.cost <= near.cost
     assert len(moments[0.1]) < len(moments[0.0])

@@ -79,9 +79,9 @@ def test_going_on_from_messages_found_before_begins_at_their_bound() -> None:
 
 def test_the_bound_never_falls_and_ends_at_a_known_cost() -> None:
     problem = _problem(5, 6, 4, 0.0)
-    told: list[tuple[float, float]] = []
-    result = Messages(problem, range(6)).run(50, progress=lambda cost, bound: told.append((cost, bound)))
-    bounds = [bound for _, bound in told]
+    reported: list[tuple[float, float]] = []
+    result = Messages(problem, range(6)).run(50, progress=lambda cost, bound: reported.append((cost, bound)))
+    bounds = [bound for _, bound in reported]
     assert bounds == sorted(bounds)
     assert result.bound <= result.cost + 1e-9
 

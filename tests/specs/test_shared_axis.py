@@ -31,9 +31,9 @@ def test_the_example_is_a_rank_with_a_whole_block() -> None:
 
 
 def test_a_block_becomes_a_share_and_the_whole_stays() -> None:
-    taken = SHARED.with_share(ceil_div(WHOLE, 3) * 7, SIZES)
-    assert taken.expr == 7 * SHARED.own_share
-    assert SHARED.is_shared((2, taken))
+    chosen = SHARED.with_share(ceil_div(WHOLE, 3) * 7, SIZES)
+    assert chosen.expr == 7 * SHARED.own_share
+    assert SHARED.is_shared((2, chosen))
     assert not SHARED.is_shared((2, WHOLE))
     assert SHARED.with_share(WHOLE * 4, SIZES).expr == 4 * BATCH
     assert SHARED.with_share(5, SIZES) == 5

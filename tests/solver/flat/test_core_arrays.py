@@ -19,9 +19,9 @@ def test_every_edge_is_seen_from_both_ends() -> None:
             back, other = view.around[half["reverse"]], int(half["neighbour"])
             assert back["neighbour"] == node
             shape = core.size[node], core.size[other]
-            mine = view.table[half["table"] :][: shape[0] * shape[1]].reshape(shape)
-            theirs = view.table[back["table"] :][: mine.size].reshape(shape[::-1])
-            assert (mine == theirs.T).all()
+            actual = view.table[half["table"] :][: shape[0] * shape[1]].reshape(shape)
+            expected = view.table[back["table"] :][: actual.size].reshape(shape[::-1])
+            assert (actual == expected.T).all()
             seen.add((node, other))
     for edge, (one, other) in enumerate(core.ends.tolist()):
         assert {(one, other), (other, one)} <= seen

@@ -50,10 +50,10 @@ def test_the_best_choice_never_becomes_dearer(problem: Problem) -> None:
 
 
 def test_the_same_seed_makes_the_same_choices(problem: Problem) -> None:
-    found = []
+    result = []
     for _ in range(2):
         _, descent = started(problem, seed=5)
         for _ in range(5):
             descent.run(forests=40)
-        found.append((descent.places.tolist(), descent.work))
-    assert found[0] == found[1]
+        result.append((descent.places.tolist(), descent.work))
+    assert result[0] == result[1]

@@ -14,7 +14,7 @@ def drawn(state, numbers, picks, count):  # type: ignore[no-untyped-def]
 
 
 def test_draws_are_spread_evenly_and_follow_the_seed() -> None:
-    found = []
+    result = []
     for seed in (0, 0, 1):
         numbers, picks = np.zeros(4000), np.zeros(4000, dtype=np.int64)
         drawn(random_state(seed), numbers, picks, 7)
@@ -25,6 +25,6 @@ def test_draws_are_spread_evenly_and_follow_the_seed() -> None:
         assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 5 / np.sqrt(4000)
         assert set(picks.tolist()) == set(range(7))
         assert abs(picks.mean() - 3.0) < 5 * 2.0 / np.sqrt(4000)
-        found.append(numbers)
-    assert (found[0] == found[1]).all()
-    assert (found[0] != found[2]).any()
+        result.append(numbers)
+    assert (result[0] == result[1]).all()
+    assert (result[0] != result[2]).any()
