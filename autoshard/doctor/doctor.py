@@ -192,6 +192,7 @@ def _input_problems(call: CallArguments) -> Iterator[CaptureProblem]:
     for path, leaf in leaves_by_path(call):
         if leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str)):
             continue
+        # The first key says which of the two arguments of `doctor` holds the leaf.
         name = ("example_args", "example_kwargs")[path[0].idx] + pytree.keystr(path[1:])
         what = f"Unsupported input type: {name} is a {type(leaf).__name__}"
         yield CaptureProblem("", "", what, advice_for(what) or "")

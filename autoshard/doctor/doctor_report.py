@@ -133,6 +133,7 @@ def report_page(report: Report) -> Group:
         if with_rule[_ROWS:]:
             omitted_seconds = format_seconds(sum(operator.seconds for operator in with_rule[_ROWS:]))
             parts.append(Text(f"and {len(with_rule) - _ROWS} more operators with a rule, {omitted_seconds} together"))
+        # Below the table, since advice is a sentence and would break its columns.
         parts += [Text(f"{operator.name}: no sharding rule. {operator.advice}") for operator in report.replicated]
     return Group(*parts)
 
@@ -147,6 +148,7 @@ def _verdict(report: Report) -> str:
         lines.append("not captured, nor any part of it")
     if report.operators:
         total = sum(operator.count for operator in report.operators)
+        # Calls, not kinds of operators: one without a rule may be called in every layer.
         with_rule = total - sum(operator.count for operator in report.replicated)
         borrowed = sum(operator.count for operator in report.operators if operator.source == "borrowed")
         of_torch = f" ({borrowed} borrowed from torch)" if borrowed else ""
