@@ -137,7 +137,8 @@ PRECISION = f"""
 `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`, one step from float32
 parameters. The reference is the same step in float64. One device in bfloat16 has some distance to it. A mesh in
 bfloat16, which rounds other partial sums, may have at most {FACTOR:g} times that distance, or
-{BFLOAT16_ROUNDING:.1e}, one rounding, if that is more. (ResNet-18 is not included: batch norm of bfloat16 with statistics in float32 has no kernel on CPUs.)
+{BFLOAT16_ROUNDING:.1e}, one rounding, if that is more. (ResNet-18 is not included: batch norm of bfloat16 with
+statistics in float32 has no kernel on CPUs.)
 
 | Model | Mesh | Loss: mesh | one device | Gradients: mesh | one device |
 | --- | --- | --- | --- | --- | --- |
