@@ -111,16 +111,10 @@ class MeshPlanner:
         if request.own_memory:
             target = replace(target, settings=replace(target.settings, memory_limit=None))
         plan = request.plan_pipeline(
-            request.module,
             shape.mesh,
-            request.args,
-            request.kwargs,
-            axis=shape.axis,
-            schedule=request.pipeline.schedule,
-            microbatches=microbatches,
-            virtual=virtual,
+            replace(request.pipeline, axis=shape.axis, microbatches=microbatches, virtual=virtual),
+            target,
             begin=self.initial_guess.microbatches(shape),
-            target=target,
             known=row.planned_shapes.setdefault(target.settings.effort, {}),
             stopping=stopping,
         )

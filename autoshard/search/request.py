@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 
 PlanPipeline = Callable[..., "PipelinePlan"]
-"""`autoshard.pipeline.plan.pipeline_planner.plan_pipeline`."""
+"""`autoshard.pipeline.plan.pipeline_planner.plan_pipeline` with the captures of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ def run_search(
         pipelines=_PIPELINES[options.pipelines],
         batch=_batch_size(module, args, kwargs, batch_dims),
         plan_pipeline=functools.partial(
-            plan_pipeline, captured=PipelineCaptures(BatchCall(module, args, kwargs, batch_dims), target)
+            plan_pipeline, PipelineCaptures(BatchCall(module, args, kwargs, batch_dims), target)
         ),
         own_memory=own_memory,
     )

@@ -25,6 +25,7 @@ from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.microbatch import microbatches
 from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.pipeline.plan.captures import BatchCall
 from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule, build_pipeline_module
@@ -110,9 +111,8 @@ def pipeline_of(
     shape = plan.mesh if sizes is None else MeshShape.of(sizes)
     mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
     with Float64Mode():
-        return build_pipeline_module(
-            module, mesh, *check_examples((), inputs), plan=plan, target=target("cpu", time_limit=10.0)
-        )
+        call = BatchCall(module, *check_examples((), inputs), None)
+        return build_pipeline_module(call, mesh, plan, target("cpu", time_limit=10.0))
 
 
 def train_model_alone(name: str, parts: int, **options: Any) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What planning a model as a pipeline captures: the forward graph of microbatches, and stages, each once."""
+"""The graphs that are captured to plan a model as a pipeline, each once: of microbatches, and of stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autoshard.specs.axes import MeshShape
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """What is called, and how: a module, a call with the whole batch, and the dim that counts samples of each input."""
+    """A call of a module with the whole batch, and the dim of each input that counts samples."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -36,10 +36,10 @@ class BatchCall:
 
 
 class StageCaptures:
-    """The captured steps of stages of one model: of stages that are alike but for names, one is captured.
+    """The captured steps of stages of one model; of stages that are equal but for names, one is captured.
 
     Args:
-        mp_policy: the precisions that the stages have.
+        mp_policy: the precisions of the stages.
     """
 
     def __init__(self, mp_policy: MixedPrecisionPolicy | None = None) -> None:
@@ -47,13 +47,13 @@ class StageCaptures:
         self._known: dict[tuple[str, bool], list[tuple[StageModule, JointGraph]]] = {}
 
     def joint_graph(self, stage: StageModule, dynamic: bool = False) -> JointGraph:
-        """The step of a stage with one microbatch; whatever size of the stage may be dynamic is so only if told."""
+        """Return the step of a stage with one microbatch, with the stage's dynamic sizes if `dynamic`."""
         known = self._known.setdefault((structural_text(stage), dynamic), [])
-        for other, graph in known:
-            if has_same_names(other, stage):
+        for like, graph in known:
+            if has_same_names(like, stage):
                 return graph
-        made = rename_capture(known[0][1], known[0][0], stage) if known else None
-        known.append((stage, made or self._capture(stage, dynamic)))
+        renamed = rename_capture(known[0][1], known[0][0], stage) if known else None
+        known.append((stage, renamed or self._capture(stage, dynamic)))
         return known[-1][1]
 
     def _capture(self, stage: StageModule, dynamic: bool) -> JointGraph:
@@ -65,13 +65,13 @@ class PipelineCaptures:
     """The forward graphs of one call, for all meshes, and the captured steps of the stages that they are cut into.
 
     Args:
-        call: what is planned.
-        options: as the user gave them.
-        dynamic: whether the number of samples in a microbatch is a dynamic size of the graphs.
+        call: the call that is planned.
+        target: as the user gave it.
+        dynamic: True if the number of samples in a microbatch is a dynamic size of the graphs.
 
     Attributes:
         call: as given.
-        stages: the captured steps.
+        stage_captures: the captured steps.
     """
 
     def __init__(self, call: BatchCall, target: Target, dynamic: bool = False) -> None:
@@ -85,13 +85,13 @@ class PipelineCaptures:
 
     @property
     def with_dynamic_batch(self) -> PipelineCaptures:
-        """The same call with a dynamic size for the samples of a microbatch, which ranks can take shares of."""
+        """The captures of the same call with dynamic samples of a microbatch, which ranks can take shares of."""
         if self._with_dynamic_batch is None:
             self._with_dynamic_batch = PipelineCaptures(self.call, self._target, dynamic=True)
         return self._with_dynamic_batch
 
     def export(self, number: int) -> ExportedModule:
-        """The forward graph of one of so many microbatches."""
+        """Return the forward graph of one of `number` microbatches."""
         if number not in self._exported:
             call = self.call
             args, kwargs = microbatches(call.module, call.args, call.kwargs, number, call.batch_dims)[0]
@@ -109,7 +109,7 @@ class PipelineCaptures:
         return self._exported[number]
 
     def stage_graph(self, number: int, cluster: Cluster) -> StageGraph:
-        """The same to be assigned to stages, by the prices of a cluster of equal devices."""
+        """Return the graph to assign to stages, by the prices of a cluster of equal devices."""
         priced = self._graphs.setdefault(number, [])
         for known, graph in priced:
             if known == cluster:
@@ -120,5 +120,5 @@ class PipelineCaptures:
         return graph
 
     def nearest_number(self, number: int) -> int:
-        """Of the numbers of microbatches whose graph is there, the one nearest to some number."""
+        """Return the number of microbatches nearest to `number` whose graph has been exported."""
         return min(self._exported, key=lambda known: (abs(math.log(known / number)), known))

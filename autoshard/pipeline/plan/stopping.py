@@ -1,4 +1,4 @@
-"""When a search for a pipeline ends before its end."""
+"""Limits of a search for a pipeline beside its own time limit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Stopping:
-    """When a search for a pipeline ends before its end.
+    """Limits of a search for a pipeline, and whether Ctrl-C ended it.
 
     Attributes:
-        deadline: `time.monotonic()` seconds at which it ends with the best plan met, or none.
-        interrupted: whether Ctrl-C ended it, and the plan is the best one met until then.
+        deadline: `time.monotonic()` seconds at which the search ends, even without a plan.
+        interrupted: True if Ctrl-C ended the search; the plan is the best one until then.
     """
 
     deadline: float = math.inf

@@ -1,4 +1,4 @@
-"""From what a user asked of a mesh with a pipeline axis to its plan, and to the module that runs it."""
+"""The entry to pipelines from `plan` and `parallelize`: a mesh with a pipeline axis, its plan, and its module."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import InputError, MeshError, PlanError
 from autoshard.names import suggestion
 from autoshard.options import Pipeline
+from autoshard.pipeline.plan.captures import BatchCall, PipelineCaptures
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.run.pipeline_module import PipelineModule, build_pipeline_module
@@ -21,7 +22,7 @@ from autoshard.runtime.rank_agreement import check_ranks_agree, from_first_rank
 from autoshard.specs.axes import MeshShape
 
 PIPELINE_AXIS = "pp"
-"""Name of the mesh axis that is a pipeline where nothing else is said."""
+"""The default name of the mesh axis along which stages lie."""
 
 
 def resolve_pipeline(mesh: MeshShape, pipeline: Pipeline) -> Pipeline | None:
@@ -54,27 +55,16 @@ def plan_with_options(
     pipeline: Pipeline,
     target: Target,
 ) -> PipelinePlan:
-    """The plan that `plan_pipeline` makes.
+    """Return the plan of `plan_pipeline` for a resolved pipeline.
 
     Raises:
         InputError: there is no example call.
         AutoshardError: as for `plan_pipeline`.
     """
     _check_example(args, kwargs)
-    assert pipeline.axis is not None, "of a pipeline that was resolved"
+    captures = PipelineCaptures(BatchCall(module, args, kwargs, pipeline.batch_dims), target)
     with show_progress(target.options.search.verbose, f"planning of {type(module).__name__} as a pipeline"):
-        return plan_pipeline(
-            module,
-            mesh,
-            args,
-            kwargs,
-            axis=pipeline.axis,
-            schedule=pipeline.schedule,
-            microbatches=pipeline.microbatches,
-            virtual=pipeline.virtual,
-            target=target,
-            batch_dims=pipeline.batch_dims,
-        )
+        return plan_pipeline(captures, mesh, pipeline, target)
 
 
 def parallelize_pipeline(
@@ -87,12 +77,12 @@ def parallelize_pipeline(
     *,
     plan: object = None,
 ) -> PipelineModule:
-    """What is left of a module on this rank of a pipeline, by the plan given, or else by the first rank's.
+    """Return this rank's part of a module, by the given plan or else by the plan of the first rank.
 
     Raises:
         InputError: there is no example call.
-        PlanError: `plan` is none of a pipeline.
-        AutoshardError: as for `plan_pipeline` and `pipelined`; nothing was changed then.
+        PlanError: `plan` is not a pipeline's plan.
+        AutoshardError: as for `plan_pipeline` and `build_pipeline_module`; nothing was changed then.
     """
     check_ranks_agree(
         device_mesh,
@@ -116,15 +106,8 @@ def parallelize_pipeline(
             f"{f'of the pipeline axis {plan.axis!r}' if isinstance(plan, PipelinePlan) else type(plan).__name__}: make "
             "one for this mesh by autoshard.plan."
         )
-    return build_pipeline_module(
-        module,
-        device_mesh,
-        args,
-        kwargs,
-        plan=plan,
-        target=target,
-        batch_dims=pipeline.batch_dims,
-    )
+    call = BatchCall(module, args, kwargs, pipeline.batch_dims)
+    return build_pipeline_module(call, device_mesh, plan, target)
 
 
 def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
