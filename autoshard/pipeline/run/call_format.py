@@ -73,7 +73,7 @@ class CallFormat:
         return [source for source in self.graph.forward.inputs if source.kind == "input"]
 
     def join_outputs(self, outputs: Sequence[Sequence[torch.Tensor]], loss: torch.Tensor | None) -> Any:
-        """Return the model's result for a batch: its outputs for all microbatches joined, with the loss of the batch."""
+        """Return the result of the model for a batch: the outputs of all microbatches joined, and its loss."""
         sizes = {source.fake.shape[0] for source in self._inputs if source.fake.ndim}
         joined = [_join_chunks(tensors, sizes) for tensors in zip(*outputs, strict=True)]
         output = self.loss()
