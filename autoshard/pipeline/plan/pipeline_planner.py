@@ -31,13 +31,13 @@ from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_search import (
     CostsOf,
     ScheduleCandidate,
+    ScheduleOption,
     ScheduleSearch,
     microbatches_to_try,
     names_to_try,
     virtual_to_try,
 )
 from autoshard.pipeline.schedule.schedules import SCHEDULES
-from autoshard.pipeline.schedule.simulation import Simulation
 from autoshard.planner.gc_freeze import freeze_older_objects
 from autoshard.planner.target import Target
 from autoshard.specs.axes import MeshShape
@@ -230,9 +230,9 @@ class _PipelinePlanner:
         if search.best is None:
             raise self._no_plan_error(search)
         if self.stopping.interrupted:
-            self.warn_of_interruption(search.best.seconds)
+            self.warn_of_interruption(search.best.step_seconds)
         if any(self.shares):
-            check_uneven_programs(self.planned_shapes[_shape_of(search.best)].planned)
+            check_uneven_programs(self.planned_shapes[PipelineShape(*search.best.size)].planned)
         return self._build_plan(search.best, (*search.table(), *estimates))
 
     def marked_devices(self, begin: int | None) -> tuple[int, ...]:
@@ -345,7 +345,7 @@ class _PipelinePlanner:
             search = self._search_schedules(self.estimates.costs, shapes, self.memory_limits)
             if search.best is None:  # a shape whose estimate does not fit may fit once it is planned for less memory
                 search = self._search_schedules(self.estimates.costs, shapes, (_NO_LIMIT,) * self.ranks)
-            best = None if search.best is None else _shape_of(search.best)
+            best = None if search.best is None else PipelineShape(*search.best.size)
             if best is not None and best.virtual in ways[considered - 1 : -1]:
                 considered += 1
                 continue
@@ -388,7 +388,7 @@ class _PipelinePlanner:
         """Return the seconds of the fastest schedule of one shape, of those that fit or of all; infinity if none."""
         limits = self.memory_limits if fitting else (_NO_LIMIT,) * self.ranks
         best = self._search_schedules(lambda *_: costs, [shape], limits).best
-        return math.inf if best is None else best.seconds
+        return math.inf if best is None else best.step_seconds
 
     def _search_schedules(
         self, costs_of: CostsOf, shapes: Sequence[PipelineShape], memory_limits: tuple[int, ...]
@@ -411,22 +411,23 @@ class _PipelinePlanner:
             return min(self.errors.values(), key=lambda error: getattr(error, "peak", None) or _NO_LIMIT)
         return search.no_schedule_error()
 
-    def _build_plan(self, best: Simulation, table: tuple[ScheduleCandidate, ...]) -> PipelinePlan:
-        chosen, schedule = self.planned_shapes[_shape_of(best)], best.graph.schedule
+    def _build_plan(self, best: ScheduleOption, table: tuple[ScheduleCandidate, ...]) -> PipelinePlan:
+        chosen, step = self.planned_shapes[PipelineShape(*best.size)], best.simulation
+        assert step is not None, "the best schedule was simulated"
         return PipelinePlan(
             mesh=self.mesh.whole,
             axis=self.mesh.axis,
             devices=self.mesh.devices if max(self.mesh.devices) > 1 else (),
             stage_of=dict(chosen.stages.stage_of),
             recomputed=dict(chosen.stages.recomputed),
-            schedule=schedule,
+            schedule=step.graph.schedule,
             stages=tuple(stage.plan for stage in chosen.planned),
             reduced=tuple(stage.planner.settings.reduced for stage in chosen.planned),
             modules=tuple(stage.modules for stage in chosen.planned),
             costs=chosen.costs,
-            step_seconds=best.seconds,
-            bubble=best.bubble,
-            peaks=best.peaks,
+            step_seconds=step.seconds,
+            bubble=step.bubble,
+            peaks=step.peaks,
             capacities=self.memory_limits,
             table=table,
             cluster=self.target.cluster.name,
@@ -440,8 +441,3 @@ class _PipelinePlanner:
 def _nearest_shape(shapes: Sequence[PipelineShape], wanted: float) -> PipelineShape | None:
     """Return the shape whose number of microbatches is nearest to `wanted`, of equally near ones the smaller."""
     return min(shapes, key=lambda shape: (abs(math.log(shape.microbatches / wanted)), shape), default=None)
-
-
-def _shape_of(simulation: Simulation) -> PipelineShape:
-    schedule = simulation.graph.schedule
-    return PipelineShape(schedule.microbatches, schedule.virtual)
