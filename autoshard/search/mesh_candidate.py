@@ -1,4 +1,4 @@
-"""One line of the table: a mesh that was looked at, what its plan is predicted to do, and why it was taken or not."""
+"""One line of the table of a search: a mesh, the prediction of its plan, and its verdict."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ BEST = "best"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshCandidate:
-    """A mesh that was looked at.
+    """A mesh of a search.
 
     Attributes:
-        shape: the mesh, and which of its axes is a pipeline.
-        least_seconds: no step on it takes less.
-        least_bytes: no plan on it holds less on every device.
-        seconds: predicted time of the step of the fastest plan made; None where none was.
+        shape: the mesh, and its pipeline axis.
+        least_seconds: lower bound of the seconds of its step.
+        least_bytes: lower bound of the bytes that every device holds.
+        seconds: predicted time of the step of its fastest plan; None where it has no plan.
         peak: bytes that a device holds under that plan at most; None likewise.
-        plan: the plan itself, where it is the best of all meshes of as many devices.
-        verdict: `"best"`, or why not.
+        plan: the plan, if it is the best of all meshes of as many devices.
+        verdict: `"best"`, or the reason why not.
     """
 
     shape: Shape
@@ -38,5 +38,5 @@ class MeshCandidate:
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """The number of devices."""
         return self.shape.mesh.size

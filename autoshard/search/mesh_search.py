@@ -155,7 +155,7 @@ class MeshSearch(CandidateSearch[Row]):
         """Plan a pipeline of one shape within the limit, or another mesh without a limit."""
         with self._record_failure(row):
             if row.shape.axis is not None:
-                self._record_plan(row, self.mesh_planner.pipeline_of_one_size(row))
+                self._record_plan(row, self.mesh_planner.pipeline_of_one_shape(row))
             else:
                 plan = self.mesh_planner.without_limit(row)
                 if plan.memory.peak <= self._limit:

@@ -400,7 +400,7 @@ def test_what_holds_too_much_waits_for_pipelines(monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(search.mesh_planner, "within_limit", without)
         if not fits:
-            monkeypatch.setattr(search.mesh_planner, "pipeline_of_one_size", without)
+            monkeypatch.setattr(search.mesh_planner, "pipeline_of_one_shape", without)
             with pytest.raises(BudgetError):
                 search.run()
             assert asked[:2] == ["pp=2, x=2", "x=2, y=2"]

@@ -11,8 +11,7 @@ import torch
 
 from autoshard.errors import BudgetError, CaptureError, InputError, PlanError, warn_caller
 from autoshard.options import Pipeline
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
-from autoshard.pipeline.assign.placement import stage_devices
+from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
 from autoshard.pipeline.assign.stages import StageDevice
 from autoshard.pipeline.graph.microbatch import samples
 from autoshard.pipeline.plan.captures import PipelineCaptures
