@@ -10,9 +10,10 @@ from torch import fx
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.layers import is_view
 from autoshard.memory.optimizer import OptimizerMemory
-from autoshard.patterns.graph_rules import Value, value_of
+from autoshard.patterns.graph_rules import value_of
 from autoshard.search.request import Request
 from autoshard.search.shapes import Shape
+from autoshard.search.step_bounds import resident_bytes
 
 _FREE_FRACTION = 0.5
 """The part of the memory that parameters, gradients and optimizer leave free where there is room for activations."""
@@ -50,8 +51,9 @@ class InitialGuess:
         return min(fitting, default=max(numbers))
 
     def _resident_bytes(self, shape: Shape) -> int:
-        settings, cluster = self._request.target.settings, self._request.target.cluster
-        return typical_bytes(self._request.graph, shape, settings.optimizer, cluster.devices_per_host)
+        target = self._request.target
+        per_host = target.cluster.devices_per_host
+        return typical_bytes(self._request.graph, shape, target.settings.optimizer, per_host)
 
 
 def typical_bytes(graph: JointGraph, shape: Shape, optimizer: OptimizerMemory, per_host: int) -> int:
@@ -66,21 +68,8 @@ def typical_bytes(graph: JointGraph, shape: Shape, optimizer: OptimizerMemory, p
         optimizer: the memory of the optimizer.
         per_host: devices of a host.
     """
-    trained = {output.name: output.node for output in graph.outputs if output.kind == "gradient" and output.node}
     parts = shape.ranks * min(per_host, shape.devices_per_rank)
-    held, updated = 0, []
-    for source in graph.inputs:
-        if source.kind != "parameter":
-            continue
-        meta = Value(source.node).meta
-        elements = -(-math.prod(meta.shape) // parts)
-        held += elements * meta.dtype.itemsize
-        gradient = trained.get(source.name)
-        if gradient is not None:
-            held += elements * gradient.meta["val"].element_size()
-            held += optimizer.state_bytes(meta.shape, (elements,), meta.dtype.itemsize)
-            updated.append(elements * meta.dtype.itemsize)
-    return held + optimizer.step_bytes(updated)
+    return sum(resident_bytes(graph, parts, optimizer, parameters_only=True))
 
 
 def saved_bytes(graph: JointGraph) -> int:

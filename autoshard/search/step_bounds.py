@@ -135,13 +135,28 @@ def least_bytes(graph: JointGraph, shape: Shape, optimizer: OptimizerMemory) -> 
         shape: the mesh.
         optimizer: the memory of the optimizer.
     """
+    held, step = resident_bytes(graph, shape.devices_per_rank, optimizer, parameters_only=shape.axis is not None)
+    return held // shape.ranks + (step if shape.axis is None else 0)
+
+
+def resident_bytes(
+    graph: JointGraph, parts: int, optimizer: OptimizerMemory, *, parameters_only: bool
+) -> tuple[int, int]:
+    """Return the bytes of one of equal parts of the inputs, gradients and optimizer state, and of the optimizer's step.
+
+    Args:
+        graph: the captured step.
+        parts: the number of devices that share every tensor.
+        optimizer: the memory of the optimizer.
+        parameters_only: True to leave out buffers and inputs of the model.
+    """
     trained = {output.name: output.node for output in graph.outputs if output.kind == "gradient" and output.node}
     held, updated = 0, []
     for source in graph.inputs:
-        if source.kind == "tangent" or (shape.axis is not None and source.kind != "parameter"):
+        if source.kind == "tangent" or (parameters_only and source.kind != "parameter"):
             continue
         meta = Value(source.node).meta
-        elements = -(-math.prod(meta.shape) // shape.devices_per_rank)
+        elements = -(-math.prod(meta.shape) // parts)
         part = elements * meta.dtype.itemsize
         held += part
         gradient = trained.get(source.name)
@@ -149,5 +164,4 @@ def least_bytes(graph: JointGraph, shape: Shape, optimizer: OptimizerMemory) -> 
             held += elements * gradient.meta["val"].element_size()
             held += optimizer.state_bytes(meta.shape, (elements,), meta.dtype.itemsize)
             updated.append(part)
-    step = optimizer.step_bytes(updated) if shape.axis is None else 0
-    return held // shape.ranks + step
+    return held, optimizer.step_bytes(updated)
