@@ -16,6 +16,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.memory.footprint import Allocation, peak
 from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.pipeline.graph.forward_export import ancestors
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.planner.allocations import allocations
@@ -205,8 +206,8 @@ class _BackwardHalves:
     def of(planner: Planner, program: ShapeProgram, inputs: set[str]) -> _BackwardHalves:
         """Return the halves of a program's backward; the first computes the gradients of `inputs`."""
         graph, saved = program.backward.graph, program.backward.saved
-        first = _ancestors(
-            [node for (kind, name), node in program.outputs.items() if kind == "gradient" and name in inputs]
+        first = ancestors(
+            node for (kind, name), node in program.outputs.items() if kind == "gradient" and name in inputs
         )
         issued = operations([graph], planner.mesh.names, planner.prices)
         names = {node.name for node in first}
@@ -217,17 +218,6 @@ class _BackwardHalves:
         kept = [node for node in read if node not in saved or storage_root(saved[node]).op != "placeholder"]
         sizes = (one.meta["val"] for one in kept if isinstance(one.meta["val"], torch.Tensor))
         return _BackwardHalves(share, sum(val.untyped_storage().nbytes() for val in sizes))
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return nodes with all their ancestors."""
-    ancestors = set(nodes)
-    waiting = list(nodes)
-    while waiting:
-        new = set(waiting.pop().all_input_nodes) - ancestors
-        ancestors |= new
-        waiting += new
-    return ancestors
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard.pipeline.graph.forward_export import ExportedModule
+from autoshard.pipeline.graph.forward_export import ExportedModule, ancestors
 
 aten = torch.ops.aten
 
@@ -63,13 +63,7 @@ def loss_shares(count: Count | None, microbatches: Sequence[Mapping[str, torch.T
 
 def _count_program(graph: ExportedModule, target: fx.Node, ignored: int) -> fx.GraphModule | None:
     """Return a program that computes targets from inputs and counts them; None where they depend on anything else."""
-    needed, waiting = set[fx.Node](), [target]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    sources = graph.sources
+    needed, sources = ancestors([target]), graph.sources
     fixed = any(node.op == "get_attr" or (node in sources and sources[node].kind != "input") for node in needed)
     if fixed or not graph.random.isdisjoint(node.name for node in needed):
         return None
