@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
 from autoshard.options import OptionKeywords, Pipeline, collect_options
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.entry import parallelize_pipeline, plan_with_options, resolve_pipeline
 from autoshard.planner.frontier_search import frontier_plans
@@ -67,7 +68,7 @@ def plan(
     pipeline = resolve_pipeline(shape, options.pipeline)
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     if pipeline is not None:
-        return plan_with_options(module, shape, args, kwargs, pipeline, target)
+        return plan_with_options(BatchCall(module, args, kwargs, pipeline.batch_dims), shape, pipeline, target)
     graph, seconds = capture_with_progress(module, args, kwargs, target, grad=torch.is_grad_enabled())
     return plan_shares(graph, shape, target, seconds, PlannerCache(module, shape).of)
 
@@ -168,7 +169,8 @@ def parallelize(
     else:
         pipeline = resolve_pipeline(MeshShape.of(mesh), options.pipeline)
     if pipeline is not None:
-        return parallelize_pipeline(module, mesh, args, kwargs, pipeline, target, plan=plan)
+        call = BatchCall(module, args, kwargs, pipeline.batch_dims)
+        return parallelize_pipeline(call, mesh, pipeline, target, plan=plan)
     if plan is not None:
         check_plan(plan, module, MeshShape.of(mesh))
         assert isinstance(plan, ShardingPlan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -26,7 +26,7 @@ class Request:
     """The request of a search, for any number of devices.
 
     Attributes:
-        module, args, kwargs: the model and an example call.
+        module: the model.
         graph: the captured step.
         capture_seconds: of the capture.
         target: of planning; its memory limit is the bytes that every device may hold.
@@ -38,8 +38,6 @@ class Request:
     """
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     graph: JointGraph
     capture_seconds: float
     target: Target

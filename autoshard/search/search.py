@@ -14,8 +14,8 @@ from torch import nn
 from autoshard.capture._torch import pytree
 from autoshard.errors import AutoshardError, BudgetError, MeshError, PlanError, warn_caller
 from autoshard.options import OptionKeywords, collect_options
-from autoshard.pipeline.graph.microbatch import samples
-from autoshard.pipeline.plan.captures import BatchCall, PipelineCaptures
+from autoshard.pipeline.graph.microbatch import BatchCall
+from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.planner.planning import capture_with_progress
 from autoshard.planner.target import Target
@@ -126,21 +126,18 @@ def run_search(
     graph, capture_seconds = capture_with_progress(
         module, args, kwargs, target, grad=torch.is_grad_enabled(), dynamic=False
     )
-    own_memory, batch_dims = target.settings.memory_limit is None, target.options.pipeline.batch_dims
+    call = BatchCall(module, args, kwargs, target.options.pipeline.batch_dims)
+    own_memory = target.settings.memory_limit is None
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
     request = Request(
         module=module,
-        args=args,
-        kwargs=kwargs,
         graph=graph,
         capture_seconds=capture_seconds,
         target=target,
         pipelines=_PIPELINES[options.pipelines],
-        batch=_batch_size(module, args, kwargs, batch_dims),
-        plan_pipeline=functools.partial(
-            plan_pipeline, PipelineCaptures(BatchCall(module, args, kwargs, batch_dims), target)
-        ),
+        batch=_batch_size(call),
+        plan_pipeline=functools.partial(plan_pipeline, PipelineCaptures(call, target)),
         own_memory=own_memory,
     )
     candidates, notes = _search_counts(request, options)
@@ -178,11 +175,9 @@ def _search_counts(request: Request, options: SearchOptions) -> tuple[tuple[Mesh
     return tuple(candidates), tuple(notes)
 
 
-def _batch_size(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dims: Mapping[str, int | None] | None
-) -> int:
+def _batch_size(call: BatchCall) -> int:
     """Return the samples of a call that microbatches can split: by default the size of dim 0 of its first tensor."""
-    if batch_dims is not None:
-        return samples(module, args, kwargs, batch_dims)
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    if call.batch_dims is not None:
+        return call.samples
+    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)

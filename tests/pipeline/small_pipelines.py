@@ -11,7 +11,8 @@ from torch import nn
 
 from autoshard import Pipeline
 from autoshard.capture.task_graphs import Primitive
-from autoshard.pipeline.plan.captures import BatchCall, PipelineCaptures
+from autoshard.pipeline.graph.microbatch import BatchCall
+from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.planner.target import Target
@@ -67,5 +68,5 @@ def gpt_plan(**changes: Any) -> PipelinePlan:
     """Its plan for two pipeline ranks of two devices each, four microbatches and one stage per rank."""
     module, inputs = gpt()
     wanted = target(**changes)
-    captures = PipelineCaptures(BatchCall(module, (), inputs, None), wanted)
+    captures = PipelineCaptures(BatchCall(module, (), inputs), wanted)
     return plan_pipeline(captures, {"pp": 2, "x": 2}, Pipeline(axis="pp", microbatches=4, virtual=1), wanted)

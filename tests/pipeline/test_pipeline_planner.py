@@ -16,10 +16,10 @@ from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, HintError, InputError, MeshError, PipelineError, PlanError
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
 from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.microbatch import microbatches
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_modules import cut
 from autoshard.pipeline.plan.boundaries import input_names
-from autoshard.pipeline.plan.captures import BatchCall, PipelineCaptures
+from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint, slowest_cluster, stage_cluster, stage_target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
@@ -61,7 +61,7 @@ def plan_of(
     """The plan for four microbatches and one stage per rank, if nothing else is asked of `Pipeline`."""
     pipeline = Pipeline(**({"axis": "pp", "microbatches": 4, "virtual": 1} | asked))
     target = target or small_pipelines.target()
-    captures = captures or PipelineCaptures(BatchCall(module, (), inputs, None), target)
+    captures = captures or PipelineCaptures(BatchCall(module, (), inputs), target)
     return plan_pipeline(captures, mesh, pipeline, target, begin=begin, known=known, stopping=stopping)
 
 
@@ -76,7 +76,7 @@ def test_the_stages_of_a_plan_do_what_the_model_does() -> None:
     with simulated_mesh(x=2) as mesh:
         with Float64Mode():
             module, inputs = gpt()
-            part = microbatches(module, (), inputs, plan.microbatches)[0][1]
+            part = BatchCall(module, (), inputs).split(plan.microbatches)[0].kwargs
             alone = copy.deepcopy(module)
             loss = alone(**part)[1]
             loss.backward()
@@ -303,7 +303,7 @@ def test_a_stage_whose_search_is_interrupted_ends_that_of_the_pipeline(monkeypat
 
 def test_what_was_captured_for_one_mesh_serves_others(monkeypatch: pytest.MonkeyPatch) -> None:
     module, inputs = tower()
-    captures = PipelineCaptures(BatchCall(module, (), inputs, None), target())
+    captures = PipelineCaptures(BatchCall(module, (), inputs), target())
     first = planned({"pp": 2, "x": 2}, captures=captures)
 
     def capture(*args: Any, **kwargs: Any) -> Any:
@@ -323,7 +323,7 @@ def test_what_was_captured_for_one_mesh_serves_others(monkeypatch: pytest.Monkey
 def test_no_hand_made_cut_in_layers_is_faster_with_one_forward_one_backward() -> None:
     module, inputs = tower()
     plan = planned({"pp": 2, "x": 2})
-    part = microbatches(module, (), inputs, 4)[0][1]
+    part = BatchCall(module, (), inputs).split(4)[0].kwargs
     graph = export_forward(module, (), part)
     kind = StageTarget(stage_target(target(), fast_links()), MeshShape.of({"x": 2}))
     planner = StagePlanner([kind], [{}], None)

@@ -68,7 +68,7 @@ def no_pipeline(*args: Any, **kwargs: Any) -> Any:
 
 
 def request(plan_pipeline: Callable[..., Any] = no_pipeline, **changes: Any) -> Request:
-    module, args, graph = model()
+    module, _, graph = model()
     asked: dict[str, Any] = {
         "memory_limit": "1GiB",
         "effort": "fast",
@@ -80,8 +80,6 @@ def request(plan_pipeline: Callable[..., Any] = no_pipeline, **changes: Any) -> 
     options = target_of(time_limit=60.0, recompute="none", **asked)
     return Request(
         module=module,
-        args=args,
-        kwargs={},
         graph=graph,
         capture_seconds=0.0,
         target=options,

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture.joint import JointGraph, capture
@@ -16,23 +12,13 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
 from autoshard.pipeline.graph.forward_graph import read_stage_graph
-from autoshard.pipeline.graph.microbatch import batch_sizes, microbatches
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.pipeline.plan.stage_reuse import has_same_names, rename_capture, structural_text
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.target import Target
 from autoshard.specs.axes import MeshShape
-
-
-@dataclass(frozen=True, slots=True)
-class BatchCall:
-    """A call of a module with the whole batch, and the dim of each input that counts samples."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    batch_dims: Mapping[str, int | None] | None
 
 
 class StageCaptures:
@@ -93,14 +79,13 @@ class PipelineCaptures:
     def export(self, number: int) -> ExportedModule:
         """Return the forward graph of one of `number` microbatches."""
         if number not in self._exported:
-            call = self.call
-            args, kwargs = microbatches(call.module, call.args, call.kwargs, number, call.batch_dims)[0]
-            sizes = batch_sizes(call.module, args, kwargs, call.batch_dims) if self._dynamic else None
-            hinted = hint_rules.task_graphs(self._target.hints, [name for name, _ in call.module.named_modules()])
+            part = self.call.split(number)[0]
+            sizes = part.dynamic_sizes if self._dynamic else None
+            hinted = hint_rules.task_graphs(self._target.hints, [name for name, _ in part.module.named_modules()])
             self._exported[number] = export_forward(
-                call.module,
-                args,
-                kwargs,
+                part.module,
+                part.args,
+                part.kwargs,
                 grad=torch.is_grad_enabled(),
                 task_graphs=hinted,
                 mp_policy=self._target.options.mp_policy,

@@ -13,7 +13,6 @@ from autoshard.errors import BudgetError, CaptureError, InputError, PlanError, w
 from autoshard.options import Pipeline
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
 from autoshard.pipeline.assign.stages import StageDevice
-from autoshard.pipeline.graph.microbatch import samples
 from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_devices import check_axis, check_pipeline_options, forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
@@ -165,8 +164,7 @@ class _PipelinePlanner:
         self.target = target
         self.ranks = mesh.ranks
         self.shares = tuple(shares)
-        call = captures.call
-        self.batch = samples(call.module, call.args, call.kwargs, call.batch_dims)
+        self.batch = captures.call.samples
         devices = self._devices()
         limit = target.settings.memory_limit or _NO_LIMIT
         self.memory_limits = tuple(int(min(device.memory, limit)) for device in devices)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import PipelineError
 from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.microbatch import batch_sizes, microbatches
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
 from autoshard.pipeline.plan.boundaries import Boundaries, input_names
 from autoshard.pipeline.plan.pipeline_devices import stage_clusters, stage_target
@@ -57,7 +57,7 @@ class CallCache:
         device_mesh: all axes.
         plan: the stages, for all calls.
         target: for the stages of calls that the plan does not have.
-        batch_dims: as `microbatches` takes them.
+        batch_dims: as of `BatchCall`.
 
     Attributes:
         uninitialized_names: of parameters and buffers that the model had on the meta device from the start.
@@ -106,10 +106,14 @@ class CallCache:
         """
         plan, number = self.plan, self.plan.schedule.microbatches
         hinted = hint_rules.task_graphs(self._target.hints, [name for name, _ in self.model.named_modules()])
-        part = microbatches(self.model, args, kwargs, number, self._batch_dims)[0]
-        sizes = batch_sizes(self.model, *part, self._batch_dims) if plan.in_shares else None
+        part = BatchCall(self.model, args, kwargs, self._batch_dims).split(number)[0]
         graph = export_forward(
-            self.model, *part, task_graphs=hinted, mp_policy=self._target.options.mp_policy, dynamic=sizes
+            self.model,
+            part.args,
+            part.kwargs,
+            task_graphs=hinted,
+            mp_policy=self._target.options.mp_policy,
+            dynamic=part.dynamic_sizes if plan.in_shares else None,
         )
         call_format = CallFormat(self.model, graph, number, self._batch_dims)
         call_format.check()

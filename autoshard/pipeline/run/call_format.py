@@ -13,7 +13,7 @@ from autoshard.capture.export import ExportedInput
 from autoshard.capture.python_state import PythonState
 from autoshard.errors import InputError, PipelineError
 from autoshard.pipeline.graph.forward_export import ExportedModule
-from autoshard.pipeline.graph.microbatch import microbatches
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.run.loss_counts import target_count
 from autoshard.pipeline.run.stage_runtime import Inputs, Loss
 
@@ -26,7 +26,7 @@ class CallFormat:
         model: the model; its `forward` names the arguments.
         graph: of one microbatch.
         number: of microbatches.
-        batch_dims: as `microbatches` takes them.
+        batch_dims: as of `BatchCall`.
     """
 
     model: nn.Module
@@ -54,8 +54,8 @@ class CallFormat:
         names = [leaf for leaf in layout.leaves if isinstance(leaf, str)]
         read = [source.name for source in self._inputs]
         batch: list[Inputs] = []
-        for part_args, part_kwargs in microbatches(self.model, args, kwargs, self.number, self.batch_dims):
-            inputs = dict(zip(names, layout.flatten(part_args, part_kwargs), strict=True))
+        for part in BatchCall(self.model, args, kwargs, self.batch_dims).split(self.number):
+            inputs = dict(zip(names, layout.flatten(part.args, part.kwargs), strict=True))
             batch.append({name: inputs[name] for name in read})
         return batch
 

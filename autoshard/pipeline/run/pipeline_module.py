@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.capture.call_layout import signature_of
 from autoshard.capture.python_state import check_invalidating_effects
 from autoshard.errors import InputError, PipelineError
-from autoshard.pipeline.plan.captures import BatchCall
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_devices import check_pipeline_options, forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.call_cache import CallCache, PreparedCall
@@ -267,7 +267,7 @@ def build_pipeline_module(
     Raises:
         PlanError: the plan is of another model or mesh, or places a tied parameter in two ways; or a pipeline can not
             have an option.
-        CaptureError, InputError: as for `export_forward` and `microbatches`.
+        CaptureError, InputError: as for `export_forward` and `BatchCall.split`.
         PipelineError: the schedule can't be run.
     """
     check_pipeline_options(target)
