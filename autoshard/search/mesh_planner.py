@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autoshard.errors import BudgetError, PipelineError
-from autoshard.pipeline.plan.stopping import Stopping
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.plan.shape_planner import Stopping
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner
@@ -19,9 +19,6 @@ from autoshard.search.row import Row
 from autoshard.search.shapes import Shape
 from autoshard.search.step_bounds import tighten_bound
 from autoshard.specs.axes import MeshShape
-
-if TYPE_CHECKING:
-    from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 
 _PROVED = 1e-4
 """Relative gap at which a problem that was solved quickly is not solved again."""

@@ -7,11 +7,10 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autoshard.errors import AutoshardError, BudgetError, PlanError, warn_caller
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.search.mesh_candidate import BEST, MeshCandidate
 from autoshard.search.mesh_planner import MeshPlanner
 from autoshard.search.pipeline_estimates import PipelineEstimates
 from autoshard.search.pruning import (
@@ -21,14 +20,12 @@ from autoshard.search.pruning import (
     unpromising_reason,
 )
 from autoshard.search.request import Request
+from autoshard.search.result import BEST, MeshCandidate
 from autoshard.search.row import Row, UnlimitedResult, no_mesh_fits_error
 from autoshard.search.shapes import shapes, straddle_reason
 from autoshard.search.step_bounds import LeastWork, least_bytes
 from autoshard.solver.candidate_search import CandidateSearch
 from autoshard.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 
 _log = logging.getLogger("autoshard")
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from autoshard.capture.joint import JointGraph
 from autoshard.options import Pipeline
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.planner.target import Target
 from autoshard.search.shapes import PipelineAxis, Shape
-
-if TYPE_CHECKING:
-    from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-
-PlanPipeline = Callable[..., "PipelinePlan"]
-"""`autoshard.pipeline.plan.pipeline_planner.plan_pipeline` with the captures of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +26,7 @@ class Request:
         target: of planning; its memory limit is the bytes that every device may hold.
         pipelines: the position of the axis of pipelines.
         batch: samples of the example call, which microbatches split.
-        plan_pipeline: plans a pipeline on a mesh.
+        plan_pipeline: `plan_pipeline` with the captures of the example call.
         own_memory: True if the memory limit is just the memory of the smallest device. Larger devices of a pipeline may
             then hold as much as they have.
     """
@@ -43,7 +37,7 @@ class Request:
     target: Target
     pipelines: PipelineAxis
     batch: int
-    plan_pipeline: PlanPipeline
+    plan_pipeline: Callable[..., PipelinePlan]
     own_memory: bool = False
 
     @property

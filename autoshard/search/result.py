@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from rich import box
 from rich.console import Console, Group
@@ -14,17 +14,45 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.errors import PlanError
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.search.mesh_candidate import BEST, MeshCandidate
+from autoshard.search.shapes import Shape
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 
 Option = Literal["mini-time", "mini-parallelism", "profiling"]
 
 _WIDTH = 120
+
+BEST = "best"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshCandidate:
+    """A mesh of a search.
+
+    Attributes:
+        shape: the mesh, and its pipeline axis.
+        least_seconds: lower bound of the seconds of its step.
+        least_bytes: lower bound of the bytes that every device holds.
+        seconds: predicted time of the step of its fastest plan; None where it has no plan.
+        peak: bytes that a device holds under that plan at most; None likewise.
+        plan: the plan, if it is the best of all meshes of as many devices.
+        verdict: `"best"`, or the reason why not.
+    """
+
+    shape: Shape
+    least_seconds: float
+    least_bytes: int
+    seconds: float | None = None
+    peak: int | None = None
+    plan: ShardingPlan | PipelinePlan | None = field(default=None, repr=False)
+    verdict: str = ""
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.shape.mesh.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

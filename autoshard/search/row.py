@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from autoshard.errors import BudgetError
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape
 from autoshard.planner.planner import Planner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.shapes import Shape
 from autoshard.solver.candidate_search import Candidate
 from autoshard.units import format_bytes
-
-if TYPE_CHECKING:
-    from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-    from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape
 
 
 @dataclass(frozen=True, slots=True)

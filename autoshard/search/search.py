@@ -20,10 +20,9 @@ from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.planner.planning import capture_with_progress
 from autoshard.planner.target import Target
 from autoshard.runtime.arguments import check_examples, check_module
-from autoshard.search.mesh_candidate import MeshCandidate
 from autoshard.search.mesh_search import MeshSearch
 from autoshard.search.request import Request
-from autoshard.search.result import Option, SearchResult
+from autoshard.search.result import MeshCandidate, Option, SearchResult
 from autoshard.search.shapes import PipelineAxis
 
 _PIPELINES: dict[bool | str, PipelineAxis] = {False: "none", True: "outer", "outer": "outer", "inner": "inner"}

@@ -24,9 +24,8 @@ from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint, slowes
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.plan.planned_stage import Links, stage_costs
-from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape, ShapePlanner
+from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape, ShapePlanner, Stopping
 from autoshard.pipeline.plan.stage_plans import StageBudget, StagePlanner, StageTarget
-from autoshard.pipeline.plan.stopping import Stopping
 from autoshard.pipeline.schedule.schedules import schedule
 from autoshard.pipeline.schedule.simulation import simulate
 from autoshard.pipeline.schedule.tasks import step_task_graph

@@ -19,15 +19,15 @@ from autoshard import Pipeline
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.errors import BudgetError, HintError, PipelineError, PlanError
-from autoshard.pipeline.plan.stopping import Stopping
+from autoshard.pipeline.plan.shape_planner import Stopping
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search import mesh_search
-from autoshard.search.mesh_candidate import BEST, MeshCandidate
 from autoshard.search.mesh_search import MeshSearch
 from autoshard.search.pipeline_estimates import PipelineEstimates
 from autoshard.search.request import Request
+from autoshard.search.result import BEST, MeshCandidate
 from autoshard.search.shapes import Shape
 from autoshard.specs.axes import MeshShape
 from tests.targets import target as target_of

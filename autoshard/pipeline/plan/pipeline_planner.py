@@ -23,8 +23,7 @@ from autoshard.pipeline.plan.rank_shares import (
     proportional_shares,
 )
 from autoshard.pipeline.plan.shape_estimates import ShapeEstimates
-from autoshard.pipeline.plan.shape_planner import MIN_GAIN, PipelineShape, PlannedShape, ShapePlanner
-from autoshard.pipeline.plan.stopping import Stopping
+from autoshard.pipeline.plan.shape_planner import MIN_GAIN, PipelineShape, PlannedShape, ShapePlanner, Stopping
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_search import (
     CostsOf,

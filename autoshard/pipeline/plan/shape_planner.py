@@ -25,7 +25,6 @@ from autoshard.pipeline.plan.rank_shares import RankShares, memory_share, scale_
 from autoshard.pipeline.plan.relaxed_fit import RelaxedFit, merge_limits, relaxations
 from autoshard.pipeline.plan.stage_plans import Pins, StageBudget, StagePlanner, StageTarget
 from autoshard.pipeline.plan.stage_reuse import structural_text
-from autoshard.pipeline.plan.stopping import Stopping
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_bounds import least_bytes
 from autoshard.pipeline.schedule.schedules import placement
@@ -43,6 +42,19 @@ MIN_GAIN = 0.01
 
 _MIN_STAGE_SECONDS = 1.0
 """The time limit of one stage's plan is at least this, however late it is: a shape is always planned to its end."""
+
+
+@dataclass(slots=True)
+class Stopping:
+    """Limits of a search for a pipeline, and whether Ctrl-C ended it.
+
+    Attributes:
+        deadline: `time.monotonic()` seconds at which the search ends, even without a plan.
+        interrupted: True if Ctrl-C ended the search; the plan is the best one until then.
+    """
+
+    deadline: float = math.inf
+    interrupted: bool = False
 
 
 class PipelineShape(NamedTuple):
