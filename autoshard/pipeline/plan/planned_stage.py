@@ -216,7 +216,7 @@ class _BackwardHalves:
         second = [node for node in graph.nodes if node.op == "call_function" and node not in first]
         read = {storage_root(source) for node in second for source in node.all_input_nodes} - set(second)
         kept = [node for node in read if node not in saved or storage_root(saved[node]).op != "placeholder"]
-        sizes = (one.meta["val"] for one in kept if isinstance(one.meta["val"], torch.Tensor))
+        sizes = (node.meta["val"] for node in kept if isinstance(node.meta["val"], torch.Tensor))
         return _BackwardHalves(share, sum(val.untyped_storage().nbytes() for val in sizes))
 
 

@@ -377,11 +377,11 @@ class ShapePlanner:
 
     def _costs_on_rank(self, costs: StageCosts, rank: int) -> StageCosts:
         """Return a stage's costs with its rank's shares, and messages to each device that a device sends to."""
-        before, own, behind = ([0, *self.mesh.devices, 0][rank + step] for step in range(3))
+        before, here, behind = ([0, *self.mesh.devices, 0][rank + step] for step in range(3))
         costs = replace(
             costs,
-            forward_send_seconds=costs.forward_send_seconds * max(math.ceil(behind / own), 1),
-            backward_send_seconds=costs.backward_send_seconds * max(math.ceil(before / own), 1),
+            forward_send_seconds=costs.forward_send_seconds * max(math.ceil(behind / here), 1),
+            backward_send_seconds=costs.backward_send_seconds * max(math.ceil(before / here), 1),
         )
         return scale_to_shares(costs, self.shares[rank], self.memory_shares[rank])
 

@@ -132,8 +132,8 @@ class PipelineModule(nn.Module):
                 the meta device are filled with `assign=True`.
         """
         elsewhere = self._names_elsewhere
-        own = {name: value for name, value in state_dict.items() if name not in elsewhere}
-        loaded: NamedTuple = super().load_state_dict(own, strict, assign)
+        held = {name: value for name, value in state_dict.items() if name not in elsewhere}
+        loaded: NamedTuple = super().load_state_dict(held, strict, assign)
         return loaded
 
     def load_safetensors(

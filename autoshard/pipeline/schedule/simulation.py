@@ -69,6 +69,6 @@ def _memory(
     for index, task in enumerate(graph.tasks):
         for moment, more in ((starts[index], task.takes), (ends[index], -task.frees)):
             if more:
-                mine = moments[task.ranks[0]]
-                mine.append((moment, mine[-1][1] + more))
+                rank_moments = moments[task.ranks[0]]
+                rank_moments.append((moment, rank_moments[-1][1] + more))
     return tuple(map(tuple, moments))
