@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.errors import PipelineError
+from autoshard.pipeline.graph.stage_modules import owner_of
 
 StateEntry = tuple[dict[str, Any], dict[str, Any], str]
 """The `_parameters` or `_buffers` of a module of a stage and of the whole, and the key of a tensor in both."""
@@ -70,17 +71,10 @@ def _holder(module: nn.Module, name: str) -> nn.Module:
 
 def _owner(whole: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the submodule of the whole for a name, creating it if necessary, and the key in it."""
-    *path, key = name.split(".")
-    first = (*path, key)[0]
-    registered = (*whole._modules, *whole._parameters, *whole._buffers)
-    if hasattr(whole, first) and first not in registered:
+    first = name.partition(".")[0]
+    if hasattr(whole, first) and first not in (*whole._modules, *whole._parameters, *whole._buffers):
         raise PipelineError(
             f"the model has something called {first!r}, and so has {type(whole).__name__}, which stands for it on a "
             f"pipeline: give the model's another name."
         )
-    owner = whole
-    for part in path:
-        if part not in owner._modules:
-            owner.add_module(part, nn.Module())
-        owner = owner.get_submodule(part)
-    return owner, key
+    return owner_of(whole, name)
