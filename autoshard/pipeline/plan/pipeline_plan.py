@@ -224,7 +224,7 @@ class PipelinePlan:
         return lines
 
     def _schedule_text(self) -> str:
-        """Such as `"1F1B, 8 microbatches, 1 stage per rank"`."""
+        """Return `"1F1B, 8 microbatches, 1 stage per rank"`."""
         stages = "1 stage" if self.virtual == 1 else f"{self.virtual} stages"
         batches = "1 microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
         return f"{self.schedule.name}, {batches}, {stages} per rank"
