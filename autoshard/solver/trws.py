@@ -264,9 +264,19 @@ class Messages:
 
     def _arrays(self) -> tuple[_Nodes, _Edges]:
         nodes = _Nodes(self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at)
-        messages = self.up, self.up_at, self.down, self.down_at
-        tables = self.tables, self.table, self.part_at, self.factor, self.classes, self.ends
-        return nodes, _Edges(*messages, *tables)
+        edges = _Edges(
+            up=self.up,
+            up_at=self.up_at,
+            down=self.down,
+            down_at=self.down_at,
+            tables=self.tables,
+            table=self.table,
+            part_at=self.part_at,
+            factor=self.factor,
+            classes=self.classes,
+            ends=self.ends,
+        )
+        return nodes, edges
 
     def _round_assignment(self) -> tuple[int, ...]:
         choice = _round(self.sequence, *self._arrays(), self.turned, self.earlier)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from autoshard.cluster.measurements import Grouping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoshard
@@ -17,6 +16,7 @@ from autoshard.cluster import Cluster, CostModel, Link
 from autoshard.cluster.calibrate import fit_links
 from autoshard.cluster.collective_samples import KINDS, groupings
 from autoshard.cluster.curve import Curve
+from autoshard.cluster.measurements import Grouping
 from autoshard.cluster.operator_curves import BYTES, FLOPS
 from autoshard.errors import MeshError
 from autoshard.specs.axes import MeshShape

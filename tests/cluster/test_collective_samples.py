@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from autoshard.cluster.measurements import Grouping
 
 from autoshard.cluster.collective_samples import groupings, groups_of
+from autoshard.cluster.measurements import Grouping
 from autoshard.specs.axes import MeshShape
 
 

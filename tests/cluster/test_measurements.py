@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from autoshard.cluster.measurements import Grouping, Measurements
 
 from autoshard.cluster import Cluster, CostModel
 from autoshard.cluster.curve import Curve
+from autoshard.cluster.measurements import Grouping, Measurements
 from autoshard.cluster.operator_curves import BYTES, FLOPS, INTENSITY
 from autoshard.errors import MeshError
 from autoshard.specs.axes import MeshShape
