@@ -21,8 +21,8 @@ from autoshard.capture.capture_errors import is_users_file, running_line
 from autoshard.capture.ctc_operator import ctc_loss
 from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.fixed_size_bags import embedding_bag
+from autoshard.capture.recurrence import gru, lstm, rnn_relu, rnn_tanh
 from autoshard.capture.recurrent_cell_operators import gru_cell, lstm_cell
-from autoshard.capture.recurrent_layers import gru, lstm, rnn_relu, rnn_tanh
 from autoshard.capture.rms_norm import rms_norm
 from autoshard.errors import CaptureError
 

@@ -21,14 +21,11 @@ from autoshard.capture._torch import FakeTensor, outside_modes, pytree, version_
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.closures import FreeTensors, Substitution, TensorScope
 from autoshard.capture.mutations import Mutations
+from autoshard.capture.operators import define_for_autograd
 from autoshard.errors import CaptureError
 
 Body = Callable[[list[Tensor], list[int], TensorScope], list[Tensor]]
 """Code to call: takes tensors, sizes, and the scope in which its parts run; returns tensors."""
-
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define("python_call(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]")
-_library.define("python_effect(Tensor(a!)[] tensors, SymInt[] sizes, int number) -> ()")
 
 operators = torch.ops.autoshard
 
@@ -199,9 +196,8 @@ def _run_for_effect(tensors: list[Tensor], sizes: list[int], number: int) -> Non
     _run(tensors, sizes, number)
 
 
-# Autograd's place in dispatch, so that the results have the history that they have outside of an export.
-_library.impl("python_call", _run, "Autograd")
-_library.impl("python_effect", _run_for_effect, "Autograd")
+define_for_autograd("python_call(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]", _run)
+define_for_autograd("python_effect(Tensor(a!)[] tensors, SymInt[] sizes, int number) -> ()", _run_for_effect)
 
 _PLACEHOLDER_OPERATORS = (operators.python_call.default, operators.python_effect.default)
 
