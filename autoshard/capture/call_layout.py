@@ -141,6 +141,13 @@ def call_layout(module: nn.Module, structure: pytree.TreeSpec, leaves: list[Any]
     return CallLayout(structure, tuple(structure.unflatten(range(structure.num_leaves))[1]), layout)
 
 
+def call_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a call by name."""
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    names = call_layout(module, structure, leaves).leaves
+    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
+
+
 def _leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> list[str]:
     """Return names such as `input_ids` or `batch['x'][0]`, from the parameter names of the module's `forward`."""
     example = structure.unflatten(range(structure.num_leaves))
@@ -162,7 +169,7 @@ def _positional_names(module: nn.Module, count: int) -> list[str]:
 
 
 def without_omitted_arguments(
-    module: nn.Module, inputs: Mapping[str, InputInfo], passed: Container[str | Constant]
+    module: nn.Module, inputs: Mapping[str, InputInfo], passed: Container[str]
 ) -> dict[str, InputInfo]:
     """Return information on inputs by name, without arguments of `forward` that a call omits, such as labels."""
     arguments = inspect.signature(type(module).forward).parameters

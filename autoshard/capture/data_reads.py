@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
-from autoshard.capture.call_layout import RuntimeCheck, call_layout
+from autoshard.capture.call_layout import RuntimeCheck, call_tensors
 from autoshard.capture.capture_errors import ModelError, running_line, shape_error
 from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
 from autoshard.capture.reporting_branches import is_reporting_only
@@ -104,10 +104,8 @@ class DataReads(TorchFunctionMode):
         """Context in which the mode is active; it acts on code that runs in the forward of `module`."""
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            leaves, structure = pytree.tree_flatten((args, kwargs))
-            names = call_layout(module, structure, leaves).leaves
             # torch.export may call `forward` more than once: the last call is the one that is traced.
-            self._program = InputProgram(dict(self._nodes(zip(names, leaves, strict=True))))
+            self._program = InputProgram(dict(self._nodes(call_tensors(module, args, kwargs))))
             self.assumptions, self._running = [], True
 
         def end(*_: Any) -> None:
@@ -137,10 +135,10 @@ class DataReads(TorchFunctionMode):
         traced = traced_node(tensor) if isinstance(tensor, FakeTensor) else None
         return None if traced is None else self._program.copy(*traced)
 
-    def _nodes(self, call: Iterable[tuple[Any, Any]]) -> Iterator[tuple[fx.Node, tuple[str, Tensor | None]]]:
+    def _nodes(self, inputs: Mapping[str, Tensor]) -> Iterator[tuple[fx.Node, tuple[str, Tensor | None]]]:
         """Yield the nodes of inputs, with their names and the example's tensors, where these have numbers."""
-        for name, leaf in call:
-            traced = traced_node(leaf) if isinstance(leaf, Tensor) else None
+        for name, tensor in inputs.items():
+            traced = traced_node(tensor)
             if traced is not None:
                 example = self._examples.get(name)
                 has_numbers = type(example) is Tensor and not example.is_meta

@@ -14,8 +14,8 @@ from torch import nn
 from torch.export import Dim, ShapesCollection
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
-from autoshard.capture._torch import UserError, attribute_patch, pytree
-from autoshard.capture.call_layout import call_layout
+from autoshard.capture._torch import UserError, attribute_patch
+from autoshard.capture.call_layout import call_tensors
 from autoshard.errors import InputError
 from autoshard.size import Sizes, evaluate
 
@@ -121,9 +121,7 @@ def export_dynamic(
         InputError: an input, a dim or a name is not valid, or the example is too small to stand for others.
         UserError: (of torch) the model allows no other size than the example's.
     """
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    names = call_layout(twin, structure, leaves).leaves
-    inputs = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
+    inputs = call_tensors(twin, args, kwargs)
     dims = _declared_dims(inputs, dynamic)
     try:
         program = _export(twin, args, kwargs, inputs, dims)

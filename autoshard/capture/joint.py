@@ -26,7 +26,7 @@ from autoshard.capture._torch import (
 )
 from autoshard.capture.annotate import capturing
 from autoshard.capture.autocast import autocast_of_gpus
-from autoshard.capture.call_layout import call_layout, signature_of, without_omitted_arguments
+from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
 from autoshard.capture.canonical_order import canonicalize_order
 from autoshard.capture.capture_errors import ModelError, capture_error, known_error, node_line
 from autoshard.capture.describe import describe
@@ -231,11 +231,9 @@ def _export(
         exported = with_symbols(exported, mode) if dynamic else without_sizes(exported)
         check_sizes(exported.graph_module.graph)
         return canonicalize_order(exported)
-    real_leaves, structure = pytree.tree_flatten((real_args, dict(real_kwargs)))
-    names = call_layout(twin, structure, real_leaves).leaves
+    examples = call_tensors(twin, real_args, real_kwargs)
     if dynamic:
-        dynamic = without_omitted_arguments(twin, dynamic, names)
-    examples = {name: leaf for name, leaf in zip(names, real_leaves, strict=True) if isinstance(name, str)}
+        dynamic = without_omitted_arguments(twin, dynamic, examples)
     if mp_policy is None:
         exported = export_forward(twin, args, kwargs, mode, dynamic, state, examples)
     else:

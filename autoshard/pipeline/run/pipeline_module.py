@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.capture.call_layout import signature_of
+from autoshard.capture.call_layout import call_tensors, signature_of
 from autoshard.capture.python_state import check_invalidating_effects
 from autoshard.errors import InputError, PipelineError
 from autoshard.pipeline.plan.pipeline_devices import check_pipeline_options, forward_fingerprint
@@ -21,7 +21,7 @@ from autoshard.pipeline.run.clipping import clip, total_norm
 from autoshard.pipeline.run.state_entries import register_stage_state, relink_entries
 from autoshard.pipeline.run.tied_parameters import TiedParameters, check_same_placements, tie
 from autoshard.planner.target import Target
-from autoshard.runtime.call_tensors import describe_call, tensors_of_call
+from autoshard.runtime.call_tensors import describe_call
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.materialize import Initializer
 from autoshard.runtime.materialize_stages import materialize_stages
@@ -98,7 +98,7 @@ class PipelineModule(nn.Module):
             serving = self._call_cache.prepare(self, args, kwargs)
             self._prepared_calls[signature] = (serving, *known)
         if signature not in self._compared_signatures:
-            tensors = tensors_of_call(self._call_cache.model, args, kwargs)
+            tensors = call_tensors(self._call_cache.model, args, kwargs)
             check_same_inputs(
                 self._call_cache.device_mesh, {name: one for name, one in tensors.items() if not one.is_meta}
             )
