@@ -185,17 +185,14 @@ def _join_names(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A tensor that `forward` leaves in Python.
+    """A tensor that `forward` leaves in an attribute, a container or a variable.
 
     Attributes:
-        name: as a user writes it.
-        path: of the attribute of a module that is set to it, such as `layers.0.auxiliary_loss`; None where it is part
-            of a `Mutation`.
-        differentiable: whether gradients flow into it.
+        name: as a user writes it, such as `self.layers.0.auxiliary_loss`.
+        differentiable: True if gradients flow into it.
     """
 
     name: str
-    path: str | None
     differentiable: bool
 
 
@@ -242,7 +239,7 @@ class ResultLayout:
     Attributes:
         structure: of the object that `forward` returned.
         leaves: in flattening order, the name of each returned tensor and the value of each other leaf.
-        attributes: those that `forward` set to tensors.
+        attributes: the tensors that `forward` leaves in Python.
         checks: of the run, one flag each.
         views: outputs in the memory of an input or a buffer, by name.
     """
@@ -277,15 +274,14 @@ class ResultLayout:
         leaves = [next(remaining) if isinstance(leaf, str) else leaf.value for leaf in self.leaves]
         return restore_dataclasses(self.structure.unflatten(leaves))
 
-    def assigned_tensors(self, tensors: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Return the tensors that attributes are set to, by path, and those of mutations, of all output tensors."""
+    def assigned_tensors(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return, of all output tensors, those that `forward` leaves in Python."""
         end = len(tensors) - len(self.checks)
-        values = [
-            (attribute, value if attribute.differentiable else value.detach())
-            for attribute, value in zip(self.attributes, tensors[end - len(self.attributes) : end], strict=True)
+        values = tensors[end - len(self.attributes) : end]
+        return [
+            value if attribute.differentiable else value.detach()
+            for attribute, value in zip(self.attributes, values, strict=True)
         ]
-        attributes = {attribute.path: value for attribute, value in values if attribute.path is not None}
-        return attributes, [value for attribute, value in values if attribute.path is None]
 
 
 def result_names(structure: pytree.TreeSpec) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autoshard.capture._torch import FakeTensor, FakeTensorMode, InputKind, TensorArgument, attribute_patch, pytree
+from autoshard.capture._torch import FakeTensor, InputKind, TensorArgument, attribute_patch, pytree
 from autoshard.capture.assigned_tensors import AssignedTensors, SetBuffer
 from autoshard.capture.call_layout import CallLayout, Constant, ResultLayout, RuntimeCheck, call_layout, result_names
 from autoshard.capture.capture_errors import Regions, node_line, node_place, refusing_branches, running_line
@@ -88,28 +88,25 @@ class NamedTensors:
 
 
 def export_forward(
-    twin: nn.Module,
+    state: StateWatch,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mode: FakeTensorMode,
     dynamic: Dynamic | None,
-    state: StateWatch,
     examples: Mapping[str, torch.Tensor],
 ) -> Exported:
-    """Export a fake copy of a module, called with fake inputs.
+    """Export a fake twin of a module, called with fake inputs.
 
     Args:
-        twin: the fake copy.
+        state: has the twin, and records its reads and changes of Python's state.
         args: positional arguments.
         kwargs: keyword arguments.
-        mode: of the fake tensors.
         dynamic: dims of inputs that calls may change.
-        state: records reads and changes of Python's state.
         examples: the inputs by name, as far as they have numbers.
 
     Raises:
         CaptureError: no graph can hold what `forward` does.
     """
+    twin = state.twin
     opaque = OpaqueOutputs()
     state.mutations.note_state()
     reads = DataReads(examples, state.mutations.note_number)
@@ -148,7 +145,7 @@ def export_forward(
     leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
     call = call_layout(twin, structure, leaves)
     graph_module = program.graph_module
-    inputs = _take_inputs(program, names, call, leaves, mode, bool(sizes), twin, state)
+    inputs = _take_inputs(program, names, call, leaves, bool(sizes), state)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
     replace_position_masks(graph_module.graph, known)
@@ -205,9 +202,7 @@ def _take_inputs(
     names: NamedTensors,
     call: CallLayout,
     leaves: list[Any],
-    mode: FakeTensorMode,
     dynamic: bool,
-    twin: nn.Module,
     state: StateWatch,
 ) -> tuple[ExportedInput, ...]:
     """Reduce placeholders to one per tensor, and describe them: tied names share one, plain values have none."""
@@ -215,7 +210,7 @@ def _take_inputs(
     # Tensors in attributes, which an export names by their paths.
     attributes = {
         f"{path}.{name}" if path else name
-        for path, part in twin.named_modules()
+        for path, part in state.twin.named_modules()
         for name, tensor in vars(part).items()
         if isinstance(tensor, torch.Tensor)
     }
@@ -247,7 +242,7 @@ def _take_inputs(
             # A fake constant of no attribute was made by code that the export did not trace.
             if isinstance(constant, FakeTensor) and name not in attributes:
                 raise _lost_error(reader)
-            fake = fake_like(constant, mode)
+            fake = fake_like(constant, state.mode)
             value = None if isinstance(constant, FakeTensor) else constant
         else:
             name = names.first[str(spec.target)]
@@ -294,7 +289,8 @@ def _take_outputs(
     specs = program.graph_signature.output_specs
     assert len(specs) == structure.num_leaves == len(output.args[0])
     # A hook put the result of `forward` into a tuple with further tensors; its structure is the first part.
-    if assigned.found or assigned.buffers or checks:
+    attributes = assigned.attributes
+    if attributes or assigned.buffers or checks:
         structure = pytree.tree_flatten(structure.unflatten(range(structure.num_leaves))[0])[1]
     leaves: list[str | Constant] = []
     nodes = []
@@ -304,10 +300,10 @@ def _take_outputs(
             nodes.append(node)
         else:
             leaves.append(Constant(spec.arg.value))
-    result = ResultLayout(structure, tuple(leaves), assigned.found, checks)
+    result = ResultLayout(structure, tuple(leaves), attributes, checks)
     # Behind the leaves of the result: attributes, then buffers, then flags of checks.
     further = output.args[0][len(leaves) :]
-    first, end = len(assigned.found), len(assigned.found) + len(assigned.buffers)
+    first, end = len(attributes), len(attributes) + len(assigned.buffers)
     return (*nodes, *further[:first], *further[end:]), tuple(further[first:end]), result
 
 

@@ -35,7 +35,7 @@ from autoshard.runtime.constants import place_constant
 from autoshard.runtime.host_groups import HostGroups
 from autoshard.runtime.in_place_changes import check_changes, write_back
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
-from autoshard.runtime.shards import set_tensor, to_mesh_device
+from autoshard.runtime.shards import to_mesh_device
 from autoshard.runtime.step import LocalProgram
 from autoshard.runtime.uneven_inputs import check_blocks, even_shapes, gather_shapes, local_shares, whole_shapes
 from autoshard.size import Sizes, at
@@ -358,11 +358,8 @@ class Runtime:
             else:
                 outputs.append(self._output(result, at(border, sizes)))
         self._restore_views(served, outputs, known)
-        attributes, kept = served.graph.result.assigned_tensors(outputs)
-        for path, value in attributes.items():
-            set_tensor(self.module, path, value)
-        # Numbers and objects that `forward` sets are set after every call, which runs none of its Python code.
-        served.graph.state.apply_effects(kept)
+        # What `forward` sets is set after every call, which runs none of its Python code.
+        served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
         return served.graph.unflatten_outputs(outputs)
 
     def _input(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
