@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,8 @@ from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, 
 from autoshard.capture.call_layout import RuntimeCheck, call_tensors
 from autoshard.capture.capture_errors import ModelError, running_line, shape_error
 from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
+from autoshard.capture.nodes import closure, is_random
 from autoshard.capture.reporting_branches import is_reporting_only
-from autoshard.capture.simplify import is_random
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
@@ -343,19 +343,12 @@ def ordinary_answer(node: fx.Node) -> bool | None:
         The flag; None where it depends on the numbers.
     """
     # Flags are computed from flags, down to operands that are numbers, which are replaced by ordinary ones.
-    flags: dict[fx.Node, None] = {}
-    waiting, operands = [node], list[fx.Node]()
-    while waiting:
-        source = waiting.pop()
-        if not _is_flag(source):
-            operands.append(source)
-        elif source not in flags:
-            flags[source] = None
-            waiting += source.all_input_nodes
+    sources = closure([node], lambda source: source.all_input_nodes if _is_flag(source) else [])
+    flags = sorted(filter(_is_flag, sources))
     answers = set()
     for number in _ORDINARY:
         try:
-            answers.add(_answer_to(node, sorted(flags), operands, number))
+            answers.add(_answer_to(node, flags, sources.difference(flags), number))
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None  # an operator refuses such numbers, or sizes are symbolic
     return answers.pop() if len(answers) == 1 else None
@@ -368,7 +361,7 @@ def _is_flag(node: fx.Node) -> bool:
     return is_operator and isinstance(value, Tensor) and value.dtype is torch.bool
 
 
-def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Sequence[fx.Node], number: float) -> bool:
+def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Collection[fx.Node], number: float) -> bool:
     """Return the flag where all operands are `number`; operands that are flags are True where it is positive."""
     with outside_functions(), torch.no_grad():
         values: dict[fx.Node, Any] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,9 @@ from torch import fx
 
 from autoshard.capture._torch import FakeTensorMode, pytree, storage_of, version_of
 from autoshard.capture.export import Exported
+from autoshard.capture.nodes import statistics
 
 aten = torch.ops.aten
-
-# Normalisations whose running statistics training changes, though their schemas do not say so.
-_STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,26 +65,6 @@ class _EffectInterpreter(fx.Interpreter):
         if changed:
             self.changed[n] = frozenset(storage_of(tensor) for tensor in changed)
         return result
-
-
-def statistics(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
-    """Yield the running statistics that a node changes: a normalisation, or one in a region that the node calls.
-
-    Args:
-        node: of the graph of `module`; regions under autocast or without gradients are submodules.
-    """
-    if node.target in _STATISTICS:
-        _, _, _, *running, training = node.args[:6]
-        if training:
-            yield from (source for source in running if isinstance(source, fx.Node))
-        return
-    for place, argument in enumerate(node.args):
-        if isinstance(argument, fx.Node) and argument.op == "get_attr":
-            region = module.get_submodule(str(argument.target))
-            if isinstance(region, fx.GraphModule):
-                operands = dict(zip(region.graph.find_nodes(op="placeholder"), node.args[place + 1 :], strict=False))
-                for inner in region.graph.nodes:
-                    yield from (operands[source] for source in statistics(inner, region))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

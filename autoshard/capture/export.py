@@ -22,12 +22,12 @@ from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.host_random import HostRandom
 from autoshard.capture.masks import replace_position_masks
+from autoshard.capture.nodes import closure, is_random
 from autoshard.capture.opaque_outputs import OpaqueOutputs
 from autoshard.capture.output_views import find_output_views
 from autoshard.capture.python_calls import PythonCalls, replace_python_calls
 from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.routing_patterns import replace_routing
-from autoshard.capture.simplify import is_random
 from autoshard.errors import CaptureError
 
 ExportedKind = Literal["parameter", "buffer", "constant", "input"]
@@ -318,21 +318,11 @@ def _take_buffers(
     for buffer, node in assigned:
         if buffer.fault is None:
             yield names.first[buffer.name], node
+            continue
         # A cache that depends on constants alone, such as a table of positions, need not be kept: every call makes it.
-        elif any(kinds.get(source, "constant") != "constant" or is_random(source) for source in _ancestors(node)):
+        sources = closure([node], lambda source: source.all_input_nodes)
+        if any(kinds.get(source, "constant") != "constant" or is_random(source) for source in sources):
             raise CaptureError(buffer.fault)
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """Return a node and all nodes that it depends on."""
-    ancestors: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if node not in ancestors:
-            ancestors.add(node)
-            waiting += node.all_input_nodes
-    return ancestors
 
 
 def with_copies(exported: Exported) -> Exported:

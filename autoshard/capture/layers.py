@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from autoshard.capture._torch import OpOverload
 from autoshard.capture.joint_graph import JointGraph
+from autoshard.capture.nodes import is_view
 
 aten = torch.ops.aten
 Key = TypeVar("Key")
@@ -80,15 +80,6 @@ def parameter_layers(graph: JointGraph) -> dict[str, str]:
     modules = {source.name: source.name.rpartition(".")[0] for source in graph.inputs if source.kind == "parameter"}
     groups = group_by_list_element(modules)
     return modules | {name: layer for layer, names in groups.items() for name in names}
-
-
-def is_view(node: fx.Node) -> bool:
-    """Return True if the node makes no tensor: it is a view of another node's memory, or one of several results."""
-    if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
-        return True
-    return isinstance(node.target, OpOverload) and any(
-        result.alias_info is not None and not result.alias_info.is_write for result in node.target._schema.returns
-    )
 
 
 def _compute_count(nodes: Sequence[fx.Node]) -> int:

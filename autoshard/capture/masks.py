@@ -18,8 +18,8 @@ from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload, pytree
 from autoshard.capture.attention_operator import attention, attention_with_dropout
+from autoshard.capture.nodes import base_of, changed_memory, is_random
 from autoshard.capture.position_forms import FACTORIES, Meaning, meaning_at_all_sizes
-from autoshard.capture.simplify import is_random
 
 aten = torch.ops.aten
 
@@ -56,6 +56,7 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
     meanings: dict[fx.Node, Meaning | None] = {}
     calls = [graph.find_nodes(op="call_function", target=target) for target in (attention, attention_with_dropout)]
     for node in itertools.chain(*calls):
+        # The targets are functions: their arguments are those of the ATen operator.
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         if not isinstance(mask, fx.Node):
             continue
@@ -73,19 +74,8 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
 
 def _changed_in_place(graph: fx.Graph) -> frozenset[fx.Node]:
     """Return the nodes whose memory some operator writes to, views included."""
-    base: dict[fx.Node, fx.Node] = {}
-    written: set[fx.Node] = set()
-    for node in graph.nodes:
-        base[node] = node  # the node that made the memory of this one
-        if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
-            continue
-        schema = node.target._schema
-        if any(result.alias_info is not None for result in schema.returns):
-            base[node] = base[node.all_input_nodes[0]]
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
-                written.add(base[value])
-    return frozenset(node for node, root in base.items() if root in written)
+    written = {base for node in graph.nodes for base in changed_memory(node)}
+    return frozenset(node for node in graph.nodes if base_of(node) in written)
 
 
 def _erase_unused(node: fx.Node) -> None:
@@ -226,7 +216,7 @@ class _MaskEvaluation:
             # Broadcasting later has the same result. `alias` stands for the identity.
             return _Computed(aten.alias.default, (_collapse_repeats(args[0]),), {})
         if op in FACTORIES:
-            shape = next(place for place, argument in enumerate(op._schema.arguments) if argument.name == "size")
+            shape = [argument.name for argument in op._schema.arguments].index("size")
             element = op(*_numbers(args[:shape]), [1] * len(val.shape), *args[shape + 1 :], **_numbers(kwargs))
             return _Computed(aten.alias.default, (_KnownTensor(element),), {})
         if op in _TRIANGLES:

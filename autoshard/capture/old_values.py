@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.joint_graph import JointInput, JointOutput
-from autoshard.capture.layers import is_view
+from autoshard.capture.nodes import closure, is_view
 
 aten = torch.ops.aten
 
@@ -36,13 +36,6 @@ def keep_old_values(graph: fx.Graph, inputs: Sequence[JointInput], outputs: Sequ
 
 def _is_read_late(changed: fx.Node) -> bool:
     """Return True if the backward half or the caller reads an input, or a view of it."""
-    seen = {changed}
-    waiting = [changed]
-    while waiting:
-        for user in waiting.pop().users:
-            if user.op == "output" or "backward" in user.meta["partitioner_tag"]:
-                return True
-            if is_view(user) and user not in seen:
-                seen.add(user)
-                waiting.append(user)
-    return False
+    views = closure([changed], lambda node: filter(is_view, node.users))
+    users = (user for view in views for user in view.users)
+    return any(user.op == "output" or "backward" in user.meta["partitioner_tag"] for user in users)

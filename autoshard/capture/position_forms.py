@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload
-from autoshard.capture.simplify import argument_of
+from autoshard.capture.nodes import argument_of
 
 aten = torch.ops.aten
 

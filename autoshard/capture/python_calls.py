@@ -21,6 +21,7 @@ from autoshard.capture._torch import FakeTensor, outside_modes, pytree, version_
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.closures import FreeTensors, Substitution, TensorScope
 from autoshard.capture.mutations import Mutations
+from autoshard.capture.nodes import graphs_of
 from autoshard.capture.operators import define_for_autograd
 from autoshard.errors import CaptureError
 
@@ -199,18 +200,14 @@ def _run_for_effect(tensors: list[Tensor], sizes: list[int], number: int) -> Non
 define_for_autograd("python_call(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]", _run)
 define_for_autograd("python_effect(Tensor(a!)[] tensors, SymInt[] sizes, int number) -> ()", _run_for_effect)
 
-_PLACEHOLDER_OPERATORS = (operators.python_call.default, operators.python_effect.default)
-
 
 def replace_python_calls(module: fx.GraphModule, calls: PythonCalls) -> None:
-    """Let the nodes that stand for calls make them; regions of the graph are modules in it."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for target in _PLACEHOLDER_OPERATORS:
-                for node in part.graph.find_nodes(op="call_function", target=target):
-                    tensors, sizes, number = node.args
-                    node.target = calls.calls[number]
-                    node.args = (tensors, sizes)
+    """Replace the operators that stand for calls by the calls."""
+    for graph in graphs_of(module):
+        for target in (operators.python_call.default, operators.python_effect.default):
+            for node in graph.find_nodes(op="call_function", target=target):
+                node.target = calls.calls[node.args[-1]]
+                node.args = node.args[:-1]
 
 
 def is_effect(node: fx.Node) -> bool:

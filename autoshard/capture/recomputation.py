@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from autoshard.capture.joint_graph import JointGraph
-from autoshard.capture.layers import Layer, is_view, layers
+from autoshard.capture.layers import Layer, layers
+from autoshard.capture.nodes import closure, is_view
 from autoshard.errors import PlanError
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ def recomputable(graph: JointGraph) -> tuple[Recomputable, ...]:
         ]
         bases = dict.fromkeys(_base(node, again) for node in read)
         freed = tuple(node for node in bases if node in again)
-        rerun = _pending_nodes(read, again, {})
+        rerun = _pending_nodes(read, again)
         if freed:
             found.append(Recomputable(layer.name, freed, tuple(node for node in layer.nodes if node in rerun)))
     return tuple(found)
@@ -182,13 +183,15 @@ def _insert_recomputation(graph: JointGraph, made_again: Collection[fx.Node]) ->
     position = {node: place for place, node in enumerate(graph.graph.nodes)}
     renewed = _updated_inputs(graph)
     copies: dict[fx.Node, fx.Node] = {}
+    missing = set(made_again)
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or _forward(graph, node):
             continue
         read = [source for source in node.all_input_nodes if source in made_again]
-        for source in sorted(_pending_nodes(read, made_again, copies), key=position.__getitem__):
+        for source in sorted(_pending_nodes(read, missing), key=position.__getitem__):
             with graph.graph.inserting_before(node):
                 copies[source] = _copy(graph.graph, source, copies, renewed)
+            missing.discard(source)
         for source in read:
             node.replace_input_with(source, copies[source])
 
@@ -203,18 +206,12 @@ def _updated_inputs(graph: JointGraph) -> dict[fx.Node, fx.Node]:
     }
 
 
-def _pending_nodes(
-    read: Iterable[fx.Node], made_again: Collection[fx.Node], copies: Mapping[fx.Node, fx.Node]
-) -> set[fx.Node]:
-    """What has to be made again, and is not yet, for these nodes to be."""
-    needed: set[fx.Node] = set()
-    waiting = list(read)
-    while waiting:
-        node = waiting.pop()
-        if node in made_again and node not in copies and node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
+def _pending_nodes(read: Iterable[fx.Node], missing: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the missing nodes that have to be made again so that these nodes can be read."""
+    return closure(
+        (node for node in read if node in missing),
+        lambda node: (source for source in node.all_input_nodes if source in missing),
+    )
 
 
 def _copy(

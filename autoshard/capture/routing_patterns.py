@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.capture.nodes import argument_of, graphs_of
 from autoshard.capture.routing_operators import routing
-from autoshard.capture.simplify import argument_of
 
 aten = torch.ops.aten
 
@@ -47,12 +47,11 @@ def replace_routing(module: fx.GraphModule) -> None:
     A sort without the other steps stays as it is. Numbers stay the same, except for the order in which the gradients of
     a value that became several rows are added.
     """
-    for part in module.modules():  # regions under autocast or without gradients are submodules of the exported module
-        if isinstance(part, fx.GraphModule):
-            for sort in [node for node in part.graph.nodes if node.op == "call_function" and node.target in _SORTS]:
-                match = _match_routing(sort)
-                if match is not None:
-                    _replace(part.graph, sort, match)
+    for graph in graphs_of(module):
+        for sort in [node for node in graph.nodes if node.op == "call_function" and node.target in _SORTS]:
+            match = _match_routing(sort)
+            if match is not None:
+                _replace(graph, sort, match)
 
 
 _SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})

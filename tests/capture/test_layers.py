@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from autoshard.capture import capture
-from autoshard.capture.layers import is_view, layers
+from autoshard.capture.layers import layers
+from autoshard.capture.nodes import is_view
 from tests import models
 
 
