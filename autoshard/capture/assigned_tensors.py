@@ -125,18 +125,15 @@ class AssignedTensors:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Context of a call of torch.export, whose warnings of lost assignments are dropped: none is lost."""
-        hooks = (
+        with (
             self.root.register_forward_pre_hook(self._begin),
             self.root.register_forward_hook(self._end),
             register_module_buffer_registration_hook(self._set),
-        )
-        try:
-            with warnings.catch_warnings(record=True) as raised, without_root_buffers():
-                warnings.filterwarnings("always", _ASSIGNMENT_WARNING)
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+            warnings.catch_warnings(record=True) as raised,
+            without_root_buffers(),
+        ):
+            warnings.filterwarnings("always", _ASSIGNMENT_WARNING)
+            yield
         for warning in raised:
             if not str(warning.message).startswith(_ASSIGNMENT_WARNING):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

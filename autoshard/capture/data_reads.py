@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import linecache
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
 from autoshard.capture.call_layout import RuntimeCheck, call_tensors
-from autoshard.capture.capture_errors import ModelError, running_line, shape_error
+from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
 from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
 from autoshard.capture.nodes import closure, is_random
-from autoshard.capture.reporting_branches import is_reporting_only
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
@@ -111,16 +112,12 @@ class DataReads(TorchFunctionMode):
         def end(*_: Any) -> None:
             self._running = False
 
-        hooks = (
+        with (
             module.register_forward_pre_hook(begin, with_kwargs=True),
             module.register_forward_hook(end, always_call=True),
-        )
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+            self,
+        ):
+            yield
 
     def has_read(self) -> bool:
         """Return True if a branch that was taken depends on the numbers in inputs."""
@@ -374,3 +371,53 @@ def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Collection[fx.
             args, kwargs = fx.map_arg((flag.args, flag.kwargs), values.__getitem__)
             values[flag] = flag.target(*args, **kwargs)  # type: ignore[operator]
         return bool(values[node])
+
+
+def is_reporting_only() -> bool:
+    """Whether the user's line that is running asks for no more than whether to warn, to log or to print."""
+    frame = running_frame()
+    if frame is None:
+        return False
+    number = frame.lineno or 0
+    around = [node for node in _statements(frame.filename) if node.lineno <= number <= (node.end_lineno or 0)]
+    innermost = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+    return (
+        isinstance(innermost, ast.If)
+        and innermost.test.lineno <= number <= (innermost.test.end_lineno or 0)
+        and all(map(_is_read_only, ast.walk(innermost.test)))
+        and not innermost.orelse
+        and all(_is_report(statement) for statement in innermost.body)
+    )
+
+
+def _statements(filename: str) -> list[ast.stmt]:
+    try:
+        module = ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:  # a notebook's cell may have commands of its own
+        return []
+    return [node for node in ast.walk(module) if isinstance(node, ast.stmt)]
+
+
+_READ_ONLY_METHODS = frozenset(
+    {"abs", "all", "amax", "amin", "any", "detach", "isfinite", "isinf", "isnan", "max", "mean", "min", "norm", "sum"}
+)
+
+
+def _is_read_only(node: ast.AST) -> bool:
+    """Whether a part of a test keeps nothing, and calls no code that might: it may be skipped, or another one run."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).rpartition(".")[2] in _READ_ONLY_METHODS
+    return not isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))
+
+
+_LOG_METHODS = frozenset({"warn", "warning", "error", "info", "debug", "critical", "exception", "warning_once"})
+
+
+def _is_report(statement: ast.stmt) -> bool:
+    """Whether a statement is a call such as `warnings.warn(...)`, `self.logger.info(...)` or `print(...)`."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call):
+        return isinstance(statement, ast.Pass)
+    owner, _, name = ast.unparse(call.func).rpartition(".")
+    logs = owner.rpartition(".")[2].lower()
+    return (name == "print" and not owner) or (name in _LOG_METHODS and (logs == "warnings" or "log" in logs))

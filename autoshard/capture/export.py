@@ -12,9 +12,18 @@ from torch import fx, nn
 
 from autoshard.capture._torch import FakeTensor, InputKind, TensorArgument, attribute_patch, pytree
 from autoshard.capture.assigned_tensors import AssignedTensors, SetBuffer
-from autoshard.capture.call_layout import CallLayout, Constant, ResultLayout, RuntimeCheck, call_layout, result_names
+from autoshard.capture.call_layout import (
+    CallLayout,
+    Constant,
+    ResultLayout,
+    RuntimeCheck,
+    call_layout,
+    find_output_views,
+    result_names,
+)
 from autoshard.capture.capture_errors import Regions, node_line, node_place, refusing_branches, running_line
 from autoshard.capture.composites import Exportable, replace_composites
+from autoshard.capture.containers import OpaqueOutputs
 from autoshard.capture.data_reads import DataReads
 from autoshard.capture.dynamic import Dynamic, export_dynamic
 from autoshard.capture.fake_module import fake_like
@@ -23,8 +32,6 @@ from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.host_random import HostRandom
 from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.nodes import closure, is_random
-from autoshard.capture.opaque_outputs import OpaqueOutputs
-from autoshard.capture.output_views import find_output_views
 from autoshard.capture.python_calls import PythonCalls, replace_python_calls
 from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.routing_patterns import replace_routing

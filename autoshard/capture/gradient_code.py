@@ -27,8 +27,7 @@ from autoshard.capture._torch import (
 )
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.closures import TensorScope
-from autoshard.capture.functions import call_function
-from autoshard.capture.hooks import GradientNode, hook_tensor, set_requires_grad, take_gradients
+from autoshard.capture.gradient_calls import GradientNode, call_function, hook_tensor, set_requires_grad, take_gradients
 from autoshard.capture.python_calls import PythonCalls, collect_calls, tensors_of
 from autoshard.errors import CaptureError
 
@@ -122,13 +121,14 @@ class GradientCode(TorchFunctionMode):
                     '{"use_reentrant": False}), or leave it out and say recompute= to autoshard.'
                 )
 
-        hooks = module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)
-        try:
-            with collect_calls(self.calls), self, _interception():
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with (
+            module.register_forward_pre_hook(begin),
+            module.register_forward_hook(end, always_call=True),
+            collect_calls(self.calls),
+            self,
+            _interception(),
+        ):
+            yield
 
     def checkpoint(self, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Return the result of a reentrant checkpoint, traced as operators: the plan decides what is recomputed."""

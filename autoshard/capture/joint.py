@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import (
+    GLOBAL_HOOKS,
     TangentAOTInput,
     fake_mode,
     is_transform,
@@ -34,16 +35,16 @@ from autoshard.capture.effects import Effects, effects_of
 from autoshard.capture.export import Exported, export_forward, with_copies
 from autoshard.capture.fake_module import DEVICE, fake_like
 from autoshard.capture.flat_modules import flat_forward, is_flat
-from autoshard.capture.flat_symbols import with_symbols, without_sizes
-from autoshard.capture.global_hooks import without_global_hooks
 from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.graph_checks import check_collectives, check_shapes, check_sizes
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
 from autoshard.capture.python_state import PythonState, StateWatch
-from autoshard.capture.symbols import with_sizes
+from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
 from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
 from autoshard.errors import AutoshardError, CaptureError
+
+aten = torch.ops.aten
 
 __all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "capture_forward"]
 
@@ -236,7 +237,7 @@ def _watched_twin(
         with contextlib.ExitStack() as stack:
             stack.enter_context(_without_garbage_collection())
             stack.enter_context(outside_modes())
-            stack.enter_context(without_global_hooks())
+            stack.enter_context(_without_global_hooks())
             stack.enter_context(without_tracebacks())
             stack.enter_context(unwritten_graphs())
             stack.enter_context(torch.inference_mode(False))
@@ -297,3 +298,30 @@ def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModu
 
 def _has_tangents(traced: fx.GraphModule) -> bool:
     return any(isinstance(node.meta["desc"], TangentAOTInput) for node in traced.graph.find_nodes(op="placeholder"))
+
+
+@contextlib.contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Context of a capture in which the tables of global hooks are empty."""
+    # They run around the root at every call: in the graph, they would run a second time.
+    before = [dict(table) for table in GLOBAL_HOOKS]
+    for table in GLOBAL_HOOKS:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(GLOBAL_HOOKS, before, strict=True):
+            table.update(hooks)
+
+
+def warn_of_global_hooks() -> bool:
+    """Warn if there are global hooks, and return True then."""
+    has_hooks = any(GLOBAL_HOOKS)
+    if has_hooks:
+        warnings.warn(
+            "there are hooks for all modules (torch.nn.modules.module.register_module_forward_hook and the like): of a "
+            "parallelised module they run around the whole, and not around its parts, which are one program. Set hooks "
+            "on the parts instead: part.register_forward_hook(...).",
+            stacklevel=4,
+        )
+    return has_hooks

@@ -15,8 +15,10 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
-from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_patch
+from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_patch, storage_of
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.conditions import Conditions
 from autoshard.capture.fake_module import fake_copy
@@ -30,8 +32,7 @@ from autoshard.capture.guards import (
 )
 from autoshard.capture.mutations import Mutation, Mutations
 from autoshard.capture.reachable import FOREIGN, MODULE_STATE, Reachable, is_object
-from autoshard.capture.traced_parameters import TracedParameters
-from autoshard.errors import InputError
+from autoshard.errors import CaptureError, InputError
 
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module
 _MOST_STATES = 4  # graphs of one kind of call that its own changes of what it reads may ask for
@@ -170,10 +171,6 @@ class StateWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Context of the export, entered last, so that only `forward` is watched."""
-        hooks = (
-            self.twin.register_forward_pre_hook(self._begin),
-            self.twin.register_forward_hook(self._end, prepend=True),
-        )
         reader, setter = self._reader(), self._setter(nn.Module.__setattr__)
         patches = contextlib.ExitStack()
 
@@ -181,14 +178,17 @@ class StateWatch:
             patches.enter_context(attribute_patch(nn.Module, "__getattribute__", reader))
             patches.enter_context(attribute_patch(nn.Module, "__setattr__", setter))
 
-        try:
-            with around_dynamo(patches.close, patch), patches:  # Dynamo can't read how attributes are watched
-                patch()
+        with (
+            self.twin.register_forward_pre_hook(self._begin),
+            self.twin.register_forward_hook(self._end, prepend=True),
+            around_dynamo(patches.close, patch),  # Dynamo can't read how attributes are watched
+            patches,
+        ):
+            patch()
+            try:
                 yield
-        finally:
-            self._running = False
-            for hook in hooks:
-                hook.remove()
+            finally:
+                self._running = False  # `forward` may have raised an error
 
     def check_constant(self, constant: Tensor, line: str) -> None:
         """Raise a `CaptureError` for a constant of the graph that another call would not find."""
@@ -346,3 +346,50 @@ class _GuardCollector:
             self.attributes.append(TableGuard(path, "attributes", vars(value), keys_only=True))
             for name in list(vars(value)):
                 self._value(f"{path}.{name}", vars(value), name, depth + 1)
+
+
+class TracedParameters(TorchFunctionMode):
+    """While active, functions of torch take the traced parameter or buffer in the place of the user's.
+
+    The capture runs a copy of the module, in which tensors are fake: what code reads from elsewhere is real, and would
+    be a constant of the graph, without a gradient.
+
+    Args:
+        module: the user's.
+        twin: the copy that is captured.
+    """
+
+    def __init__(self, module: nn.Module, twin: nn.Module) -> None:
+        super().__init__()
+        self._tensors: dict[int, tuple[nn.Module, str]] = {}
+        self._whole: dict[int, str] = {}  # names by storage, of tensors that can have views
+        parts = dict(twin.named_modules())
+        for path, part in module.named_modules():
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and path in parts:
+                    self._tensors[id(tensor)] = parts[path], name
+                    if not isinstance(tensor, DTensor):
+                        self._whole[storage_of(tensor)] = f"{path}.{name}" if path else name
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(
+            *map(self._traced_value, args),
+            **{name: self._traced_value(value) for name, value in (kwargs or {}).items()},
+        )
+
+    def _traced_value(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            place = self._tensors.get(id(value))
+            return value if place is None else getattr(*place)
+        return type(value)(map(self._traced_value, value)) if type(value) in (list, tuple) else value
+
+    def check_constant(self, constant: Tensor, line: str) -> None:
+        """`CaptureError` if a constant of the graph looks at the memory of a parameter or buffer."""
+        name = self._whole.get(storage_of(constant))
+        if name is not None:
+            raise CaptureError(
+                f"{line} reads a view of {name} that was made outside of forward: a parallelised module has another "
+                f"{name} in its place. Make the view in forward."
+            )

@@ -18,8 +18,7 @@ from autoshard.capture.call_layout import call_tensors, signature_of, without_om
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.conditions import check_conditions
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
-from autoshard.capture.global_hooks import warn_of_global_hooks
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, warn_of_global_hooks
 from autoshard.capture.python_state import check_invalidating_effects
 from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import InputError
