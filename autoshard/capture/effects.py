@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.capture._torch import FakeTensorMode, pytree, storage_of, version_of
+from autoshard.capture._torch import FakeTensorMode, storage_of, version_of
 from autoshard.capture.export import Exported
 from autoshard.capture.nodes import statistics
+from autoshard.capture.python_calls import tensors_of
 
 aten = torch.ops.aten
 
@@ -41,8 +42,8 @@ def effects_of(exported: Exported, mode: FakeTensorMode) -> Effects:
     run = _EffectInterpreter(exported.graph_module)
     with mode:
         run.run(*(item.fake for item in exported.inputs))
-    memory = {node: frozenset(storage_of(tensor) for tensor in _tensors(value)) for node, value in run.env.items()}
-    differentiable = {node for node, value in run.env.items() if any(each.requires_grad for each in _tensors(value))}
+    memory = {node: frozenset(storage_of(tensor) for tensor in tensors_of(value)) for node, value in run.env.items()}
+    differentiable = {node for node, value in run.env.items() if any(each.requires_grad for each in tensors_of(value))}
     return Effects(frozenset(differentiable), memory, run.changed)
 
 
@@ -57,7 +58,7 @@ class _EffectInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
-        tensors = [tensor for source in n.all_input_nodes for tensor in _tensors(self.env[source])]
+        tensors = [tensor for source in n.all_input_nodes for tensor in tensors_of(self.env[source])]
         before = [version_of(tensor) for tensor in tensors]
         result = super().run_node(n)
         changed = [tensor for tensor, version in zip(tensors, before, strict=True) if version_of(tensor) != version]
@@ -65,7 +66,3 @@ class _EffectInterpreter(fx.Interpreter):
         if changed:
             self.changed[n] = frozenset(storage_of(tensor) for tensor in changed)
         return result
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

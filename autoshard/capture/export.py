@@ -32,7 +32,7 @@ from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.host_random import HostRandom
 from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.nodes import closure, is_random
-from autoshard.capture.python_calls import PythonCalls, replace_python_calls
+from autoshard.capture.python_calls import PythonCalls, module_tensors, replace_python_calls
 from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.routing_patterns import replace_routing
 from autoshard.errors import CaptureError
@@ -193,10 +193,7 @@ def named_tensors(module: nn.Module) -> NamedTensors:
     """Return the parameters and buffers of a module."""
     names = NamedTensors()
     by_identity: dict[int, str] = {}
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
+    for name, tensor in module_tensors(module):
         first = by_identity.setdefault(id(tensor), name)
         names.fakes.setdefault(first, tensor)
         names.first[name] = first

@@ -41,7 +41,7 @@ from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
 from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
-from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
+from autoshard.capture.task_graphs import defaults_of, keeping_marks
 from autoshard.errors import AutoshardError, CaptureError
 
 aten = torch.ops.aten
@@ -247,7 +247,6 @@ def _watched_twin(
             stack.enter_context(autocast_of_gpus())
             stack.enter_context(capturing())
             stack.enter_context(no_accumulation())
-            stack.enter_context(marking())
             watch = StateWatch(module, fake_mode(), training, counting)
             stack.enter_context(watch.mutations.restoring())
             yield watch

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,13 +13,13 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture._torch import annotate_nodes, tracing_annotations
+from autoshard.capture.annotate import CAPTURE
 from autoshard.errors import HintError
 from autoshard.names import ancestors
 
 _MARK = "autoshard_task_graph"  # the key in `node.meta["custom"]` of what is traced under a primitive
 _DEFAULT = "_autoshard_default_strategy"  # the attribute of a module that `set_default_strategy` makes
 
-_numbers: ContextVar[Iterator[int] | None] = ContextVar("autoshard_task_graphs", default=None)  # None: no capture
 _entered: ContextVar[tuple[contextlib.ExitStack, ...]] = ContextVar("autoshard_entered", default=())
 
 
@@ -46,7 +45,7 @@ class Primitive:
         return f"{self.kind}({'' if self.devices is None else self.devices})"
 
     def __enter__(self) -> Primitive:
-        numbers = None if torch.compiler.is_dynamo_compiling() else _numbers.get()
+        numbers = None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
         if numbers is not None:
             stack = contextlib.ExitStack()
             stack.enter_context(annotate_nodes({_MARK: TaskGraph(self, next(numbers))}))
@@ -56,7 +55,7 @@ class Primitive:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not torch.compiler.is_dynamo_compiling() and _numbers.get() is not None:
+        if not torch.compiler.is_dynamo_compiling() and CAPTURE.get() is not None:
             *others, stack = _entered.get()
             _entered.set(tuple(others))
             stack.close()
@@ -158,24 +157,10 @@ def _check_devices(kind: str, devices: object) -> int | tuple[str, ...] | None:
     )
 
 
-@contextlib.contextmanager
-def marking() -> Iterator[None]:
-    """Context in which primitives leave their marks in what is traced."""
-    token = _numbers.set(itertools.count())
-    try:
-        yield
-    finally:
-        _numbers.reset(token)
-
-
-def is_marked(graph: fx.Graph) -> bool:
-    """Whether some node was traced under a primitive."""
-    return any(_mark_of(node) is not None for node in graph.nodes)
-
-
 def keeping_marks(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
-    """Context in which what is traced of the nodes of a graph, and of their derivatives, has their marks."""
-    return tracing_annotations() if is_marked(graph) else contextlib.nullcontext()
+    """Context in which the nodes traced from a graph, derivatives included, have the marks of its nodes."""
+    is_marked = any(_mark_of(node) is not None for node in graph.nodes)
+    return tracing_annotations() if is_marked else contextlib.nullcontext()
 
 
 def defaults_of(module: nn.Module) -> dict[str, TaskGraph]:
