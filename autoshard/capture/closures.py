@@ -62,12 +62,12 @@ class FreeTensors(TensorScope):
         given: the arguments of the code.
 
     Attributes:
-        found: the tensors, in the order in which they are read first.
+        tensors: the tensors, in the order in which they are read first.
     """
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
-        self.found: list[Tensor] = []
+        self.tensors: list[Tensor] = []
         self._versions: list[int] = []
         # Tensors of the code stay alive, so that no id and no number of memory stands for two.
         self._own: dict[int, Tensor] = {}
@@ -76,13 +76,13 @@ class FreeTensors(TensorScope):
             self._keep(tensor)
 
     def has_mutated_tensor(self) -> bool:
-        """Return True if the code changed one of the found tensors in place."""
-        return any(version_of(tensor) != version for tensor, version in zip(self.found, self._versions, strict=True))
+        """Return True if the code changed one of the tensors in place."""
+        return any(version_of(tensor) != version for tensor, version in zip(self.tensors, self._versions, strict=True))
 
     def resolve(self, tensor: Tensor) -> Tensor:
         # Autograd hands out saved tensors as new objects over memory that is known.
         if id(tensor) not in self._own and storage_of(tensor) not in self._memory:
-            self.found.append(tensor)
+            self.tensors.append(tensor)
             self._versions.append(version_of(tensor))
             self._keep(tensor)
         return tensor

@@ -117,11 +117,11 @@ class OpaqueOutputs:
     a graph returns tensors alone.
 
     Attributes:
-        found: path in the output -> name of the type that was replaced.
+        replaced: path in the output -> name of the type that was replaced.
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, str] = {}
+        self.replaced: dict[str, str] = {}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the output with None for such objects; the output itself if no tensor would be left."""
@@ -132,13 +132,13 @@ class OpaqueOutputs:
             return output
         if not opaque:
             return recorded
-        self.found.update(opaque)
+        self.replaced.update(opaque)
         return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, recorded)
 
     def warn(self, model: str) -> None:
         """Warn of the replaced objects, if there are any."""
-        if self.found:
-            left_out = ", ".join(f"{path} ({kind})" for path, kind in self.found.items())
+        if self.replaced:
+            left_out = ", ".join(f"{path} ({kind})" for path, kind in self.replaced.items())
             warnings.warn(
                 f"{model} returns what no graph can hold: {left_out}. The parallelised module returns None there. Ask "
                 "the model not to make it (Hugging Face: use_cache=False for the key-value cache), or register the "

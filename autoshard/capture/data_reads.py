@@ -374,7 +374,7 @@ def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Collection[fx.
 
 
 def is_reporting_only() -> bool:
-    """Whether the user's line that is running asks for no more than whether to warn, to log or to print."""
+    """Return True if the running line of the user only decides if something is warned of, logged or printed."""
     frame = running_frame()
     if frame is None:
         return False
@@ -404,7 +404,7 @@ _READ_ONLY_METHODS = frozenset(
 
 
 def _is_read_only(node: ast.AST) -> bool:
-    """Whether a part of a test keeps nothing, and calls no code that might: it may be skipped, or another one run."""
+    """Return True if a part of a test keeps nothing, so that running it or not makes no difference."""
     if isinstance(node, ast.Call):
         return ast.unparse(node.func).rpartition(".")[2] in _READ_ONLY_METHODS
     return not isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))
@@ -414,7 +414,7 @@ _LOG_METHODS = frozenset({"warn", "warning", "error", "info", "debug", "critical
 
 
 def _is_report(statement: ast.stmt) -> bool:
-    """Whether a statement is a call such as `warnings.warn(...)`, `self.logger.info(...)` or `print(...)`."""
+    """Return True if a statement is a call such as `warnings.warn(...)`, `self.logger.info(...)` or `print(...)`."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call):
         return isinstance(statement, ast.Pass)

@@ -64,16 +64,21 @@ class DynamicSizes:
         values: dict[sympy.Symbol, tuple[int, str]] = {}
         for name, dims in self.dims.items():
             for dim, expr in dims.items():
-                (symbol,) = expr.free_symbols
+                symbol, constant, factor = linear_form(expr)
                 size = shapes[name][dim]
                 text = f"dim {dim} of {name} is {size}"
-                # Expressions are linear: size = constant + factor * symbol.
-                value, rest = divmod(size - int(expr.subs(symbol, 0)), int(expr.coeff(symbol, 1)))
+                value, rest = divmod(size - constant, factor)
                 if rest:
                     raise InputError(f"{text}, and was declared to be {expr}: pad the input to such a size.")
                 if values.setdefault(symbol, (value, text))[0] != value:
                     raise _unequal_error(text, values[symbol][1], str(symbol))
         return {symbol: values[symbol][0] for symbol in self.example}
+
+
+def linear_form(expr: sympy.Expr) -> tuple[sympy.Symbol, int, int]:
+    """Return the symbol, the constant and the factor of the size of a dim, which is constant + factor * symbol."""
+    (symbol,) = expr.free_symbols
+    return symbol, int(expr.subs(symbol, 0)), int(expr.coeff(symbol, 1))
 
 
 def _unequal_error(text: str, text_before: str, name: str) -> InputError:

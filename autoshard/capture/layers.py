@@ -164,12 +164,12 @@ def repeated_modules(graph: JointGraph, work: Mapping[fx.Node, Hashable]) -> tup
         done = tuple(work[node] for node in nodes)
         for pattern in _patterns(path):
             groups[pattern, done].append(path)
-    found = [
+    repeated = [
         RepeatedModule(pattern, tuple(paths), tuple(tuple(members[path]) for path in paths))
         for (pattern, _), paths in groups.items()
         if len(paths) > 1
     ]
-    return tuple(sorted(found, key=lambda module: module.pattern.count(".")))
+    return tuple(sorted(repeated, key=lambda module: module.pattern.count(".")))
 
 
 def _members(graph: JointGraph, work: Mapping[fx.Node, Hashable]) -> dict[str, list[fx.Node]]:

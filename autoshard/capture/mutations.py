@@ -148,7 +148,7 @@ class Mutations:
         counting: paths of numbers and containers that stand-ins replace, which find out if anything depends on them.
 
     Attributes:
-        found: the changes.
+        changes: the mutations of the last call.
         kept: paths and tensors that the call leaves, in the order of the numbers of their slots.
         depended: paths of `counting` on which something depends.
         lines: the lines that set attributes, by the `id` of the user's module and the name.
@@ -170,7 +170,7 @@ class Mutations:
         self._numbers: dict[str, Tensor] = {}
         self._originals: list[tuple[TrackedObject, Any, Any]] = []  # the values that stand-ins replace
         self._known: set[int] = set()
-        self.found: list[Mutation] = []
+        self.changes: list[Mutation] = []
         self.kept: list[tuple[str, Tensor]] = []
 
     def note_state(self) -> None:
@@ -213,7 +213,7 @@ class Mutations:
     def begin(self) -> None:
         """Begin to record a call; torch.export may call `forward` more than once."""
         self._restore()
-        self.found, self.kept, self._numbers = [], [], {}
+        self.changes, self.kept, self._numbers = [], [], {}
         for place in self._reachable.places() if self._counting else ():
             if place.root is None:
                 for key, value in place.before.items():
@@ -233,16 +233,16 @@ class Mutations:
     def end(self) -> None:
         """End the record of a call."""
         for place in self._reachable.inside:
-            self.found += self._tensor_attributes(place)
+            self.changes += self._tensor_attributes(place)
         for place in self._reachable.inside:
-            self.found += self._mutations(place, is_inside=True)
+            self.changes += self._mutations(place, is_inside=True)
         for place in self._reachable.outside:
-            self.found += self._mutations(place, is_inside=False)
+            self.changes += self._mutations(place, is_inside=False)
         self._remove_stand_ins()  # torch.export compares attributes with their values before the call
 
     def check_constant(self, constant: Tensor, line: str) -> None:
         """Raise a `CaptureError` if a graph reads a tensor of an object that the call puts other tensors into."""
-        for mutation in self.found:
+        for mutation in self.changes:
             # The next call reads attributes of modules as inputs.
             for value in () if mutation.place.is_module else mutation.place.before.values():
                 if isinstance(value, Tensor) and storage_of(value) == storage_of(constant):
@@ -286,7 +286,7 @@ class Mutations:
 
     def counters(self, numbers: Collection[str]) -> Iterator[str]:
         """Yield paths of what the call may count with, or fill without looking; `numbers` are the numbers it reads."""
-        for mutation in self.found:
+        for mutation in self.changes:
             place = mutation.place
             if place.root is not None and type(place.original) in FILLABLE:
                 if place.root[0].before.get(place.root[1]) is place.traced:

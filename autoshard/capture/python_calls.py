@@ -151,7 +151,7 @@ def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutatio
             "update buffers in the forward of the module."
         )
     call.changes_operands = bool(changed)
-    return scope.found
+    return scope.tensors
 
 
 def _differentiate(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:

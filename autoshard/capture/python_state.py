@@ -263,7 +263,7 @@ class StateWatch:
                 tables = vars(part.original)
                 guards.hooks += [TableGuard(part.path, "hooks", tables[name]) for name in HOOKS]
         numbers = {read.path for read in guards.reads if type(read.value) in (int, float)}
-        mutations = tuple(self.mutations.found)
+        mutations = tuple(self.mutations.changes)
         return PythonState(
             Guards(
                 [read for read in guards.reads if read.path not in self._counting],
@@ -349,13 +349,13 @@ class _GuardCollector:
 
 
 class TracedParameters(TorchFunctionMode):
-    """While active, functions of torch take the traced parameter or buffer in the place of the user's.
+    """Mode in which functions of torch take the traced parameter or buffer in place of the user's.
 
-    The capture runs a copy of the module, in which tensors are fake: what code reads from elsewhere is real, and would
-    be a constant of the graph, without a gradient.
+    Code may find a parameter in a global variable, a list or a closure. The capture runs a copy of the module, in which
+    tensors are fake; the real parameter would be a constant of the graph, without a gradient.
 
     Args:
-        module: the user's.
+        module: the user's module.
         twin: the copy that is captured.
     """
 
@@ -386,7 +386,7 @@ class TracedParameters(TorchFunctionMode):
         return type(value)(map(self._traced_value, value)) if type(value) in (list, tuple) else value
 
     def check_constant(self, constant: Tensor, line: str) -> None:
-        """`CaptureError` if a constant of the graph looks at the memory of a parameter or buffer."""
+        """Raise a `CaptureError` if a constant of the graph is a view of a parameter or buffer."""
         name = self._whole.get(storage_of(constant))
         if name is not None:
             raise CaptureError(

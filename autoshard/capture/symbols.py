@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autoshard.capture._torch import FakeTensorMode, symbolic, symbolic_conditions, symbolic_hint, symbolic_integer
-from autoshard.capture.dynamic import DynamicSizes
+from autoshard.capture.dynamic import DynamicSizes, linear_form
 from autoshard.capture.export import Exported
 from autoshard.errors import CaptureError
 from autoshard.size import DynamicSize, Ratio, Sizes, plain, symbol
@@ -24,13 +24,13 @@ def with_sizes(
 ) -> DynamicSizes:
     """Take the symbols out of a traced joint graph.
 
-    Afterwards fake tensors have the example's shapes, `meta["sizes"]` beside them holds the shapes in which a size is
-    dynamic, and arguments that were computed from sizes are `Size`s and `Ratio`s.
+    Afterwards fake tensors have the example's shapes, `meta["sizes"]` beside them holds shapes with dynamic sizes, and
+    arguments that were computed from sizes are `DynamicSize`s and `Ratio`s.
 
     Args:
         graph: the graph; changed in place.
         inputs: names and placeholders of the inputs.
-        names: what the caller called the dims.
+        names: the caller's names of the dims.
 
     Raises:
         CaptureError: the model takes a decision on dynamic sizes that no expression holds.
@@ -40,19 +40,19 @@ def with_sizes(
     example: dict[sympy.Symbol, int] = {}
     dims: dict[str, dict[int, sympy.Expr]] = {}
     for name, node in inputs:
-        for dim, said in names.get(name, {}).items():
-            (own,) = node.meta["val"].shape[dim].node.expr.free_symbols
-            symbols[own] = symbol(said)
-            dims.setdefault(name, {})[dim] = node.meta["val"].shape[dim]
-    for own_dims in dims.values():
-        for dim, size in own_dims.items():
-            expr = expression_of(size, symbols)
-            (own,) = expr.free_symbols
-            example[own] = (symbolic_hint(size) - int(expr.subs(own, 0))) // int(expr.coeff(own, 1))
-            own_dims[dim] = expr
+        for dim, declared in names.get(name, {}).items():
+            size = node.meta["val"].shape[dim]
+            (torch_symbol,) = size.node.expr.free_symbols
+            symbols[torch_symbol] = symbol(declared)
+            dims.setdefault(name, {})[dim] = size
+    for sizes in dims.values():
+        for dim, size in sizes.items():
+            sizes[dim] = expression_of(size, symbols)
+            size_symbol, constant, factor = linear_form(sizes[dim])
+            example[size_symbol] = (symbolic_hint(size) - constant) // factor
     numbers: dict[fx.Node, Any] = {}
     for node in list(graph.nodes):
-        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda one: numbers.get(one, one))
+        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: numbers.get(operand, operand))
         value = node.meta.get("val")
         if isinstance(value, torch.SymBool):
             if node.users:
@@ -69,11 +69,11 @@ def with_sizes(
         graph.erase_node(node)
     ranges, conditions = symbolic_conditions(mode, symbols)
     translated = dict.fromkeys(_translate(condition, symbols) for condition in conditions)
-    return DynamicSizes(dims, ranges, tuple(one for one in translated if one != sympy.true), example)
+    return DynamicSizes(dims, ranges, tuple(condition for condition in translated if condition != sympy.true), example)
 
 
 def expression_of(value: torch.SymInt | torch.SymFloat, symbols: Mapping[Any, sympy.Expr]) -> sympy.Expr:
-    """One of torch's symbolic numbers in terms of ours: in functions of sympy's, its symbols replaced."""
+    """Return a symbolic number of torch as an expression of `symbols` and sympy's functions."""
     return _translate(value.node.expr, symbols)
 
 
@@ -93,7 +93,7 @@ def _translate(expr: sympy.Expr, symbols: Mapping[Any, sympy.Expr]) -> sympy.Exp
 
 
 def _set_metadata(node: fx.Node, symbols: Mapping[Any, sympy.Symbol], example: Sizes, mode: FakeTensorMode) -> None:
-    """Static fakes in `meta["val"]`, and dynamic shapes in `meta["sizes"]` where there are any."""
+    """Put static fakes into `meta["val"]`, and dynamic shapes, where there are any, into `meta["sizes"]`."""
     several = isinstance(node.meta.get("val"), (tuple, list))
     values = list(node.meta["val"]) if several else [node.meta.get("val")]
     shapes: list[tuple[int, ...] | None] = []
@@ -177,11 +177,9 @@ class _SizeNodes:
         self._symbols: dict[sympy.Symbol, Any] = {}
         # The simplest dims first: a symbol alone is read without arithmetic.
         for (node, dim), expr in sorted(roots.items(), key=lambda item: sympy.count_ops(item[1])):
-            (symbol,) = expr.free_symbols
+            symbol, constant, factor = linear_form(expr)
             if symbol not in self._symbols:
-                # Dims are linear in one symbol: size = constant + factor * symbol.
                 size = self._call(torch.ops.aten.sym_size.int, node, dim)
-                constant, factor = int(expr.subs(symbol, 0)), int(expr.coeff(symbol, 1))
                 product = self._call(operator.sub, size, constant) if constant else size
                 self._symbols[symbol] = self._call(operator.floordiv, product, factor) if factor != 1 else product
 

@@ -11,7 +11,7 @@ def test_what_code_reads_and_was_neither_given_nor_made_is_found() -> None:
     with scope:
         made = given * free
         torch.cat([made, given[:1], other])
-    assert [id(tensor) for tensor in scope.found] == [id(free), id(other)]
+    assert [id(tensor) for tensor in scope.tensors] == [id(free), id(other)]
     assert not scope.has_mutated_tensor()
 
 

@@ -113,7 +113,7 @@ def test_what_graphs_can_hold_is_not_touched() -> None:
     hook = OpaqueOutputs()
     output = (torch.ones(2), {"a": [1, 2.0, None, "b", True]})
     assert hook(nn.Identity(), (), output) is output
-    assert hook.found == {}
+    assert hook.replaced == {}
     hook.warn("nothing")
 
 
@@ -121,4 +121,4 @@ def test_an_output_without_any_tensor_is_left_to_torch() -> None:
     hook = OpaqueOutputs()
     output = Store(torch.ones(2))
     assert hook(nn.Identity(), (), output) is output
-    assert hook.found == {}
+    assert hook.replaced == {}
