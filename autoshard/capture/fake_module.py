@@ -28,7 +28,6 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 def fake_copy(
     module: nn.Module,
     mode: FakeTensorMode,
-    training: bool | None,
     *,
     one_device: bool = True,
     held: Iterable[torch.Tensor] = (),
@@ -41,7 +40,6 @@ def fake_copy(
     Args:
         module: the module.
         mode: of the fake tensors.
-        training: training mode of the copy; that of the module when None.
         one_device: True if all parameters have to be on one device.
         held: tensors in containers and objects of the module.
         copies: filled with the copies of objects, by the `id` of the originals.
@@ -83,8 +81,6 @@ def fake_copy(
     # Hooks of the module itself run around the parallelised forward, not in it.
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_pre_hooks, twin._backward_hooks):
         hooks.clear()
-    if training is not None and training != twin.training:
-        twin.train(training)
     return twin
 
 

@@ -22,16 +22,7 @@ aten = torch.ops.aten
 _CHANGES_OF_SHAPE = frozenset(
     f"{name}_"
     for name in (
-        "t",
-        "transpose",
-        "swapaxes",
-        "swapdims",
-        "squeeze",
-        "unsqueeze",
-        "resize",
-        "resize_as",
-        "set",
-        "as_strided",
+        *("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "resize", "resize_as", "set", "as_strided"),
     )
 )
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional")

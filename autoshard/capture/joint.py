@@ -57,7 +57,6 @@ def capture(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    training: bool | None = None,
     grad: bool = True,
     tangents: Literal["loss", "all"] = "loss",
     dynamic: Dynamic | None = None,
@@ -73,7 +72,6 @@ def capture(
         module: the module; its parameters may be real, on the meta device, or DTensors, of global shapes.
         args: positional arguments: real, meta or fake tensors, DTensors, plain values; captured as if contiguous.
         kwargs: keyword arguments.
-        training: capture as after `module.train(training)`; None: as the module is.
         grad: capture forward and backward; only the forward when False, or when nothing requires a gradient.
         tangents: "loss": if some outputs are differentiable scalars, only these are differentiated, and gradients into
             other outputs are not propagated; "all": every differentiable output is.
@@ -93,7 +91,7 @@ def capture(
     begin = progress or (lambda _: None)
 
     def attempt(counting: Sequence[str]) -> JointGraph:
-        with _watched_twin(module, grad, training, counting) as watch:
+        with _watched_twin(module, grad, counting) as watch:
             signature = signature_of(watch.twin, args, kwargs, grad)
             begin("export of forward")
             exported = _export(watch, args, kwargs, dynamic, mp_policy)
@@ -158,7 +156,7 @@ def capture_forward(
     """
 
     def attempt(counting: Sequence[str]) -> tuple[Exported, Effects]:
-        with _watched_twin(module, grad, None, counting) as watch:
+        with _watched_twin(module, grad, counting) as watch:
             # Raises InputError for arguments that cannot be part of a signature.
             signature_of(watch.twin, args, kwargs, grad)
             exported = with_copies(_export(watch, args, kwargs, dynamic, mp_policy))
@@ -229,9 +227,7 @@ def _export(
 
 
 @contextlib.contextmanager
-def _watched_twin(
-    module: nn.Module, grad: bool, training: bool | None, counting: Sequence[str]
-) -> Iterator[StateWatch]:
+def _watched_twin(module: nn.Module, grad: bool, counting: Sequence[str]) -> Iterator[StateWatch]:
     """Context of a capture without the caller's modes, in which errors become `CaptureError`s with the user's line."""
     try:
         with contextlib.ExitStack() as stack:
@@ -247,7 +243,7 @@ def _watched_twin(
             stack.enter_context(autocast_of_gpus())
             stack.enter_context(capturing())
             stack.enter_context(no_accumulation())
-            watch = StateWatch(module, fake_mode(), training, counting)
+            watch = StateWatch(module, fake_mode(), counting)
             stack.enter_context(watch.mutations.restoring())
             yield watch
     except AutoshardError:

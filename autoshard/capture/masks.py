@@ -28,13 +28,8 @@ _MOST = 1 << 30  # elements up to which a mask is evaluated: 32,768 positions ta
 
 _ELEMENTWISE = frozenset(
     {
-        aten.to.dtype,
-        aten.to.dtype_layout,
-        aten.to.device,
-        aten._to_copy.default,
-        aten.__and__.Tensor,
-        aten.__or__.Tensor,
-        aten.__xor__.Tensor,
+        *(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.__and__.Tensor),
+        *(aten.__or__.Tensor, aten.__xor__.Tensor),
     }
 )
 """Element-wise operators without `torch.Tag.pointwise`."""

@@ -21,11 +21,7 @@ aten = torch.ops.aten
 
 FACTORIES = frozenset(
     {
-        aten.ones.default,
-        aten.zeros.default,
-        aten.full.default,
-        aten.new_ones.default,
-        aten.new_zeros.default,
+        *(aten.ones.default, aten.zeros.default, aten.full.default, aten.new_ones.default, aten.new_zeros.default),
         aten.new_full.default,
     }
 )

@@ -140,7 +140,6 @@ class StateWatch:
     Args:
         module: the user's module, whose state the guards and mutations concern.
         mode: of the fake tensors.
-        training: training mode of the twin; that of the module when None.
         counting: paths of numbers and containers that stand-ins replace, which find out if anything depends on them.
 
     Attributes:
@@ -149,12 +148,10 @@ class StateWatch:
         traced_parameters: replaces tensors of the user's module by those of the twin.
     """
 
-    def __init__(
-        self, module: nn.Module, mode: FakeTensorMode, training: bool | None = None, counting: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, module: nn.Module, mode: FakeTensorMode, counting: Sequence[str] = ()) -> None:
         reachable, copies, originals = Reachable(module), dict[int, Any](), dict(module.named_modules())
         self.mode = mode
-        self.twin = fake_copy(module, mode, training, held=reachable.tensors(), copies=copies)
+        self.twin = fake_copy(module, mode, held=reachable.tensors(), copies=copies)
         self._parts = {
             id(part): _WatchedModule(f"self.{path}" if path else "self", part, originals[path])
             for path, part in self.twin.named_modules()

@@ -22,27 +22,14 @@ _NEUTRAL_AT_ONE = frozenset(
 )
 _SAME_SHAPE = frozenset(
     {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.slice_backward.default,
-        aten._to_copy.default,
+        *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.slice.Tensor),
+        *(aten.slice_backward.default, aten._to_copy.default),
     }
 )
 _VIEWS = frozenset(
     {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
+        *(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.slice.Tensor, aten.select.int),
+        *(aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim),
         operator.getitem,
     }
 )

@@ -76,7 +76,7 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """
     mode, reachable, copies = survey_mode(), Reachable(module), dict[int, Any]()
     with outside_modes(), contextlib.ExitStack() as stack:
-        twin = fake_copy(module, mode, None, one_device=False, held=reachable.tensors(), copies=copies)
+        twin = fake_copy(module, mode, one_device=False, held=reachable.tensors(), copies=copies)
         reachable.bind(copies)
         stack.callback(reachable.restore)
         fake_args, fake_kwargs = pytree.tree_map_only(
