@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from autoshard.capture._torch import GuardOnDataDependentSymNode, around_dynamo
+from autoshard.capture._torch import GuardOnDataDependentSymNode, around_dynamo, attribute_patch
 from autoshard.errors import AutoshardError, CaptureError
 
 # Torch computes sizes with sympy, which draws random numbers.
@@ -115,7 +115,7 @@ def refusing_branches(module: nn.Module, has_read: Callable[[], bool]) -> Iterat
         has_read: returns True if a branch that `forward` took depends on the numbers in its inputs. An error behind it
             is the model's own.
     """
-    forward, instance_forward = module.forward, module.__dict__.get("forward")
+    forward = module.forward
 
     @functools.wraps(forward)
     def refusing(*args: Any, **kwargs: Any) -> Any:
@@ -128,13 +128,8 @@ def refusing_branches(module: nn.Module, has_read: Callable[[], bool]) -> Iterat
                 raise ModelError(error) from error
             raise
 
-    module.forward = refusing
-    try:
+    with attribute_patch(module, "forward", refusing):
         yield
-    finally:
-        del module.__dict__["forward"]
-        if instance_forward is not None:
-            module.__dict__["forward"] = instance_forward
 
 
 class Regions:

@@ -56,16 +56,14 @@ class GradientCode(TorchFunctionMode):
         self._data: dict[int, Tensor] = {}
         self._require = partial(set_requires_grad, calls)
         self._handlers: dict[Any, Callable[..., Any]] = {
+            **_REFUSED,
             _apply_by_modes: partial(call_function, calls),
             Tensor.register_hook: partial(hook_tensor, calls),
-            Tensor.register_post_accumulate_grad_hook: _refuse_accumulated,
             Tensor.retain_grad: _retain,
             Tensor.requires_grad_: self._require,
             _SET_REQUIRES_GRAD: self._require,
-            _SET_GRAD: _refuse_gradient,
             _GET_GRAD_FN: self._gradient_node,
             _GET_DATA: self._numbers,
-            _SET_DATA: _refuse_data,
             torch.autograd.grad: partial(take_gradients, calls),
         }
 
@@ -167,22 +165,27 @@ def _refuse_transform(func: Callable[..., Any]) -> None:
     )
 
 
-def _refuse_accumulated(tensor: Tensor, hook: Callable[..., Any]) -> None:
-    raise CaptureError(
-        f"{running_line()} sets a hook for accumulated gradients in forward, where every call would set another one. "
-        "Set it on the parameter, before or after parallelizing."
-    )
+def _refusing(reason: str) -> Callable[..., None]:
+    """Return a function that raises a `CaptureError` with the running line and a reason."""
+
+    def refuse(*_: Any) -> None:
+        raise CaptureError(f"{running_line()} {reason}")
+
+    return refuse
 
 
-def _refuse_gradient(tensor: Tensor, gradient: object) -> None:
-    raise CaptureError(f"{running_line()} sets the gradient of a tensor in forward. Do it outside of the module.")
-
-
-def _refuse_data(tensor: Tensor, numbers: object) -> None:
-    raise CaptureError(
-        f"{running_line()} gives a tensor other numbers by setting its data: no graph can hold that. Compute a new "
-        "tensor; change a buffer, or a frozen parameter, with buffer.copy_(numbers) under torch.no_grad()."
-    )
+# Functions that are refused in `forward`.
+_REFUSED: dict[Any, Callable[..., None]] = {
+    Tensor.register_post_accumulate_grad_hook: _refusing(
+        "sets a hook for accumulated gradients in forward, where every call would set another one. Set it on the "
+        "parameter, before or after parallelizing."
+    ),
+    _SET_GRAD: _refusing("sets the gradient of a tensor in forward. Do it outside of the module."),
+    _SET_DATA: _refusing(
+        "gives a tensor other numbers by setting its data: no graph can hold that. Compute a new tensor; change a "
+        "buffer, or a frozen parameter, with buffer.copy_(numbers) under torch.no_grad()."
+    ),
+}
 
 
 def _retain(tensor: Tensor) -> None:

@@ -142,8 +142,7 @@ class Mutations:
     """Record of the changes that a call of a fake twin makes to the Python objects that its code can reach.
 
     Args:
-        reachable: the objects of the user's module.
-        copies: the twin's copies of the module's objects, by the `id` of these.
+        reachable: the objects of the user's module, bound to those of the twin.
         modules: the user's modules by the `id` of the twin's.
         counting: paths of numbers and containers that stand-ins replace, which find out if anything depends on them.
 
@@ -158,12 +157,10 @@ class Mutations:
     def __init__(
         self,
         reachable: Reachable,
-        copies: Mapping[int, Any],
         modules: Mapping[int, nn.Module],
         counting: Sequence[str] = (),
     ) -> None:
-        reachable.bind(copies)
-        self._reachable, self._copies, self._modules, self._counting = reachable, copies, modules, counting
+        self._reachable, self._modules, self._counting = reachable, modules, counting
         self.depended: list[str] = []
         self.lines: dict[tuple[int, str], str] = {}
         self.unknown_sizes: dict[str, str] = {}
@@ -269,10 +266,9 @@ class Mutations:
                     "in forward, by torch.autograd.grad."
                 )
 
-    def generators(self) -> Iterator[tuple[str, NumPyGenerator]]:
-        """Yield NumPy's generators of random numbers that the call can reach, with their paths."""
-        for path, generator in self._reachable.generators:
-            yield path, self._copies.get(id(generator), generator)
+    def generators(self) -> list[tuple[str, NumPyGenerator]]:
+        """Return NumPy's generators of random numbers that the call can reach, with their paths."""
+        return self._reachable.generators
 
     def check_traced(self, tensor: Tensor, path: str, line: str = "") -> None:
         """Raise a `CaptureError` if the call leaves a tensor that its graph does not compute."""

@@ -149,9 +149,9 @@ class StateWatch:
     """
 
     def __init__(self, module: nn.Module, mode: FakeTensorMode, counting: Sequence[str] = ()) -> None:
-        reachable, copies, originals = Reachable(module), dict[int, Any](), dict(module.named_modules())
+        reachable, originals = Reachable(module), dict(module.named_modules())
         self.mode = mode
-        self.twin = fake_copy(module, mode, held=reachable.tensors(), copies=copies)
+        self.twin = fake_copy(module, mode, reachable)
         self._parts = {
             id(part): _WatchedModule(f"self.{path}" if path else "self", part, originals[path])
             for path, part in self.twin.named_modules()
@@ -162,7 +162,7 @@ class StateWatch:
         self._hooked: set[tuple[int, str, int]] = set()
         self._added: tuple[AddedHook, ...] = ()
         modules = {id(part.fake): part.original for part in self._parts.values()}
-        self.mutations = Mutations(reachable, copies, modules, counting)
+        self.mutations = Mutations(reachable, modules, counting)
         self.traced_parameters = TracedParameters(module, self.twin)
 
     @contextlib.contextmanager

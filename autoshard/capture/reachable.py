@@ -214,6 +214,7 @@ class Reachable:
         """Set the traced objects, given the twin's copies of objects by the `id` of the originals."""
         for place in self.places():
             place.bind(copies)
+        self.generators = [(path, copies.get(id(generator), generator)) for path, generator in self.generators]
 
     def places(self) -> tuple[TrackedObject, ...]:
         """Return all objects."""

@@ -74,10 +74,9 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     Raises:
         CaptureError: the module cannot be copied, or has parameters without a shape.
     """
-    mode, reachable, copies = survey_mode(), Reachable(module), dict[int, Any]()
+    mode, reachable = survey_mode(), Reachable(module)
     with outside_modes(), contextlib.ExitStack() as stack:
-        twin = fake_copy(module, mode, one_device=False, held=reachable.tensors(), copies=copies)
-        reachable.bind(copies)
+        twin = fake_copy(module, mode, reachable, one_device=False)
         stack.callback(reachable.restore)
         fake_args, fake_kwargs = pytree.tree_map_only(
             torch.Tensor, lambda leaf: fake_like(leaf, mode), (args, dict(kwargs))

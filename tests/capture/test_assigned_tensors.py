@@ -104,7 +104,9 @@ def test_other_warnings_pass_and_lists_of_weights_are_not_told() -> None:
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         module = nn.Identity()
-        with AssignedTensors(module, Mutations(Reachable(module), {}, {})).watching():
+        reachable = Reachable(module)
+        reachable.bind({})
+        with AssignedTensors(module, Mutations(reachable, {})).watching():
             _warn_twice()
     assert [str(warning.message) for warning in raised] == ["something else"]
 
