@@ -20,9 +20,8 @@ from autoshard.capture._torch import (
 from autoshard.capture.backward_reads import keep_old_values, refresh_views
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fake_module import fake_like
-from autoshard.capture.fingerprint import fingerprint
 from autoshard.capture.graph_checks import check_effects, check_gradients
-from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
+from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
 from autoshard.capture.mixed_precision import reduce_gradients
 from autoshard.capture.simplify import simplify
 from autoshard.capture.symbols import with_sizes

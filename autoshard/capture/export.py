@@ -10,7 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autoshard.capture._torch import FakeTensor, InputKind, TensorArgument, attribute_patch, pytree
+from autoshard.capture._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    InputKind,
+    TensorArgument,
+    attribute_patch,
+    pytree,
+    storage_of,
+    version_of,
+)
 from autoshard.capture.assigned_tensors import AssignedTensors, SetBuffer
 from autoshard.capture.call_layout import (
     CallLayout,
@@ -31,15 +40,15 @@ from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.host_random import HostRandom
 from autoshard.capture.masks import replace_position_masks
-from autoshard.capture.nodes import closure, is_random
-from autoshard.capture.python_calls import PythonCalls, module_tensors, replace_python_calls
+from autoshard.capture.nodes import closure, is_random, statistics
+from autoshard.capture.python_calls import PythonCalls, module_tensors, replace_python_calls, tensors_of
 from autoshard.capture.python_state import PythonState, StateWatch
-from autoshard.capture.routing_patterns import replace_routing
+from autoshard.capture.routing import replace_routing
 from autoshard.errors import CaptureError
 
-ExportedKind = Literal["parameter", "buffer", "constant", "input"]
-
 aten = torch.ops.aten
+
+ExportedKind = Literal["parameter", "buffer", "constant", "input"]
 
 ASSIGNS = "assigns"
 """Key in the meta of a copy into a buffer that comes behind all readers of the buffer."""
@@ -350,3 +359,54 @@ def with_copies(exported: Exported) -> Exported:
             copy = graph.call_function(aten.copy_.default, (buffers[name], value))
             copy.meta = {**value.meta, "val": buffers[name].meta["val"], ASSIGNS: True}
     return replace(exported, outputs=tuple(old.get(node, node) for node in exported.outputs), assigned=())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Effects:
+    """Effects of the nodes of a graph, found by one run on fake tensors.
+
+    Attributes:
+        differentiable: nodes, placeholders among them, whose value (or part of it) requires a gradient.
+        memory: the storages in which the value of a node lies, as numbers; equal numbers are one storage.
+        changed: the storages that a node changes in place, for nodes that do.
+    """
+
+    differentiable: frozenset[fx.Node]
+    memory: Mapping[fx.Node, frozenset[int]]
+    changed: Mapping[fx.Node, frozenset[int]]
+
+
+def effects_of(exported: Exported, mode: FakeTensorMode) -> Effects:
+    """Return the effects of the nodes of an exported graph, in the active grad mode.
+
+    Args:
+        exported: the graph.
+        mode: of the fake tensors that are its inputs. Tensors that depend on no input, such as a mask, are fake, too.
+    """
+    run = _EffectInterpreter(exported.graph_module)
+    with mode:
+        run.run(*(item.fake for item in exported.inputs))
+    memory = {node: frozenset(storage_of(tensor) for tensor in tensors_of(value)) for node, value in run.env.items()}
+    differentiable = {node for node, value in run.env.items() if any(each.requires_grad for each in tensors_of(value))}
+    return Effects(frozenset(differentiable), memory, run.changed)
+
+
+class _EffectInterpreter(fx.Interpreter):
+    """Interpreter that records which storages nodes change in place."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        # Values stay alive: the number of a storage that was freed would stand for another one later.
+        super().__init__(module, garbage_collect_values=False)
+        self.changed: dict[fx.Node, frozenset[int]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        tensors = [tensor for source in n.all_input_nodes for tensor in tensors_of(self.env[source])]
+        before = [version_of(tensor) for tensor in tensors]
+        result = super().run_node(n)
+        changed = [tensor for tensor, version in zip(tensors, before, strict=True) if version_of(tensor) != version]
+        changed += [self.env[source] for source in statistics(n, self.module)]
+        if changed:
+            self.changed[n] = frozenset(storage_of(tensor) for tensor in changed)
+        return result

@@ -18,9 +18,8 @@ from torch.autograd.function import BackwardCFunction
 
 from autoshard.capture._torch import apply_function, pytree, version_of
 from autoshard.capture.capture_errors import running_line
-from autoshard.capture.closures import FreeTensors, TensorScope
 from autoshard.capture.mutations import Mutations
-from autoshard.capture.python_calls import PythonCall, PythonCalls, sizes_of, tensors_of
+from autoshard.capture.python_calls import FreeTensors, PythonCall, PythonCalls, TensorScope, sizes_of, tensors_of
 from autoshard.errors import CaptureError
 
 Hook = Callable[..., Any]

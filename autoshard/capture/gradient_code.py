@@ -26,9 +26,8 @@ from autoshard.capture._torch import (
     without_checkpoints,
 )
 from autoshard.capture.capture_errors import running_line
-from autoshard.capture.closures import TensorScope
 from autoshard.capture.gradient_calls import GradientNode, call_function, hook_tensor, set_requires_grad, take_gradients
-from autoshard.capture.python_calls import PythonCalls, collect_calls, tensors_of
+from autoshard.capture.python_calls import PythonCalls, TensorScope, collect_calls, tensors_of
 from autoshard.errors import CaptureError
 
 # torch passes the accessors of these attributes to a function mode as the functions that are called.

@@ -31,8 +31,7 @@ from autoshard.capture.canonical_order import canonicalize_order
 from autoshard.capture.capture_errors import ModelError, capture_error, known_error, node_line
 from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.effects import Effects, effects_of
-from autoshard.capture.export import Exported, export_forward, with_copies
+from autoshard.capture.export import Effects, Exported, effects_of, export_forward, with_copies
 from autoshard.capture.fake_module import DEVICE, fake_like
 from autoshard.capture.flat_modules import flat_forward, is_flat
 from autoshard.capture.gradient_code import no_accumulation
@@ -48,7 +47,6 @@ aten = torch.ops.aten
 
 __all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "capture_forward"]
 
-aten = torch.ops.aten
 _Captured = TypeVar("_Captured")
 
 
