@@ -33,11 +33,10 @@ def canonicalize_order(exported: Exported) -> Exported:
     in the order of the user's code: those that depend on parameters, draw random numbers, or touch memory that is
     changed in place. Assertions about a cast tensor are removed.
     """
-    graph = exported.graph_module.graph
+    graph = exported.graph
     roots = [*exported.outputs, *(node for _, node in exported.assigned)]
     ordered = _order_nodes(graph, _movable(exported), roots)
-    placeholders = dict(zip(graph.find_nodes(op="placeholder"), exported.inputs, strict=True))
-    inputs = _inputs_in_order(placeholders, ordered)
+    inputs = _inputs_in_order(exported.placeholders, ordered)
     new_graph = fx.Graph(exported.graph_module)
     copies: dict[fx.Node, fx.Node] = {}
     for node in [*inputs, *ordered]:
@@ -83,10 +82,11 @@ def _order_nodes(graph: fx.Graph, movable: set[fx.Node], roots: Iterable[fx.Node
 
 def _movable(exported: Exported) -> set[fx.Node]:
     """Return the nodes that may run at any time after their operands, and depend on nothing that is trained."""
-    graph = exported.graph_module.graph
+    graph = exported.graph
     ordered_by_memory = _mutation_neighbours(graph, exported.graph_module)
-    placeholders = zip(graph.find_nodes(op="placeholder"), exported.inputs, strict=True)
-    trained = {node for node, item in placeholders if item.kind == "parameter" or item.fake.requires_grad}
+    trained = {
+        node for node, item in exported.placeholders.items() if item.kind == "parameter" or item.fake.requires_grad
+    }
     movable = set()
     for node in graph.nodes:
         if not trained.isdisjoint(node.all_input_nodes):

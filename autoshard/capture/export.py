@@ -93,6 +93,16 @@ class Exported:
     assigned: tuple[tuple[str, fx.Node], ...] = ()
     state: PythonState = field(default_factory=PythonState)
 
+    @property
+    def graph(self) -> fx.Graph:
+        """The `fx.Graph` of `graph_module`."""
+        return self.graph_module.graph
+
+    @property
+    def placeholders(self) -> dict[fx.Node, ExportedInput]:
+        """The placeholders of the graph, in order, with their descriptions."""
+        return dict(zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
+
 
 @dataclass(slots=True)
 class NamedTensors:
@@ -162,14 +172,14 @@ def export_forward(
     call = call_layout(twin, structure, leaves)
     graph_module = program.graph_module
     inputs = _take_inputs(program, names, call, leaves, bool(sizes), state)
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
-    replace_position_masks(graph_module.graph, known)
+    placeholders = dict(zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    constants = {node: item.value for node, item in placeholders.items() if item.value is not None}
+    replace_position_masks(graph_module.graph, constants)
     checks = tuple(assumption.check for assumption in reads.assumptions)
     outputs, set_buffers, result = _take_outputs(program, assigned, checks)
-    kinds = dict(zip(placeholders, (item.kind for item in inputs), strict=True))
+    kinds = {node: item.kind for node, item in placeholders.items()}
     buffers = tuple(_take_buffers(zip(assigned.buffers, set_buffers, strict=True), names, kinds))
-    sources = [(item.kind, item.name, node) for item, node in zip(inputs, placeholders, strict=True)]
+    sources = [(item.kind, item.name, node) for node, item in placeholders.items()]
     views = dict(find_output_views(dict(zip(result.names, outputs, strict=False)), sources))
     result = replace(result, views=views)
     python_state = replace(python_state, conditions=reads.conditions())
@@ -340,10 +350,8 @@ def _take_buffers(
 
 def with_copies(exported: Exported) -> Exported:
     """Return the graph with assignments of buffers as copies into them: the last operators, marked in their meta."""
-    graph = exported.graph_module.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    inputs = zip(exported.inputs, placeholders, strict=True)
-    buffers = {item.name: node for item, node in inputs if item.kind == "buffer"}
+    graph = exported.graph
+    buffers = {item.name: node for node, item in exported.placeholders.items() if item.kind == "buffer"}
     # Readers of such a buffer read a copy of its old value: autograd and views never meet the new one.
     old: dict[fx.Node, fx.Node] = {}
     for buffer in (buffers[name] for name, _ in exported.assigned):

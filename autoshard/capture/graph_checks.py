@@ -88,10 +88,9 @@ def check_gradients(exported: Exported, outputs: list[JointOutput], tangents: se
     """Refuse a traced graph without any gradient of the parameters that the differentiated outputs depend on."""
     losses = [node for node, name in zip(exported.outputs, exported.result.names, strict=True) if name in tangents]
     reached = closure(filter(_passes_gradients, losses), lambda node: filter(_passes_gradients, node.all_input_nodes))
-    placeholders = exported.graph_module.graph.find_nodes(op="placeholder")
     expected = {
         item.name
-        for item, node in zip(exported.inputs, placeholders, strict=True)
+        for node, item in exported.placeholders.items()
         if item.kind == "parameter" and item.fake.requires_grad and node in reached
     }
     actual = {output.name for output in outputs if output.kind == "gradient" and output.node is not None}

@@ -95,7 +95,7 @@ def capture(
             exported = _export(watch, args, kwargs, dynamic, mp_policy)
             everything = tuple(True for _ in exported.outputs)
             differentiated = _losses(exported) if tangents == "loss" else everything
-            begin(f"trace of forward and backward, {len(exported.graph_module.graph.nodes)} nodes in forward")
+            begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
             traced = _trace(exported, differentiated)
             if grad and differentiated != everything and not _has_tangents(traced):
                 traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
@@ -158,7 +158,7 @@ def capture_forward(
             # Raises InputError for arguments that cannot be part of a signature.
             signature_of(watch.twin, args, kwargs, grad)
             exported = with_copies(_export(watch, args, kwargs, dynamic, mp_policy))
-            _refuse_transforms(exported.graph_module.graph)
+            _refuse_transforms(exported.graph)
             if exported.dynamic:
                 exported = _with_sizes(exported)
             return exported, effects_of(exported, watch.mode)
@@ -180,13 +180,12 @@ def _refuse_transforms(graph: fx.Graph) -> None:
 
 def _with_sizes(exported: Exported) -> Exported:
     """Return the graph with `DynamicSize`s in place of torch's symbols, and inputs of the example's shapes."""
-    nodes = exported.graph_module.graph.find_nodes(op="placeholder")
-    items = list(zip(exported.inputs, nodes, strict=True))
-    named = [(item.name, node) for item, node in items if item.kind == "input"]
-    with_sizes(exported.graph_module.graph, named, exported.dynamic)
+    placeholders = exported.placeholders
+    named = [(item.name, node) for node, item in placeholders.items() if item.kind == "input"]
+    with_sizes(exported.graph, named, exported.dynamic)
     inputs = tuple(
         replace(item, fake=node.meta["val"].requires_grad_(item.fake.requires_grad)) if node.meta.get("sizes") else item
-        for item, node in items
+        for node, item in placeholders.items()
     )
     return replace(exported, inputs=inputs)
 
@@ -206,7 +205,7 @@ def _export(
     if is_flat(twin):
         exported = flat_forward(twin, args, kwargs)
         exported = with_symbols(exported, mode) if dynamic else without_sizes(exported)
-        check_sizes(exported.graph_module.graph)
+        check_sizes(exported.graph)
         return canonicalize_order(exported)
     examples = call_tensors(twin, real_args, real_kwargs)
     if dynamic:
@@ -218,9 +217,9 @@ def _export(
         lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
         exported = export_forward(watch, lowered_args, lowered_kwargs, dynamic, examples)
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
-    check_sizes(exported.graph_module.graph)
-    check_collectives(exported.graph_module.graph)
-    check_shapes(exported.graph_module.graph)
+    check_sizes(exported.graph)
+    check_collectives(exported.graph)
+    check_shapes(exported.graph)
     return canonicalize_order(exported)
 
 

@@ -130,11 +130,11 @@ def with_symbols(exported: Exported, mode: FakeTensorMode) -> Exported:
     Raises:
         CaptureError: an argument cannot be computed from the sizes of inputs.
     """
-    graph = exported.graph_module.graph
+    graph = exported.graph
     symbols: dict[sympy.Symbol, torch.SymInt | int] = {}
     inputs, dynamic, roots = [], {}, {}
-    placeholders = graph.find_nodes(op="placeholder")
-    for node, item in zip(placeholders, exported.inputs, strict=True):
+    placeholders = exported.placeholders
+    for node, item in placeholders.items():
         (shape,) = node.meta.get("sizes") or [()]
         dims = {dim: size for dim, size in enumerate(shape) if isinstance(size, DynamicSize)}
         if dims:
@@ -150,14 +150,14 @@ def with_symbols(exported: Exported, mode: FakeTensorMode) -> Exported:
             dynamic[item.name] = {dim: str(*size.expr.free_symbols) for dim, size in dims.items()}
             roots.update({(node, dim): size.expr for dim, size in dims.items()})
         inputs.append(item)
-    _map_arguments(graph, _SizeNodes(graph, placeholders[-1], roots).of)
+    _map_arguments(graph, _SizeNodes(graph, [*placeholders][-1], roots).of)
     exported.graph_module.recompile()
     return replace(exported, inputs=tuple(inputs), dynamic=dynamic)
 
 
 def without_sizes(exported: Exported) -> Exported:
     """Return the forward graph of a flat module with the sizes of the example, changed in place."""
-    _map_arguments(exported.graph_module.graph, plain)
+    _map_arguments(exported.graph, plain)
     return exported
 
 
