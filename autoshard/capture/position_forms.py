@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -49,7 +49,7 @@ class _Truth:
     never: bool = False
 
 
-_Form = sympy.Expr | _Truth
+_Form: TypeAlias = sympy.Expr | _Truth
 
 
 def _index(place: int) -> sympy.Symbol:
