@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import linecache
 import os
 import re
@@ -11,7 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import sympy
@@ -213,22 +214,23 @@ def code_line(filename: str, number: int) -> str:
 
 def running_line() -> str:
     """Return text such as `model.py:12 (if x.sum() > 0:)` of the user's line that is running now."""
-    return _line_of(traceback.extract_stack())
+    frame = running_frame()
+    return "" if frame is None else code_line(frame.f_code.co_filename, frame.f_lineno)
 
 
-def running_frame() -> traceback.FrameSummary | None:
-    """Return the frame of the user's line that is running now."""
-    return _innermost_user_frame(traceback.extract_stack())
+def running_frame() -> FrameType | None:
+    """Return the innermost frame of the user's code that is running now."""
+    # Attributes are set often: `traceback.extract_stack` would read the source of every frame.
+    frame = inspect.currentframe()
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def _line_of(frames: traceback.StackSummary) -> str:
-    """Return the user's innermost frame with its source; empty where there is none."""
-    frame = _innermost_user_frame(frames)
-    return "" if frame is None else code_line(frame.filename, frame.lineno or 0)
-
-
-def _innermost_user_frame(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
-    return next((frame for frame in reversed(frames) if is_users_file(frame.filename)), None)
+    """Return the line of the user's innermost frame; empty where there is none."""
+    lines = (code_line(each.filename, each.lineno or 0) for each in reversed(frames) if is_users_file(each.filename))
+    return next(lines, "")
 
 
 def is_users_file(filename: str) -> bool:

@@ -378,8 +378,8 @@ def is_reporting_only() -> bool:
     frame = running_frame()
     if frame is None:
         return False
-    number = frame.lineno or 0
-    around = [node for node in _statements(frame.filename) if node.lineno <= number <= (node.end_lineno or 0)]
+    number = frame.f_lineno
+    around = [node for node in _statements(frame.f_code.co_filename) if node.lineno <= number <= (node.end_lineno or 0)]
     innermost = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
     return (
         isinstance(innermost, ast.If)
