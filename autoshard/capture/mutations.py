@@ -173,9 +173,10 @@ class Mutations:
     def note_state(self) -> None:
         """Note the entries of all objects before the call."""
         # Casts have put other parameters into the twin, and into its lists.
-        for place in self._reachable.inside:
-            place.before = place.entries(place.traced)
-        self._known = {id(value) for place in self._reachable.places() for value in place.before.values()}
+        for place in self._reachable.places:
+            if place.is_inside:
+                place.before = place.entries(place.traced)
+        self._known = {id(value) for place in self._reachable.places for value in place.before.values()}
 
     def note_number(self, symbol: Any, tensor: Tensor) -> None:
         """Note the tensor that a number is taken from."""
@@ -193,8 +194,8 @@ class Mutations:
             yield
         finally:
             self._restore()
-            # Found changes outlive the capture; the twin need not.
-            for place in self._reachable.places():
+            # Mutations outlive the capture; the twin need not.
+            for place in self._reachable.places:
                 place.traced, place.before = place.original, {}
 
     def _restore(self) -> None:
@@ -211,7 +212,7 @@ class Mutations:
         """Begin to record a call; torch.export may call `forward` more than once."""
         self._restore()
         self.changes, self.kept, self._numbers = [], [], {}
-        for place in self._reachable.places() if self._counting else ():
+        for place in self._reachable.places if self._counting else ():
             if place.root is None:
                 for key, value in place.before.items():
                     path = _path(place, key)
@@ -229,12 +230,9 @@ class Mutations:
 
     def end(self) -> None:
         """End the record of a call."""
-        for place in self._reachable.inside:
-            self.changes += self._tensor_attributes(place)
-        for place in self._reachable.inside:
-            self.changes += self._mutations(place, is_inside=True)
-        for place in self._reachable.outside:
-            self.changes += self._mutations(place, is_inside=False)
+        for find in (self._tensor_attributes, self._mutations):
+            for place in self._reachable.places:
+                self.changes += find(place)
         self._remove_stand_ins()  # torch.export compares attributes with their values before the call
 
     def check_constant(self, constant: Tensor, line: str) -> None:
@@ -252,7 +250,7 @@ class Mutations:
     @contextlib.contextmanager
     def refusing(self, line: str) -> Iterator[None]:
         """Context in which a line runs code that steps run behind `forward`, and that may change no object."""
-        places = self._reachable.places()
+        places = self._reachable.places
         before = [place.entries(place.traced) for place in places]
         yield
         for place, old in zip(places, before, strict=True):
@@ -287,12 +285,12 @@ class Mutations:
             if place.root is not None and type(place.original) in FILLABLE:
                 if place.root[0].before.get(place.root[1]) is place.traced:
                     yield place.path
-            elif place.is_namespace and (place.is_module or place in self._reachable.outside):
+            elif place.is_namespace:
                 values = [(value, place.before.get(key)) for key, value in mutation.entries.items()]
                 if place.is_module:
                     if mutation.path in numbers and not all(is_equivalent(now, before) for now, before in values):
                         yield mutation.path
-                elif all(type(value) in (int, float) for pair in values for value in pair):
+                elif not place.is_inside and all(type(value) in (int, float) for pair in values for value in pair):
                     yield mutation.path
 
     def _tensor_attributes(self, place: TrackedObject) -> Iterator[Mutation]:
@@ -305,7 +303,7 @@ class Mutations:
                 slot = TensorSlot(self._keep(path, value))
                 yield Mutation(path, place, {key: slot}, [], "update", line, is_write_only=True)
 
-    def _mutations(self, place: TrackedObject, *, is_inside: bool) -> Iterator[Mutation]:
+    def _mutations(self, place: TrackedObject) -> Iterator[Mutation]:
         """Yield the changes of an object, without the attributes of modules that were set to tensors."""
         stand_in = place.root and place.root[0].traced_value(place.root[1])
         if isinstance(stand_in, ContainerStandIn) and stand_in.path == place.path:
@@ -322,13 +320,14 @@ class Mutations:
                 changed |= {key: now[key] for key in now if (id(place.owner), key) in self.lines}
             for key, value in changed.items():
                 path = _path(place, key)
-                if not is_inside:
-                    yield self._mutation(path, place, {key: value}, is_write_only=isinstance(value, Counter))
+                if not place.is_inside:
+                    is_write_only = isinstance(value, Counter) or isinstance(place.owner, nn.Module)
+                    yield self._mutation(path, place, {key: value}, is_write_only=is_write_only)
                 elif self._is_effect(place, key, value):
                     # Values of modules that are read, and settings of their objects, are guarded by themselves.
                     is_guarded = place.is_module or copy_value(value) is not ABSENT
                     yield self._mutation(path, place, {key: value}, is_write_only=is_guarded)
-            if removed and not is_inside:
+            if removed and not place.is_inside:
                 yield self._mutation(place.path, place, {}, removed)
         elif place.is_changed():
             before = list(place.before.values())
@@ -338,7 +337,7 @@ class Mutations:
             assert place.root is not None
             owner, name = place.root
             # A container of settings is guarded as a whole.
-            is_guarded = is_inside and copy_value(owner.traced_value(name)) is not ABSENT
+            is_guarded = place.is_inside and copy_value(owner.traced_value(name)) is not ABSENT
             yield self._mutation(place.path, place, changed, removed, mode=mode, is_write_only=is_guarded)
 
     def _is_effect(self, place: TrackedObject, key: str, value: Any) -> bool:

@@ -41,6 +41,7 @@ class TrackedObject:
         owner: the object whose attributes a namespace has.
         root: the namespace in which the object is found, and its name there; None for a namespace.
         names: the names of a namespace that are looked at, if not all are.
+        is_inside: True for the objects of the module, False for those of its code.
         traced: the twin's copy of `original`; `original` itself outside of the module.
         before: the entries of `traced` before `forward`, by key or position.
     """
@@ -50,6 +51,7 @@ class TrackedObject:
     owner: Any = None
     root: tuple[TrackedObject, str] | None = None
     names: dict[str, None] | None = None
+    is_inside: bool = False
     traced: Any = field(init=False)
     before: dict[Any, Any] = field(init=False)
 
@@ -75,8 +77,8 @@ class TrackedObject:
 
     @property
     def is_module(self) -> bool:
-        """True if the object holds the attributes of a module."""
-        return isinstance(self.owner, nn.Module)
+        """True if the object holds the attributes of the module or of a submodule."""
+        return self.is_inside and isinstance(self.owner, nn.Module)
 
     def traced_value(self, name: str) -> Any:
         """Return the value of the traced namespace under a name."""
@@ -185,25 +187,23 @@ class Reachable:
     """The mutable objects that the code of a user's module can reach.
 
     Attributes:
-        inside: the objects of the module.
-        outside: variables of functions, attributes of classes, and the objects that these hold.
+        places: the objects of the module; then variables of functions, attributes of classes, and the objects in them.
         codes: the user's code that was found.
         generators: NumPy's generators of random numbers, with their paths.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.inside: list[TrackedObject] = []
-        self.outside: list[TrackedObject] = []
+        self.places: list[TrackedObject] = []
         self.codes: list[types.CodeType] = []
         self.generators: list[tuple[str, NumPyGenerator]] = []
-        self._places = self.inside
+        self._is_inside = True
         self._known: set[Any] = set()
         self._classes: list[type] = []
         self._functions: list[types.FunctionType] = []
         self._globals: dict[int, TrackedObject] = {}
         for path, part in module.named_modules():
             self._namespace(f"self.{path}" if path else "self", part, 0)
-        self._places = self.outside
+        self._is_inside = False
         while self._functions or self._classes:
             if self._classes:
                 self._class(self._classes.pop())
@@ -212,24 +212,26 @@ class Reachable:
 
     def bind(self, copies: Mapping[int, Any]) -> None:
         """Set the traced objects, given the twin's copies of objects by the `id` of the originals."""
-        for place in self.places():
+        for place in self.places:
             place.bind(copies)
         self.generators = [(path, copies.get(id(generator), generator)) for path, generator in self.generators]
 
-    def places(self) -> tuple[TrackedObject, ...]:
-        """Return all objects."""
-        return (*self.inside, *self.outside)
-
     def restore(self) -> None:
         """Undo the changes of objects outside of the module."""
-        for place in self.outside:
-            place.restore()
+        for place in self.places:
+            if not place.is_inside:
+                place.restore()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors in containers and objects of the module."""
-        for place in self.inside:
-            if not place.is_module:
+        for place in self.places:
+            if place.is_inside and not place.is_module:
                 yield from (value for value in place.entries(place.original).values() if isinstance(value, Tensor))
+
+    def _add(self, place: TrackedObject) -> TrackedObject:
+        place.is_inside = self._is_inside
+        self.places.append(place)
+        return place
 
     def _is_new(self, value: object) -> bool:
         if id(value) in self._known or len(self._known) > _MOST:
@@ -238,8 +240,7 @@ class Reachable:
         return True
 
     def _namespace(self, path: str, owner: Any, depth: int) -> None:
-        place = TrackedObject(path, vars(owner), owner)
-        self._places.append(place)
+        place = self._add(TrackedObject(path, vars(owner), owner))
         self._classes += type(owner).__mro__
         for name, value in list(vars(owner).items()):
             if not isinstance(owner, nn.Module) or name not in MODULE_STATE:
@@ -256,7 +257,7 @@ class Reachable:
                 self.generators.append((path, value))
         elif isinstance(value, (list, deque, set, dict)):
             if depth <= _DEPTH and self._is_new(value):
-                self._places.append(TrackedObject(path, value, root=root))
+                self._add(TrackedObject(path, value, root=root))
                 self._contents(path, root, value, depth)
         elif isinstance(value, tuple):
             if depth <= _DEPTH:
@@ -276,8 +277,7 @@ class Reachable:
         """Add the functions of a user's class, and the objects in its attributes."""
         if kind.__module__.split(".")[0] in FOREIGN or not _is_users(kind) or not self._is_new(kind):
             return
-        place = TrackedObject(kind.__name__, kind)
-        self.outside.append(place)
+        place = self._add(TrackedObject(kind.__name__, kind))
         for name, value in list(vars(kind).items()):
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if isinstance(function, types.FunctionType):
@@ -298,13 +298,12 @@ class Reachable:
         code = function.__code__
         for cell, name in zip(function.__closure__ or (), code.co_freevars, strict=True):
             if self._is_new(cell):
-                place = TrackedObject(f"{function.__qualname__}.{name}", cell)
-                self.outside.append(place)
+                place = self._add(TrackedObject(f"{function.__qualname__}.{name}", cell))
                 if not _is_empty(cell):
                     self._walk(place.path, (place, ""), cell.cell_contents, 0)
         place = TrackedObject(function.__qualname__, function)
         if place.entries(function):
-            self.outside.append(place)
+            self._add(place)
             for name, value in place.entries(function).items():
                 self._walk(f"{place.path}.{name}", (place, name), value, 0)
         for names in self._names(code):
@@ -332,8 +331,7 @@ class Reachable:
             return
         self._known.add((id(table), name))
         if id(table) not in self._globals:
-            self._globals[id(table)] = TrackedObject(str(table.get("__name__")), table, names={})
-            self.outside.append(self._globals[id(table)])
+            self._globals[id(table)] = self._add(TrackedObject(str(table.get("__name__")), table, names={}))
         place = self._globals[id(table)]
         assert place.names is not None
         place.names[name] = None
