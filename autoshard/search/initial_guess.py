@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.layers import is_view
+from autoshard.capture.nodes import is_view
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.graph_rules import value_of
 from autoshard.search.request import Request

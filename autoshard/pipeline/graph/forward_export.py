@@ -15,13 +15,12 @@ from autoshard.capture._torch import OpOverload
 from autoshard.capture.attention_operator import attention
 from autoshard.capture.capture_errors import node_line
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.effects import Effects
-from autoshard.capture.export import Exported, ExportedInput
+from autoshard.capture.export import Effects, Exported, ExportedInput
 from autoshard.capture.joint import capture_forward
+from autoshard.capture.nodes import is_random
 from autoshard.capture.python_calls import PythonCall, is_effect
 from autoshard.capture.recurrent_cell_operators import gru_cell, lstm_cell
 from autoshard.capture.rms_norm import rms_norm
-from autoshard.capture.simplify import is_random
 from autoshard.capture.task_graphs import TaskGraph, defaults_of, mark_defaults
 from autoshard.errors import CaptureError
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.fingerprint import fingerprint
+from autoshard.capture.joint_graph import fingerprint
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.measurements import Grouping
 from autoshard.errors import MeshError, PlanError

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.capture.call_layout import signature_of
+from autoshard.capture.call_layout import call_tensors, signature_of
 from autoshard.capture.python_state import check_invalidating_effects
 from autoshard.errors import InputError, PipelineError
 from autoshard.options.target import Target
@@ -22,7 +22,6 @@ from autoshard.pipeline.run.call_cache import CallCache, PreparedCall
 from autoshard.pipeline.run.clipping import clip, total_norm
 from autoshard.pipeline.run.state_entries import register_stage_state, relink_entries
 from autoshard.pipeline.run.tied_parameters import TiedParameters, check_same_placements, tie
-from autoshard.runtime.call_tensors import tensors_of_call
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.materialize import Initializer
 from autoshard.runtime.materialize_stages import materialize_stages
@@ -100,7 +99,7 @@ class PipelineModule(nn.Module):
             prepared = cache.prepare(self, args, kwargs)
             self._prepared_calls[signature] = (prepared, *known)
         if signature not in self._compared_signatures:
-            tensors = tensors_of_call(cache.model, args, kwargs)
+            tensors = call_tensors(cache.model, args, kwargs)
             check_same_inputs(
                 cache.device_mesh, {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
             )

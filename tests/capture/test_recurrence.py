@@ -76,7 +76,7 @@ def test_a_sequence_without_a_batch_dim_and_inference() -> None:
 def test_the_dropout_between_layers_is_captured(kind: type[nn.RNNBase]) -> None:
     x = torch.randn(4, 5, 6)
     for training in (True, False):
-        graph = capture(kind(6, 8, 3, dropout=0.5), (x,), {}, training=training)
+        graph = capture(kind(6, 8, 3, dropout=0.5).train(training), (x,), {})
         drops = [node for node in graph.graph.nodes if "dropout" in str(node.target) and graph.phase(node) == "forward"]
         assert len(drops) == (2 if training else 0)
 

@@ -13,8 +13,8 @@ from torch import fx
 
 from autoshard.capture._torch import fake_mode
 from autoshard.capture.export import Exported, ExportedInput
-from autoshard.capture.flat_symbols import with_symbols
 from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.symbols import with_symbols
 from autoshard.errors import CaptureError
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.microbatch import BatchCall
