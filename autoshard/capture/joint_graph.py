@@ -198,11 +198,16 @@ def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[
     return digest.hexdigest()
 
 
+# Modules of functions in graphs -> their names when plan files first had hashes of such graphs.
+_HASHED_MODULES = {"autoshard.capture.recurrence": "autoshard.capture.recurrent_layers"}
+
+
 def _target_text(node: fx.Node) -> str:
     """Return the text of the operator or function that a node calls."""
     if node.op != "call_function":
         return ""
     # The text of a function would have its address in memory.
     if isinstance(node.target, FunctionType):
-        return f"{node.target.__module__}.{node.target.__qualname__}"
+        module = node.target.__module__
+        return f"{_HASHED_MODULES.get(module, module)}.{node.target.__qualname__}"
     return str(node.target)

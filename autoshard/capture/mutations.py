@@ -19,7 +19,14 @@ from autoshard.capture._torch import FakeTensor, storage_of, traced_node
 from autoshard.capture.capture_errors import code_line, node_line
 from autoshard.capture.counters import FILLABLE, ContainerStandIn, Counter, added_entries, container_stand_in
 from autoshard.capture.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
-from autoshard.capture.reachable import MODULE_STATE, NumPyGenerator, Reachable, TrackedObject, elements
+from autoshard.capture.reachable import (
+    MODULE_STATE,
+    NumPyGenerator,
+    Reachable,
+    TrackedObject,
+    elements,
+    is_parameter_list,
+)
 from autoshard.errors import CaptureError
 
 _EMPTY: Mapping[Any, Any] = {}
@@ -319,6 +326,8 @@ class Mutations:
                 now = place.entries(place.traced)
                 changed |= {key: now[key] for key in now if (id(place.owner), key) in self.lines}
             for key, value in changed.items():
+                if is_parameter_list(place.owner, key):
+                    continue
                 path = _path(place, key)
                 if not place.is_inside:
                     is_write_only = isinstance(value, Counter) or isinstance(place.owner, nn.Module)

@@ -20,6 +20,17 @@ FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "thre
 MODULE_STATE = frozenset({"__dict__", "__class__", *vars(nn.Module())})
 """Attributes that every module has."""
 
+_PARAMETER_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+
+def is_parameter_list(owner: object, name: str) -> bool:
+    """Return True if an attribute is torch's list of the parameters of a recurrent layer.
+
+    The layer makes it anew when it finds other parameters than those in it, as it does in every capture.
+    """
+    return name in _PARAMETER_LISTS and isinstance(owner, nn.RNNBase)
+
+
 NumPyGenerator = np.random.Generator | np.random.RandomState
 
 _DEPTH = 4  # of objects that hold objects
@@ -243,7 +254,8 @@ class Reachable:
         place = self._add(TrackedObject(path, vars(owner), owner))
         self._classes += type(owner).__mro__
         for name, value in list(vars(owner).items()):
-            if not isinstance(owner, nn.Module) or name not in MODULE_STATE:
+            is_tracked = not isinstance(owner, nn.Module) or name not in MODULE_STATE
+            if is_tracked and not is_parameter_list(owner, name):
                 self._walk(f"{path}.{name}", (place, name), value, depth)
 
     def _walk(self, path: str, root: tuple[TrackedObject, str], value: Any, depth: int) -> None:
