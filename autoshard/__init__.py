@@ -1,6 +1,6 @@
 """autoshard: a PyTorch model written for one device, running on a mesh."""
 
-from autoshard.api import frontier, parallelize, plan
+from autoshard.api import frontier, load_safetensors, materialize, parallelize, plan
 from autoshard.capture.annotate import shard
 from autoshard.capture.task_graphs import replicate, set_default_strategy, split
 from autoshard.cluster.calibrate import calibrate
@@ -21,8 +21,6 @@ from autoshard.options import Options, Pipeline, Search
 from autoshard.options.mesh_context import use_mesh
 from autoshard.patterns.registry import register_rule
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.run.load_safetensors import load_safetensors
-from autoshard.pipeline.run.materialize_model import materialize
 from autoshard.pipeline.run.pipeline_module import PipelineModule
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan

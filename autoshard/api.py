@@ -1,4 +1,4 @@
-"""The front door: `parallelize`, `plan` and `frontier`."""
+"""The front door: `plan`, `frontier`, `parallelize`, `materialize` and `load_safetensors`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import PlanError
 from autoshard.options import OptionKeywords, Pipeline, collect_options
 from autoshard.options.target import Target
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.entry import parallelize_pipeline, plan_with_options, resolve_pipeline
+from autoshard.pipeline.run.pipeline_module import PipelineModule
 from autoshard.planner.frontier_search import frontier_plans
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planning import with_provenance
@@ -22,8 +24,10 @@ from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.overlap import check_overlap
 from autoshard.runtime.arguments import check_dtypes, check_examples, check_mesh, check_module, check_plain, check_plan
+from autoshard.runtime.materialize import Initializer, Model, materialize_module
 from autoshard.runtime.module_runtime import RUNTIME
 from autoshard.runtime.parallelizer import Parallelizer
+from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.search.auto_mesh import auto_mesh, device_type_of_job
 from autoshard.specs.axes import MeshShape
 
@@ -67,7 +71,7 @@ def plan(
     pipeline = resolve_pipeline(shape, options.pipeline)
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     if pipeline is not None:
-        return plan_with_options(module, shape, args, kwargs, pipeline, target)
+        return plan_with_options(BatchCall(module, args, kwargs, pipeline.batch_dims), shape, pipeline, target)
     planner = ModulePlanner(module, shape, target)
     return planner.plan(planner.capture(args, kwargs, grad=torch.is_grad_enabled()))
 
@@ -168,12 +172,72 @@ def parallelize(
     else:
         pipeline = resolve_pipeline(MeshShape.of(mesh), options.pipeline)
     if pipeline is not None:
-        return parallelize_pipeline(module, mesh, args, kwargs, pipeline, target, plan=plan)
+        call = BatchCall(module, args, kwargs, pipeline.batch_dims)
+        return parallelize_pipeline(call, mesh, pipeline, target, plan=plan)
     if plan is not None:
         check_plan(plan, module, MeshShape.of(mesh))
         assert isinstance(plan, ShardingPlan)
     Parallelizer(module, mesh, ModulePlanner(module, MeshShape.of(mesh), target), plan).start(args, kwargs)
     return module
+
+
+def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:
+    """Allocate and initialise the meta tensors of a parallelised module in place.
+
+    Parameters stay the same objects. They are initialised by `init`, called for every submodule of the model, children
+    first; else by the model's own `init_weights()` (Hugging Face, torchtitan); else by `reset_parameters()` of every
+    submodule that has it and holds a meta tensor. The values are those that one device draws, from the random state of
+    rank 0. All ranks call this together.
+
+    Every rank holds its shards, of a `PipelineModule` those of its stages. Beside these it holds one whole tensor and
+    the part that is cut from it at a time. A parameter that an initialiser draws again later, such as the projections
+    of Hugging Face's GPT-2, is gathered from the ranks that hold it, and is held twice meanwhile; gloo's threads free
+    a tensor a moment after it is sent. A parameter that no stage uses stays whole to the end.
+
+    Args:
+        model: the result of `parallelize`.
+        device: the device of the tensors; by default the mesh's device type.
+        init: initialises the parameters and buffers of one submodule in place, as if they were whole.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: the model is not parallelised; the device is of another type than the mesh; or a parameter or
+            buffer has not been initialised.
+    """
+    if isinstance(model, PipelineModule):
+        model.materialize(device, init)
+        return model
+    return materialize_module(model, device, init)
+
+
+def load_safetensors(
+    model: nn.Module, paths: Paths, *, strict: bool = True, device: torch.device | str | None = None
+) -> IncompatibleKeys:
+    """Fill the parameters and persistent buffers of a parallelised module from safetensors files, in place.
+
+    Every rank reads its own slices, so that no rank ever holds a whole tensor that is sharded, and nothing is
+    communicated. Parameters and buffers on the meta device are allocated.
+
+    Args:
+        model: the result of `parallelize`. Tied parameters are filled from any of their names. The files are of the
+            whole model: every rank of a `PipelineModule` reads the tensors of its stages.
+        paths: a file, several, an index (`model.safetensors.index.json`), or a folder with an index or files.
+        strict: True if names that only the module or only the files have are an error; so are buffers on the meta
+            device that are not persistent, which no file holds.
+        device: the device of tensors that are on the meta device; by default the device type of the mesh.
+
+    Returns:
+        The names that only the module has, and those that only the files have.
+
+    Raises:
+        InputError: safetensors is not installed, a path is not valid, or names or shapes do not match. Nothing is
+            changed then.
+    """
+    if isinstance(model, PipelineModule):
+        return model.load_safetensors(paths, strict, device)
+    return load_module(model, paths, strict=strict, device=device)
 
 
 def _check_whole(module: object) -> None:

@@ -1,4 +1,4 @@
-"""The command `autoshard`: examine a model, measure a cluster, print saved plans."""
+"""The command `autoshard`: check a model, measure a cluster, print saved plans."""
 
 from __future__ import annotations
 
@@ -48,43 +48,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="autoshard", description="Examine models, measure clusters, look at plans saved by ShardingPlan.save."
+        prog="autoshard", description="Check models, measure clusters, and show plans saved by ShardingPlan.save."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     show = commands.add_parser("show", help="print a plan as tables")
     show.set_defaults(run=_show)
 
-    explain = commands.add_parser("explain", help="print why parameters and modules are placed as they are")
+    explain = commands.add_parser("explain", help="print the strategies and costs of parameters and modules")
     explain.set_defaults(run=_explain)
 
-    html = commands.add_parser("html", help="write a plan as a web page of its own")
+    html = commands.add_parser("html", help="write a plan as a self-contained web page")
     html.set_defaults(run=_html)
 
-    examine = commands.add_parser("doctor", help="examine whether a model can be captured and sharded")
+    examine = commands.add_parser("doctor", help="check if a model can be captured and sharded")
     examine.set_defaults(run=_doctor)
     examine.add_argument(
-        "model", metavar="MODULE:FACTORY", help="a function of a Python module that returns (model, args, kwargs)"
+        "model", metavar="MODULE:FACTORY", help="function of a Python module that returns (model, args, kwargs)"
     )
-    examine.add_argument("--cluster", default="h100", help="preset or file of the cluster that predicts the seconds")
+    examine.add_argument(
+        "--cluster", default="h100", help="cluster whose prices predict the seconds: a preset or a file; default: h100"
+    )
 
     measure = commands.add_parser(
         "calibrate",
-        help="measure the cluster that this runs on; start by torchrun, one process per device",
-        description="Measures collectives and operators with all devices at work, and writes a profile to plan with: "
+        help="measure this cluster; start with torchrun, one process per device",
+        description="Measure collectives and operators with all devices at work, and write a profile to plan with: "
         "torchrun --nproc-per-node 8 -m autoshard.cli calibrate my-profile.json, then cluster='my-profile.json'.",
     )
     measure.set_defaults(run=_calibrate)
     measure.add_argument("output", metavar="OUT.json", type=Path, help="file to write")
-    measure.add_argument("--largest", default="64MiB", metavar="BYTES", help="of the largest collective, per device")
-    measure.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there is one, by default")
     measure.add_argument(
-        "--dtypes", nargs="+", choices=[_name(dtype) for dtype in DTYPES], help="of operators; all three by default"
+        "--largest", default="64MiB", metavar="BYTES", help="largest collective, per device; default: 64MiB"
+    )
+    measure.add_argument("--device", choices=("cuda", "cpu"), help="device to measure; default: cuda if there is one")
+    measure.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=[_name(dtype) for dtype in DTYPES],
+        help="dtypes of operators; default: all three",
     )
 
     for command in (show, explain, html):
         command.add_argument("plan", metavar="PLAN.json", help="file of the plan")
-    explain.add_argument("glob", metavar="GLOB", help="parameter names or module paths, such as 'layers.*.mlp'")
+    explain.add_argument("glob", metavar="GLOB", help="glob of parameter names or module paths, such as 'layers.*.mlp'")
     html.add_argument("output", metavar="OUT.html", type=Path, help="file to write")
     return parser
 

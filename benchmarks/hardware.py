@@ -41,18 +41,18 @@ _HEAD = """\
 
 Written by `python benchmarks/hardware.py --write`. Figures are tokens, or images, per second and GPU; the ratio is
 predicted over published. Every row is planned in its published parallelism, precision and recomputation, at the prices
-of the library's presets: nothing is run here, and no price is fitted to a row. Held-out rows are checked against only.
+of the library's presets. Nothing is run here, and no price is fitted to a row. Held-out rows are only used to check.
 
-* A step is that of the plan, forward and backward (`step_seconds`), and the optimizer's update (`update_seconds`; AdamW
-  is fused, for images SGD with momentum). Loading data, logging and clipping gradients are not in it.
-* Samples are those of one device, or tensor parallel group, in one run of the step, and runs those whose gradients are
-  added up before the update; in a pipeline they are its microbatches.
-* Models of many layers are planned at two depths, and their steps continued along a straight line to the published
-  depth: layers are equal (`--exact` plans all of them).
-* FSDP gathers a parameter once per run, or again in the backward half where the plan says so; systems that free it
-  after the forward half gather twice.
-* Where tensor parallel devices split the layers' matrices, what lies between them (whole, or in shards of the sequence)
-  is the planner's choice.
+* A step is the plan's forward and backward (`step_seconds`) and the optimizer's update (`update_seconds`; AdamW is
+  fused, images use SGD with momentum). It does not include loading data, logging and clipping gradients.
+* Samples are those of one device, or of one tensor parallel group, in one run of the step. Runs are the runs whose
+  gradients are accumulated before the update; in a pipeline, runs are its microbatches.
+* Models of many layers are planned at two depths, and their steps are extrapolated along a straight line to the
+  published depth, because layers are equal (`--exact` plans all of them).
+* FSDP gathers a parameter once per run, or again in the backward half if the plan says so. Systems that free it after
+  the forward half gather twice.
+* If tensor parallel devices split the layers' matrices, the planner chooses how the tensors between them are placed:
+  whole, or in shards of the sequence.
 """
 
 
@@ -126,7 +126,7 @@ def _section(title: str, lines: list[Line]) -> str:
     table += ["| " + " | ".join(line.cells) + " |" for line in lines]
     far = [line.key for line in lines if abs(line.ratio - 1.0) > NEAR]
     reasons = [f"* {key}: {ROWS[key].reason or 'no reason is known.'}" for key in far]
-    told = ["", f"Further than {NEAR:.0%} from what was measured:", "", *reasons] if reasons else []
+    told = ["", f"More than {NEAR:.0%} from the measured value:", "", *reasons] if reasons else []
     return "\n".join([f"## {title}", "", summary, "", *table, *told]) + "\n"
 
 

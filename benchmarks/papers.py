@@ -45,13 +45,15 @@ PARTS = {
 _HEAD = """\
 # What the papers measured, and what is predicted here
 
-Written by `python benchmarks/papers.py --write`: plans and their predicted steps; nothing is run, no constant fitted.
-Devices keep up 0.89 of the rates of their data sheets in all rows: V100s were measured at 14 of 15.7 TFLOP/s in large
-products of float32 matrices (github.com/mli/transformers-benchmarks), and at 750 GiB/s of 900 GB/s (Jia et al.,
-“Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking”, 2018). Attention is computed in several operators,
-the scores held, as it was by TensorFlow and XLA. A step is its forward and backward half, without that of the
-optimizer. Ratios are those that the papers' text gives; where it gives none, and a figure alone shows the value, ours
-stands without comparison.
+Written by `python benchmarks/papers.py --write`. The figures here are predicted steps of plans: nothing is run, and no
+constant is fitted.
+
+* In all rows, devices reach 0.89 of the rates of their data sheets. V100s were measured at 14 of 15.7 TFLOP/s in large
+  products of float32 matrices (github.com/mli/transformers-benchmarks), and at 750 GiB/s of 900 GB/s (Jia et al.,
+  “Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking”, 2018).
+* Attention is computed in several operators and holds its scores, as in TensorFlow and XLA.
+* A step is its forward and backward half, without the optimizer's update.
+* Published ratios are those that the papers' text gives. If a value is only shown in a figure, ours has no comparison.
 """
 _COLUMNS = ("where", "what", "published", "here", "apart")
 

@@ -1,4 +1,7 @@
-"""autoshard as a backend of torch.compile: torchrun --nproc-per-node 2 examples/compile_backend.py"""
+"""Use autoshard as a backend of torch.compile: torchrun --nproc-per-node 2 examples/compile_backend.py
+
+The mesh is an option of the backend or comes from `autoshard.use_mesh`. Both losses are compared with one device's.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ def make_model() -> nn.Module:
 
 
 def train(call: nn.Module, model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
-    """Five steps of `call`, a compiled form of `model`."""
+    """Train `call`, a compiled form of `model`, for five steps and return the losses."""
     optimizer: torch.optim.Optimizer | None = None
     losses = []
     for _ in range(5):
         loss = nn.functional.cross_entropy(call(x), y)
-        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)  # made once the parameters are placed
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)  # the first call places the parameters
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

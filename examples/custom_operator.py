@@ -1,8 +1,8 @@
-"""An operator of your own, its rule, and the check of it: torchrun --nproc-per-node 2 examples/custom_operator.py
+"""Add a rule for a custom operator and check it: torchrun --nproc-per-node 2 examples/custom_operator.py
 
-A gated unit with a scale per channel, as a custom kernel would fuse it: y = x · sigmoid(gate) · scale. torch learns of
-it by `torch.library.custom_op`, with a fake for tracing and a backward; autoshard by one line for each of the two
-operators. `autoshard.patterns.check` holds the lines against the operators before a model is trusted to them.
+The operator is a gated unit with a scale per channel, as a custom kernel would fuse it: y = x · sigmoid(gate) · scale.
+torch needs a `torch.library.custom_op` with a fake for tracing and a backward. autoshard needs one rule for each of the
+two operators. `autoshard.patterns.check` compares the rules with the operators before a model uses them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ gated.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
-# Linear in x and in the scale, not in the gate: only there may partial sums pass.
+# The unit is linear in x and in the scale, so partial sums of these may pass; it is not linear in the gate.
 autoshard.register_rule("example::gated", "b s h, b s h, h -> b s h", linear="0, 2")
-# The scale's gradient lacks b and s: shards of these leave partial sums, which is all that data parallelism needs.
+# The scale's gradient lacks b and s, so their shards leave partial sums: the all-reduce of data parallelism.
 autoshard.register_rule("example::gated_backward", "b s h, b s h, b s h, h -> b s h, b s h, h", linear="0")
 
 
 def check_rules() -> None:
-    """Hold the rules against the operators, and show what a wrong one looks like."""
+    """Check the rules against the operators, and show the finding of a wrong rule."""
     x, gate, grad = torch.randn(3, 4, 6, 12, dtype=torch.float64)
     scale = torch.randn(12, dtype=torch.float64)
     print("findings, forward: ", len(autoshard.patterns.check(gated, (x, gate, scale))))
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients by name."""
+    """Return the whole gradients by name."""
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
 

@@ -1,8 +1,8 @@
-"""How much memory a faster step is worth, for GPT-2 on eight GPUs: python examples/frontier.py
+"""Compare memory with time for GPT-2 on eight GPUs: python examples/frontier.py
 
-The cost frontier holds every plan that is worth its memory, from the leanest to the fastest (TensorOpt's idea). No GPU
-is needed: the model lies on the meta device and the mesh is a description. Prints the plans as a table, picks some, and
-draws the curve if matplotlib is installed. It takes a minute or two; `--layers 2` is a quicker look.
+The cost frontier (TensorOpt) holds every plan that is worth its memory, from the smallest peak to the shortest step. No
+GPU is needed: the model is on the meta device and the mesh is a description. The program prints the plans as a table,
+selects some, and draws the curve if matplotlib is installed. It takes a minute or two; `--layers 2` is quicker.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import autoshard
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=12, help="of GPT-2's twelve")
+    parser.add_argument("--layers", type=int, default=12, help="number of layers; GPT-2 has twelve")
     parser.add_argument("--batch", type=int, default=16, help="sequences of 1024 tokens in the global batch")
     parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--gaps", type=int, default=3, help="gaps between plans to search more closely")
-    parser.add_argument("--output", default="frontier.png", help="the picture; its suffix says the format")
+    parser.add_argument(
+        "--gaps", type=int, default=3, help="number of gaps between plans that are searched more closely"
+    )
+    parser.add_argument("--output", default="frontier.png", help="file of the picture; its suffix selects the format")
     args = parser.parse_args()
 
     config = GPT2Config(n_layer=args.layers, vocab_size=50304, use_cache=False)
@@ -40,7 +42,7 @@ def main() -> None:
     )
     print(frontier, "\n")
 
-    # Selecting costs nothing; `autoshard.parallelize(model, mesh, ..., plan=...)` applies what was selected.
+    # Selecting a plan costs nothing; `autoshard.parallelize(model, mesh, ..., plan=...)` applies it.
     turning = frontier.turning_point
     middle = (frontier[0].memory.peak + frontier[-1].memory.peak) // 2
     for text, plan in {

@@ -1,6 +1,6 @@
-"""Attention with one fused projection, sharded by heads: torchrun --nproc-per-node 4 examples/fused_qkv.py
+"""Shard attention with one fused projection by heads: torchrun --nproc-per-node 4 examples/fused_qkv.py
 
-A fused weight has 3 · heads · head_dim rows. Cut plainly into four, a shard would hold, say, queries only. autoshard
+A fused weight has 3 · heads · head_dim rows. With `Shard(0)` on four ranks, a shard could hold queries only. autoshard
 follows the views of the projection's output back to the weight, finds that the heads are its middle factor, and places
 it as `_StridedShard(0, split_factor=3)`: every rank holds the queries, keys and values of its own heads. The weight is
 not rearranged, and nothing is communicated between the projection and the output of the attention.
@@ -24,7 +24,7 @@ SPLITS = ("view + unbind", "chunk(3, -1)", "split(D, -1)")
 
 
 class Heads(nn.Module):
-    """From the output of the fused projection to the output of the attention, in one of three common spellings."""
+    """Compute attention from the output of the fused projection, which is split in one of three common ways."""
 
     def __init__(self, split: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 def checkpoint_is_equal(model: nn.Module, original: Tensor) -> bool:
-    """Save the sharded model with `torch.distributed.checkpoint`, load its fused weight unsharded, compare the bits."""
+    """Save the sharded model with `torch.distributed.checkpoint`, load its fused weight whole, compare the bits."""
     folder = [tempfile.mkdtemp(prefix="autoshard-qkv-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     dcp.save(model.state_dict(), checkpoint_id=folder[0])
@@ -68,7 +68,7 @@ def checkpoint_is_equal(model: nn.Module, original: Tensor) -> bool:
 def show(split: str, mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     model = Block(split)
-    x, target = torch.randn(2, 1, LENGTH, WIDTH)  # a batch of one: there is no data parallelism to be had
+    x, target = torch.randn(2, 1, LENGTH, WIDTH)  # a batch of one rules out data parallelism
     expected = model(x, target).item()
     original = model.qkv.weight.detach().clone()
 

@@ -1,7 +1,7 @@
-"""Pin what you know, let the planner fill in the rest: python examples/hints.py
+"""Pin some placements and let the planner choose the others: python examples/hints.py
 
-Hints name parameters or modules by glob, and give a placement per mesh axis. `autoshard.shard` pins one activation
-inside `forward`; outside autoshard it returns its argument. Planning needs no processes, so neither does this example.
+A hint names parameters or modules by a glob and gives a placement per mesh axis. `autoshard.shard` pins one activation
+inside `forward`; outside of autoshard it returns its argument. Planning needs no process group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         hidden = self.blocks(x)
-        hidden = autoshard.shard(hidden, Shard(0), Replicate())  # over dp by rows, whole on every rank of tp
+        hidden = autoshard.shard(hidden, Shard(0), Replicate())  # sharded by rows over dp, replicated over tp
         return F.cross_entropy(self.head(hidden), labels)
 
 

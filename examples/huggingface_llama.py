@@ -1,7 +1,7 @@
-"""Llama, saved on a (2, 2) mesh, resumed on (4,): torchrun --nproc-per-node 4 examples/huggingface_llama.py
+"""Save Llama on a (2, 2) mesh, resume on (4,): torchrun --nproc-per-node 4 examples/huggingface_llama.py
 
 The model comes from a configuration, so nothing is downloaded. Its checkpoint is an ordinary
-`torch.distributed.checkpoint`: it may be read on any other mesh, under any other plan, or on one device.
+`torch.distributed.checkpoint`: it can be read on any other mesh, under any other plan, or on one device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VOCABULARY, LENGTH = 512, 64
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """The same batch in every process: sequences that count upwards, so that there is something to learn."""
+    """Return the same batch in every process: sequences that count upwards, which the model can learn."""
     starts = torch.randint(VOCABULARY, (8, 1), generator=torch.Generator().manual_seed(step))
     tokens = (starts + torch.arange(LENGTH)) % VOCABULARY
     return {"input_ids": tokens, "labels": tokens}
@@ -43,7 +43,7 @@ def make(layers: int, mesh: DeviceMesh) -> tuple[LlamaForCausalLM, torch.optim.O
     torch.manual_seed(0)
     model = autoshard.parallelize(LlamaForCausalLM(config), mesh, example_kwargs=batch(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    return model, autoshard.checkpointable(optimizer)  # its state may be saved however the parameters lie
+    return model, autoshard.checkpointable(optimizer)  # its state can be saved under any placements
 
 
 def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:

@@ -1,11 +1,11 @@
-"""Plan on a machine without the cluster's devices, and train by that plan: python examples/laptop_to_cluster.py
+"""Plan on a laptop, then train with that plan on the cluster: python examples/laptop_to_cluster.py
 
-The first command needs no process group and no GPU; the second runs on the machines that the plan is for:
+The first command needs no process group and no GPU. The second runs on the machines that the plan is for:
 
     python examples/laptop_to_cluster.py --plan gpt.plan.json
     torchrun --nproc-per-node 4 examples/laptop_to_cluster.py --plan gpt.plan.json
 
-Where there are GPUs, the second one trains on them. The plan names no device: kernels are chosen where they run.
+The second command trains on GPUs if there are any. The plan names no device: each machine selects its own kernels.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Decoder(nn.Module):
 
 
 def batch(device: torch.device | str) -> dict[str, Tensor]:
-    """A batch to learn by heart: each token is followed by the next number."""
+    """Return a batch in which each token is followed by the next number."""
     tokens = torch.arange(BATCH * LENGTH, device=device).view(BATCH, LENGTH) % VOCABULARY
     return {"tokens": tokens, "targets": (tokens + 1) % VOCABULARY}
 
 
 def save_plan(path: Path) -> autoshard.ShardingPlan:
-    """Plan the step of a model without numbers, on a mesh that is not there."""
+    """Plan the step of a model on the meta device, for a mesh that is only described."""
     with torch.device("meta"):
         model = Decoder()
     plan = autoshard.plan(model, AXES, example_kwargs=batch("meta"), cluster="h100")
@@ -73,7 +73,7 @@ def save_plan(path: Path) -> autoshard.ShardingPlan:
 
 
 def train(path: Path, mesh: DeviceMesh, steps: int) -> list[Tensor]:
-    """Train by a plan that was made elsewhere; the losses."""
+    """Train with a saved plan and return the losses."""
     torch.manual_seed(0)
     inputs = batch(mesh.device_type)
     model = autoshard.parallelize(
@@ -100,7 +100,7 @@ def main() -> None:
         print(f"saved as {options.plan}")
         return
     if not options.plan.exists():
-        raise SystemExit(f"there is no plan {options.plan}: make it first, by python examples/laptop_to_cluster.py")
+        raise SystemExit(f"there is no plan {options.plan}: make it first with python examples/laptop_to_cluster.py")
     accelerated = torch.cuda.is_available()
     if accelerated:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

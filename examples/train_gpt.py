@@ -1,7 +1,7 @@
 """Train a small GPT on four processes, then on one, and compare: torchrun --nproc-per-node 4 examples/train_gpt.py
 
 The text is the source code of Python's standard library, character by character. The model is written for one device,
-with one fused projection for queries, keys and values; `autoshard.parallelize` decides how to cut it over the mesh.
+with one fused projection for queries, keys and values. `autoshard.parallelize` decides how it is sharded on the mesh.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class GPT(nn.Module):
 
 
 def standard_library() -> Tensor:
-    """The source text of Python's standard library, as ASCII codes."""
+    """Return the source text of Python's standard library, as ASCII codes."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
     return torch.frombuffer(bytearray(text.encode("ascii", "ignore")), dtype=torch.uint8).long()
 
 
 def batches(text: Tensor, batch: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same endless batches in every process: characters, and the characters that follow them."""
+    """Yield the same endless batches in every process: characters, and the characters that follow them."""
     generator = torch.Generator().manual_seed(0)
     while True:
         starts = torch.randint(len(text) - CONTEXT - 1, (batch, 1), generator=generator)
@@ -80,7 +80,7 @@ def make_model(layers: int) -> GPT:
 
 
 def train(model: nn.Module, text: Tensor, steps: int, title: str, quiet: bool, batch: int = BATCH) -> list[float]:
-    """An ordinary training loop. Returns the loss of every step."""
+    """Run an ordinary training loop and return the loss of every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     loss_column = TextColumn("loss {task.fields[loss]:.4f}")
     columns = [TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss_column]

@@ -1,7 +1,8 @@
 """Train the GPT of train_gpt.py as a pipeline: torchrun --nproc-per-node 4 examples/train_gpt_pipeline.py
 
-Two stages, each on two processes that share the batch: the mesh's axis `pp` is the pipeline. `autoshard.parallelize`
-cuts the captured graph, shards every stage, and chooses the schedule and the number of microbatches by simulation.
+The mesh axis `pp` is the pipeline. It has two stages, each on two processes that share the batch.
+`autoshard.parallelize` cuts the captured graph, shards every stage, and chooses the schedule and the number of
+microbatches by simulation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BATCH = 8
 
 
 def train_pipeline(pipeline: autoshard.PipelineModule, text: Tensor, steps: int) -> list[float]:
-    """A training loop whose step is `train_step`. Returns the loss of every step."""
+    """Run a training loop whose step is `train_step` and return the loss of every step."""
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3, fused=True)
     losses = []
     for tokens, targets in islice(batches(text, BATCH), steps):

@@ -1,8 +1,8 @@
 """Does Llama-3-8B train on eight devices of 24 GiB, or of 80?: python examples/will_it_fit.py
 
-Nothing is allocated and no process group is needed: the model lies on the meta device, the mesh is a description. For
-every size of device it says whether a plan fits, what is held when most is held, and if none fits, what would help.
-With all 32 layers it takes some minutes.
+Nothing is allocated and no process group is needed: the model is on the meta device and the mesh is a description. For
+every size of device the program prints if a plan fits and what the device holds at the peak, or what would help if no
+plan fits. With all 32 layers it takes some minutes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ LLAMA_3_8B = LlamaConfig(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--memory", nargs="+", default=["24GiB", "80GiB"], help="of one device; several are tried")
+    parser.add_argument(
+        "--memory", nargs="+", default=["24GiB", "80GiB"], help="memory of one device; several sizes are tried"
+    )
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--batch", type=int, default=8, help="sequences in the global batch")
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--optimizer", default="adamw")
-    parser.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers, help="fewer give a quicker look")
+    parser.add_argument(
+        "--layers", type=int, default=LLAMA_3_8B.num_hidden_layers, help="number of layers; fewer are quicker"
+    )
     args = parser.parse_args()
 
     LLAMA_3_8B.num_hidden_layers = args.layers
@@ -53,7 +57,7 @@ def main() -> None:
                 cluster="a100",
                 memory_limit=memory,
                 optimizer=args.optimizer,
-                output_placements="planned",  # the logits stay where they are computed
+                output_placements="planned",  # the logits stay sharded
                 search=autoshard.Search(time_limit=600.0),
             )
         except autoshard.BudgetError as error:
@@ -65,8 +69,8 @@ def main() -> None:
         for kind, amount in held.held.items():
             print(f"  {kind:14} {format_bytes(amount):>10}")
         print("The largest tensors then:")
-        for one in held.largest:
-            print(f"  {format_bytes(one.bytes):>10}  {one.kind:14} {one.name}")
+        for tensor in held.largest:
+            print(f"  {format_bytes(tensor.bytes):>10}  {tensor.kind:14} {tensor.name}")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def _possible(module: torch.nn.Module, sizes: Mapping[str, int], inputs: Any, li
 def table(rows: Iterable[Row]) -> str:
     """The rows and their errors as Markdown."""
     rows = list(rows)
-    titles = ("Model", "Mesh", "Limit", "Peak in", "Predicted", "Measurements", "Error")
+    titles = ("Model", "Mesh", "Limit", "Peak in", "Predicted", "Measured", "Error")
     lines = [titles, ["---"] * len(titles), *map(cells, rows)]
     errors = [one.error for one in rows]
     said = (

@@ -85,45 +85,45 @@ INTRODUCTION = f"""# Numerics
 
 Written by `python -m tests.numerics --write` from real runs with torch {torch.__version__.split("+")[0]}.
 
-A model trained on a mesh computes what it computes on one device. Every row below trained a small model for {STEPS}
-steps (under a random plan: one) of SGD with momentum, on the same batch, in float64, once on one device and once on the
-mesh, and compares *every rank* with the one device: the losses of all steps; the outputs and gradients of the last;
-parameters and buffers after it. All must agree to 1e-9; what is left is the rounding of sums taken in another order.
+A model trained on a mesh computes the same numbers as on one device. Every row below trained a small model for {STEPS}
+steps of SGD with momentum (one step under a random plan), on the same batch, in float64, once on one device and once on
+the mesh. It compares *every rank* with the one device: the losses of all steps, the outputs and gradients of the last
+step, and parameters and buffers after it. All must agree to 1e-9. The rest is rounding of sums in another order.
 
 * **Relative difference** of two tensors: the largest absolute difference over the largest absolute element of the
-  one-device tensor. The divisor is at least a thousandth of the largest element among all tensors of that column:
-  some gradients, such as those of key biases, are exactly zero in theory and rounding in practice, on one device too.
-  That is also why the optimizer is SGD: Adam divides such a gradient by its own size, and turns rounding into a step.
-* **float64 all through.** Hugging Face models compute some things in float32 whatever their dtype is; here these are
+  one-device tensor. The divisor is at least a thousandth of the largest element among all tensors of that column,
+  because some gradients, such as those of key biases, are exactly zero in theory and rounding in practice, on one
+  device too. The optimizer is SGD for the same reason: Adam divides such a gradient by its own size, and turns rounding
+  into a step.
+* **float64 everywhere.** Hugging Face models compute some things in float32 whatever their dtype is. Here these are
   widened, so that only the sharding can differ. Dropout is off.
-* **Sharded** counts parameters that are split over some mesh axis, of all parameters. **Collectives** counts what one
-  rank called in one step: all-reduce (AR), all-gather (AG), reduce-scatter (RS), all-to-all (A2A); gradients that are
-  reduced together count once. **Replicated** counts the operators that no sharding rule is for; every rank runs them
-  on whole tensors. Where no parameter is sharded, the planner found it cheapest to split the batch and the
-  activations alone; the collectives show that.
-* The planner would replicate models as small as these on real links. The cluster that it is told about has links so
-  fast that sharding pays.
+* **Sharded** counts the parameters that are split over some mesh axis, of all parameters.
+* **Collectives** counts the calls of one rank in one step: all-reduce (AR), all-gather (AG), reduce-scatter (RS),
+  all-to-all (A2A). Gradients that are reduced together count once. If no parameter is sharded, the planner found it
+  cheapest to split the batch and the activations only; the collectives show that.
+* **Replicated** counts the operators that have no sharding rule. Every rank runs them on whole tensors.
+* On real links, the planner would replicate models as small as these. It is given a cluster whose links are so fast
+  that sharding pays.
 * Llama has 4 query heads over 2 key and value heads. The mixtures of experts of Hugging Face have 4 experts, 2 for each
-  token, with `experts_implementation="batched_mm"`: the default, `"grouped_mm"`, has no kernel in float64 (the tests
-  train it on a mesh against this one), and `"eager"` is a Python loop over the experts that were chosen, which no graph
-  holds.
+  token, with `experts_implementation="batched_mm"`. The default, `"grouped_mm"`, has no kernel in float64 (the tests
+  train it on a mesh against this one). `"eager"` is a Python loop over the chosen experts, which no graph can hold.
 * The tests train the first six models on most of these meshes, and each of the others on one.
-* Ranks are simulated in one process unless it says otherwise: the same program, executed for all ranks.
+* Unless stated otherwise, ranks are simulated in one process: the same program, executed for all ranks.
 """
 
 RANDOM = """
 ## Random plans
 
-The planner never chooses most of what the library can do. Here the strategy of every operator, the placement of every
-parameter and every shared copy are drawn at random among all that fit together; a third of the parameters must be
-sharded, and are gathered anew in each phase. One step.
+The planner never chooses most of the strategies that the library has. Here the strategy of every operator, the
+placement of every parameter and every shared copy are drawn at random among all that fit together. A third of the
+parameters must be sharded, and are gathered again in each phase. One step.
 """
 
 LIMITED = """
 ## Under tight limits
 
-The smallest `memory_limit` that a `BudgetError` names (here as a share of the peak without limit), which is where plans
-mix all that they have: parameters that are *whole*; in shards and *used* so; gathered *once*, the copy kept for the
+The limit is the smallest `memory_limit` that a `BudgetError` names, here as a share of the peak without limit. Such
+plans mix all choices: parameters that are *whole*; sharded and *used* so; gathered *once*, with the copy kept for the
 backward half (ZeRO-1 and ZeRO-2); gathered *again* in each half (ZeRO-3); and, with `recompute="auto"`, *layers* that
 run again. One step.
 
@@ -135,10 +135,10 @@ PRECISION = f"""
 ## Mixed precision
 
 `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`, one step from float32
-parameters. What is right is the same step in float64. One device in bfloat16 is some way from it; a mesh in bfloat16,
-which rounds other partial sums, is asked to be no farther than {FACTOR:g} times as far, or {BFLOAT16_ROUNDING:.1e}, one
-rounding, if that is more. (ResNet-18 is not among them: batch norm of bfloat16 with statistics in float32 has no kernel
-on CPUs.)
+parameters. The reference is the same step in float64. One device in bfloat16 has some distance to it. A mesh in
+bfloat16, which rounds other partial sums, may have at most {FACTOR:g} times that distance, or
+{BFLOAT16_ROUNDING:.1e}, one rounding, if that is more. (ResNet-18 is not included: batch norm of bfloat16 with
+statistics in float32 has no kernel on CPUs.)
 
 | Model | Mesh | Loss: mesh | one device | Gradients: mesh | one device |
 | --- | --- | --- | --- | --- | --- |

@@ -35,11 +35,11 @@ CASES = tuple(
 TEXT = """
 ## Pipelines
 
-Meshes with a pipeline axis, in real processes over gloo: one for each rank, up to eight. Stages have equally many
-operators, each stage as the planner shards it on the rest of the mesh; the step runs in one of torch's schedules, or in
-an order of our own (custom), and the one device computes the whole batch at once. Gradients are clipped in every step,
-to less than they have; **norms** are the total norms of all steps as every rank is told them. Gradients are the clipped
-ones of the last step; every rank is compared in what it holds.
+Meshes with a pipeline axis, in real processes over gloo: one for each rank, up to eight. Stages have equal numbers of
+operators; the planner shards each stage on the rest of the mesh. The step runs in one of torch's schedules, or in an
+order of our own (custom). The one device computes the whole batch at once. Gradients are clipped in every step to less
+than their norm. **Norms** are the total norms of all steps as every rank gets them. Gradients are the clipped ones of
+the last step. Every rank is compared in all that it holds.
 
 """
 

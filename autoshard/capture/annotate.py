@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -13,7 +14,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from autoshard.capture._torch import StridedShard
 from autoshard.errors import HintError
 
-_capturing: ContextVar[bool] = ContextVar("autoshard_capturing", default=False)
+CAPTURE: ContextVar[Iterator[int] | None] = ContextVar("autoshard_capture", default=None)
+"""Numbers for the task graphs of the capture that runs; None outside of a capture."""
 
 
 def shard(x: torch.Tensor, *placements: Placement) -> torch.Tensor:
@@ -30,19 +32,19 @@ def shard(x: torch.Tensor, *placements: Placement) -> torch.Tensor:
         HintError: (during capture) an argument is not a placement, or its dim is out of range.
     """
     # Outside of a capture the code also runs where autoshard plans nothing: there the call must cost nothing.
-    if not _capturing.get():
+    if CAPTURE.get() is None:
         return x
     return torch.ops.autoshard.pin(x, pin_text(placements, x.ndim))
 
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Context in which `shard` writes its operator into the graph."""
-    token = _capturing.set(True)
+    """Context in which `shard` writes its operator into the graph, and task graphs mark their operators."""
+    token = CAPTURE.set(itertools.count())
     try:
         yield
     finally:
-        _capturing.reset(token)
+        CAPTURE.reset(token)
 
 
 def pin_text(placements: tuple[Placement, ...], ndim: int) -> str:

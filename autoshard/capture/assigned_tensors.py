@@ -1,4 +1,4 @@
-"""Tensors that `forward` assigns to attributes and buffers of its modules: outputs of the graph beside its results."""
+"""Tensors that `forward` leaves in Python and in buffers: outputs of the graph beside its results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SetBuffer:
 
 
 class AssignedTensors:
-    """Hooks of a root module by which a call returns, beside its output, the tensors that it assigned in the module.
+    """Hooks of a root module by which a call returns, beside its output, the tensors that it leaves in Python.
 
     Mixtures of experts keep their balancing loss in an attribute, and recurrent networks their state; running
     statistics are buffers. torch.export undoes assignments to attributes, and follows those to buffers in the root
@@ -44,12 +44,11 @@ class AssignedTensors:
 
     Args:
         root: the module, before its call.
-        mutations: records which tensors the call leaves in other objects.
+        mutations: records which tensors the call leaves in attributes and other objects.
         flags: returns, after the call, flags that are outputs behind everything else.
 
     Attributes:
-        found: the attributes that the call set to tensors.
-        buffers: the buffers that it set to other tensors, which are returned behind those of `found`.
+        buffers: the buffers that the call set to other tensors, which are returned behind those of `attributes`.
     """
 
     def __init__(
@@ -58,11 +57,14 @@ class AssignedTensors:
         self.root = root
         self._mutations = mutations
         self._flags = flags
-        self.before = dict(_tensors(root))
-        self.found: tuple[Attribute, ...] = ()
         self.buffers: tuple[SetBuffer, ...] = ()
         self._buffers_before: dict[str, torch.Tensor | None] = {}
         self._lines: dict[tuple[int, str], str] = {}  # the line that set a buffer of a module last
+
+    @property
+    def attributes(self) -> tuple[Attribute, ...]:
+        """The tensors that the call leaves in attributes, containers and variables."""
+        return tuple(Attribute(path, value.requires_grad) for path, value in self._mutations.kept)
 
     def _begin(self, *_: Any) -> None:
         # Not in `__init__`: when the call begins, torch.export has put other buffers in place of the module's.
@@ -74,18 +76,10 @@ class AssignedTensors:
 
     def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the output, the values of attributes and buffers, and flags; the output alone where there are none."""
-        found = {path: value for path, value in _tensors(root) if self.before.get(path) is not value}
-        for path, value in found.items():
-            self._mutations.check_traced(value, f"self.{path}")
         self._mutations.end()
-        kept = self._mutations.kept
-        self.found = (
-            *(Attribute(f"self.{path}", path, value.requires_grad) for path, value in found.items()),
-            *(Attribute(path, None, value.requires_grad) for path, value in kept),
-        )
         buffers = dict(self._new_buffers())
         self.buffers = tuple(buffers)
-        more = (*found.values(), *(value for _, value in kept)), tuple(buffers.values()), tuple(self._flags())
+        more = tuple(value for _, value in self._mutations.kept), tuple(buffers.values()), tuple(self._flags())
         return (output, *more) if any(more) else output
 
     def _new_buffers(self) -> Iterator[tuple[SetBuffer, torch.Tensor]]:
@@ -131,29 +125,18 @@ class AssignedTensors:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Context of a call of torch.export, whose warnings of lost assignments are dropped: none is lost."""
-        hooks = (
+        with (
             self.root.register_forward_pre_hook(self._begin),
             self.root.register_forward_hook(self._end),
             register_module_buffer_registration_hook(self._set),
-        )
-        try:
-            with warnings.catch_warnings(record=True) as raised, without_root_buffers():
-                warnings.filterwarnings("always", _ASSIGNMENT_WARNING)
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+            warnings.catch_warnings(record=True) as raised,
+            without_root_buffers(),
+        ):
+            warnings.filterwarnings("always", _ASSIGNMENT_WARNING)
+            yield
         for warning in raised:
             if not str(warning.message).startswith(_ASSIGNMENT_WARNING):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-def _tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield plain attributes that are tensors, by path."""
-    for path, part in root.named_modules():
-        for name, value in vars(part).items():
-            if isinstance(value, torch.Tensor):
-                yield (f"{path}.{name}" if path else name), value
 
 
 def _buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -22,18 +22,7 @@ from autoshard.capture.attention_call import (
     drop_unreachable_keys,
 )
 from autoshard.capture.attention_kernels import choose_dropout_kernel, choose_kernel, dropout_kernel
-
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_OPTIONS = "Tensor? attn_mask, Tensor? start, bool is_causal, int window, float scale"
-_DROPOUT = "float dropout_p=0.0, Tensor? seed=None"
-_library.define(
-    f"attention(Tensor query, Tensor key, Tensor value, {_OPTIONS}, {_DROPOUT}) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
-    f"{_OPTIONS}, bool mask_gradient, {_DROPOUT}, Tensor? drawn_by=None) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define("attention_seed() -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+from autoshard.capture.operators import define, define_backward
 
 operators = torch.ops.autoshard
 """`attention(query, key, value, attn_mask, start, is_causal, window, scale, dropout_p, seed)`: output and logsumexp.
@@ -143,13 +132,20 @@ def _fake_backward(
     return (*(_empty(each, *each.shape) for each in (query, key, value)), grad_mask)  # type: ignore[return-value]
 
 
-for _name, _run, _fake in (
-    ("attention", _forward, _fake_forward),
-    ("attention_backward", _backward, _fake_backward),
-    ("attention_seed", _seed, _fake_seed),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autoshard::{_name}", _fake, lib=_library)
+_OPTIONS = "Tensor? attn_mask, Tensor? start, bool is_causal, int window, float scale"
+_DROPOUT = "float dropout_p=0.0, Tensor? seed=None"
+define(
+    f"attention(Tensor query, Tensor key, Tensor value, {_OPTIONS}, {_DROPOUT}) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+define(
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    f"{_OPTIONS}, bool mask_gradient, {_DROPOUT}, Tensor? drawn_by=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+define("attention_seed() -> Tensor", _seed, _fake_seed, tags=[torch.Tag.nondeterministic_seeded])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -171,7 +167,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...
     return (*gradients[:3], gradients[3] if mask_gradient else None, *(None,) * 6)
 
 
-torch.library.register_autograd("autoshard::attention", _differentiate, setup_context=_keep, lib=_library)
+define_backward("attention", _keep, _differentiate)
 
 
 def attention(

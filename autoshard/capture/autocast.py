@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.capture._torch import below_autocast, operator_of, operators_under_autocast, pytree
+from autoshard.capture._torch import attribute_patch, below_autocast, operator_of, operators_under_autocast, pytree
 from autoshard.errors import CaptureError
 
 # fmt: off
@@ -83,8 +83,7 @@ def autocast_of_gpus() -> Iterator[None]:
                 kernels.install()
             initialize(self, device_type, dtype, enabled, cache_enabled)
 
-        stack.callback(setattr, torch.autocast, "__init__", initialize)
-        torch.autocast.__init__ = initialize_on_cpu  # type: ignore[method-assign]
+        stack.enter_context(attribute_patch(torch.autocast, "__init__", initialize_on_cpu))
         # The capture was called under autocast: enter it again, by the replaced `__init__`.
         if torch.is_autocast_enabled("cuda"):
             stack.enter_context(torch.autocast("cuda", torch.get_autocast_dtype("cuda")))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from autoshard.capture._torch import pytree
+from autoshard.capture._torch import pytree, storage_of
 from autoshard.capture.containers import leaf_name, leaves_by_path, restore_dataclasses
-from autoshard.capture.output_views import OutputView
 from autoshard.errors import InputError, warn_caller
 
 InputInfo = TypeVar("InputInfo")
@@ -141,6 +140,13 @@ def call_layout(module: nn.Module, structure: pytree.TreeSpec, leaves: list[Any]
     return CallLayout(structure, tuple(structure.unflatten(range(structure.num_leaves))[1]), layout)
 
 
+def call_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a call by name."""
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    names = call_layout(module, structure, leaves).leaves
+    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
+
+
 def _leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> list[str]:
     """Return names such as `input_ids` or `batch['x'][0]`, from the parameter names of the module's `forward`."""
     example = structure.unflatten(range(structure.num_leaves))
@@ -162,7 +168,7 @@ def _positional_names(module: nn.Module, count: int) -> list[str]:
 
 
 def without_omitted_arguments(
-    module: nn.Module, inputs: Mapping[str, InputInfo], passed: Container[str | Constant]
+    module: nn.Module, inputs: Mapping[str, InputInfo], passed: Container[str]
 ) -> dict[str, InputInfo]:
     """Return information on inputs by name, without arguments of `forward` that a call omits, such as labels."""
     arguments = inspect.signature(type(module).forward).parameters
@@ -178,17 +184,14 @@ def _join_names(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A tensor that `forward` leaves in Python.
+    """A tensor that `forward` leaves in an attribute, a container or a variable.
 
     Attributes:
-        name: as a user writes it.
-        path: of the attribute of a module that is set to it, such as `layers.0.auxiliary_loss`; None where it is part
-            of a `Mutation`.
-        differentiable: whether gradients flow into it.
+        name: as a user writes it, such as `self.layers.0.auxiliary_loss`.
+        differentiable: True if gradients flow into it.
     """
 
     name: str
-    path: str | None
     differentiable: bool
 
 
@@ -229,13 +232,37 @@ class RuntimeCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputView:
+    """An output that is a view of an input or a buffer.
+
+    Attributes:
+        kind: `"input"` or `"buffer"`.
+        name: the name of the input or buffer.
+        layout: sizes, strides and offset of the view, for a contiguous input or buffer; None: the whole tensor itself.
+    """
+
+    kind: str
+    name: str
+    layout: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the view of an input or buffer; None if that has another layout in memory than at the capture."""
+        if self.layout is None:
+            return tensor
+        if not tensor.is_contiguous():
+            return None
+        size, stride, offset = self.layout
+        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+@dataclass(frozen=True, slots=True)
 class ResultLayout:
     """The order of a flat list of output tensors: returned tensors, then attributes, then flags of checks.
 
     Attributes:
         structure: of the object that `forward` returned.
         leaves: in flattening order, the name of each returned tensor and the value of each other leaf.
-        attributes: those that `forward` set to tensors.
+        attributes: the tensors that `forward` leaves in Python.
         checks: of the run, one flag each.
         views: outputs in the memory of an input or a buffer, by name.
     """
@@ -270,18 +297,45 @@ class ResultLayout:
         leaves = [next(remaining) if isinstance(leaf, str) else leaf.value for leaf in self.leaves]
         return restore_dataclasses(self.structure.unflatten(leaves))
 
-    def assigned_tensors(self, tensors: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Return the tensors that attributes are set to, by path, and those of mutations, of all output tensors."""
+    def assigned_tensors(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return, of all output tensors, those that `forward` leaves in Python."""
         end = len(tensors) - len(self.checks)
-        values = [
-            (attribute, value if attribute.differentiable else value.detach())
-            for attribute, value in zip(self.attributes, tensors[end - len(self.attributes) : end], strict=True)
+        values = tensors[end - len(self.attributes) : end]
+        return [
+            value if attribute.differentiable else value.detach()
+            for attribute, value in zip(self.attributes, values, strict=True)
         ]
-        attributes = {attribute.path: value for attribute, value in values if attribute.path is not None}
-        return attributes, [value for attribute, value in values if attribute.path is None]
 
 
 def result_names(structure: pytree.TreeSpec) -> list[str]:
     """Return a readable name for every leaf of an output of this structure."""
     example = structure.unflatten(range(structure.num_leaves))
     return [leaf_name(path) for path, _ in leaves_by_path(example)]
+
+
+def find_output_views(
+    outputs: Mapping[str, fx.Node], sources: Iterable[tuple[str, str, fx.Node]]
+) -> Iterator[tuple[str, OutputView]]:
+    """Yield the names of outputs that are views of a buffer or an input, with these views.
+
+    Args:
+        outputs: nodes of an exported graph, in which tensors are changed in place.
+        sources: kinds, names and placeholders of the inputs of the graph.
+    """
+    held = {
+        storage_of(node.meta["val"]): (kind, name, node.meta["val"])
+        for kind, name, node in sources
+        if kind in ("input", "buffer")
+    }
+    for output, node in outputs.items():
+        value = node.meta["val"]
+        kind, name, source = held.get(storage_of(value), ("", "", value))
+        if not kind or value.dtype != source.dtype:
+            continue
+        layout = (tuple(value.shape), tuple(value.stride()), value.storage_offset())
+        source_layout = (tuple(source.shape), tuple(source.stride()), source.storage_offset())
+        # As texts: a comparison of symbolic sizes would be recorded as a condition on them.
+        if str(layout) == str(source_layout):
+            yield output, OutputView(kind, name, None)
+        elif all(isinstance(number, int) for number in (*layout[0], *layout[1], layout[2])):
+            yield output, OutputView(kind, name, layout)

@@ -13,17 +13,13 @@ import torch
 from torch import fx
 
 from autoshard.capture._torch import OpOverload
-from autoshard.capture.effects import statistics
 from autoshard.capture.export import Exported, ExportedInput
-from autoshard.capture.simplify import is_random
+from autoshard.capture.nodes import closure, is_in_place, is_random, regions_of, statistics
 
 aten = torch.ops.aten
 
 # torch.export asserts the metadata of a tensor that is cast: the assertion holds on the example's device only.
 _ASSERTIONS = frozenset({aten._assert_tensor_metadata.default})
-
-# The schema calls it mutable, but it changes no number; it follows every constant that is written in `forward`.
-_DETACH = aten.detach_.default
 
 _NUMBERED = re.compile(r"_\d+$")
 _LIFTED = "lifted_tensor"
@@ -37,11 +33,10 @@ def canonicalize_order(exported: Exported) -> Exported:
     in the order of the user's code: those that depend on parameters, draw random numbers, or touch memory that is
     changed in place. Assertions about a cast tensor are removed.
     """
-    graph = exported.graph_module.graph
+    graph = exported.graph
     roots = [*exported.outputs, *(node for _, node in exported.assigned)]
     ordered = _order_nodes(graph, _movable(exported), roots)
-    placeholders = dict(zip(graph.find_nodes(op="placeholder"), exported.inputs, strict=True))
-    inputs = _inputs_in_order(placeholders, ordered)
+    inputs = _inputs_in_order(exported.placeholders, ordered)
     new_graph = fx.Graph(exported.graph_module)
     copies: dict[fx.Node, fx.Node] = {}
     for node in [*inputs, *ordered]:
@@ -87,10 +82,11 @@ def _order_nodes(graph: fx.Graph, movable: set[fx.Node], roots: Iterable[fx.Node
 
 def _movable(exported: Exported) -> set[fx.Node]:
     """Return the nodes that may run at any time after their operands, and depend on nothing that is trained."""
-    graph = exported.graph_module.graph
+    graph = exported.graph
     ordered_by_memory = _mutation_neighbours(graph, exported.graph_module)
-    placeholders = zip(graph.find_nodes(op="placeholder"), exported.inputs, strict=True)
-    trained = {node for node, item in placeholders if item.kind == "parameter" or item.fake.requires_grad}
+    trained = {
+        node for node, item in exported.placeholders.items() if item.kind == "parameter" or item.fake.requires_grad
+    }
     movable = set()
     for node in graph.nodes:
         if not trained.isdisjoint(node.all_input_nodes):
@@ -106,14 +102,11 @@ def _is_pure(node: fx.Node, module: torch.nn.Module) -> bool:
         return True
     if node.op != "call_function":
         return False
-    if node.target is _DETACH:
-        return True
     if isinstance(node.target, OpOverload):
-        schema = node.target._schema
-        return bool(schema.returns) and not schema.is_mutable and not is_random(node)
-    regions = list(_regions(node, module))
+        return bool(node.target._schema.returns) and not is_in_place(node) and not is_random(node)
+    regions = list(regions_of(node, module))
     if regions:
-        inner = ((call, region) for region in regions for call in region.graph.nodes if call.op == "call_function")
+        inner = ((call, region) for _, region in regions for call in region.graph.nodes if call.op == "call_function")
         return all(call.target in _ASSERTIONS or _is_pure(call, region) for call, region in inner)
     # Functions of Python's `operator` are pure, such as `getitem` and arithmetic on sizes; other code may not be.
     return getattr(operator, getattr(node.target, "__name__", ""), None) is node.target
@@ -121,15 +114,14 @@ def _is_pure(node: fx.Node, module: torch.nn.Module) -> bool:
 
 def _mutation_neighbours(graph: fx.Graph, module: torch.nn.Module) -> set[fx.Node]:
     """Return the nodes in memory that some node changes in place, and the readers of that memory."""
-    changed = {operand for node in graph.nodes for operand in _mutated_operands(node, module)}
-    waiting = list(changed)
-    # Sharing memory is transitive, towards users (views of a node) and towards operands (what a node is a view of).
-    while waiting:
-        node = waiting.pop()
-        near = [user for user in node.users if _may_share(user)]
-        near += node.all_input_nodes if _may_share(node) else []
-        waiting += [neighbour for neighbour in near if neighbour not in changed]
-        changed.update(near)
+
+    def sharing_nodes(node: fx.Node) -> list[fx.Node]:
+        # Users may be views of the node, and the node may be a view of its operands.
+        views = [user for user in node.users if _may_share(user)]
+        return views + (node.all_input_nodes if _may_share(node) else [])
+
+    operands = (operand for node in graph.nodes for operand in _mutated_operands(node, module))
+    changed = closure(operands, sharing_nodes)
     return changed | {user for node in changed for user in node.users}
 
 
@@ -139,9 +131,9 @@ def _mutated_operands(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Nod
         return
     yield from statistics(node, module)
     if isinstance(node.target, OpOverload):
-        if node.target._schema.is_mutable and node.target is not _DETACH:
+        if is_in_place(node):
             yield from node.all_input_nodes
-    elif any(not _is_pure(node, module) for _ in _regions(node, module)):
+    elif any(not _is_pure(node, module) for _ in regions_of(node, module)):
         yield from node.all_input_nodes
 
 
@@ -152,14 +144,6 @@ def _may_share(node: fx.Node) -> bool:
     # Composite operators such as `reshape` alias without an annotation; core and pointwise ones do not.
     annotated = any(result.alias_info is not None for result in node.target._schema.returns)
     return annotated or not {torch.Tag.core, torch.Tag.pointwise}.intersection(node.target.tags)
-
-
-def _regions(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.GraphModule]:
-    """Yield the graphs that a node runs, such as those under another autocast."""
-    for source in node.all_input_nodes:
-        region = module.get_submodule(str(source.target)) if source.op == "get_attr" else None
-        if isinstance(region, fx.GraphModule):
-            yield region
 
 
 def _inputs_in_order(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import linecache
 import os
 import re
@@ -11,14 +12,14 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import sympy
 import torch
 from torch import fx, nn
 
-from autoshard.capture._torch import GuardOnDataDependentSymNode, around_dynamo
+from autoshard.capture._torch import GuardOnDataDependentSymNode, around_dynamo, attribute_patch
 from autoshard.errors import AutoshardError, CaptureError
 
 # Torch computes sizes with sympy, which draws random numbers.
@@ -115,7 +116,7 @@ def refusing_branches(module: nn.Module, has_read: Callable[[], bool]) -> Iterat
         has_read: returns True if a branch that `forward` took depends on the numbers in its inputs. An error behind it
             is the model's own.
     """
-    forward, instance_forward = module.forward, module.__dict__.get("forward")
+    forward = module.forward
 
     @functools.wraps(forward)
     def refusing(*args: Any, **kwargs: Any) -> Any:
@@ -128,13 +129,8 @@ def refusing_branches(module: nn.Module, has_read: Callable[[], bool]) -> Iterat
                 raise ModelError(error) from error
             raise
 
-    module.forward = refusing
-    try:
+    with attribute_patch(module, "forward", refusing):
         yield
-    finally:
-        del module.__dict__["forward"]
-        if instance_forward is not None:
-            module.__dict__["forward"] = instance_forward
 
 
 class Regions:
@@ -218,22 +214,23 @@ def code_line(filename: str, number: int) -> str:
 
 def running_line() -> str:
     """Return text such as `model.py:12 (if x.sum() > 0:)` of the user's line that is running now."""
-    return _line_of(traceback.extract_stack())
+    frame = running_frame()
+    return "" if frame is None else code_line(frame.f_code.co_filename, frame.f_lineno)
 
 
-def running_frame() -> traceback.FrameSummary | None:
-    """Return the frame of the user's line that is running now."""
-    return _innermost_user_frame(traceback.extract_stack())
+def running_frame() -> FrameType | None:
+    """Return the innermost frame of the user's code that is running now."""
+    # Attributes are set often: `traceback.extract_stack` would read the source of every frame.
+    frame = inspect.currentframe()
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def _line_of(frames: traceback.StackSummary) -> str:
-    """Return the user's innermost frame with its source; empty where there is none."""
-    frame = _innermost_user_frame(frames)
-    return "" if frame is None else code_line(frame.filename, frame.lineno or 0)
-
-
-def _innermost_user_frame(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
-    return next((frame for frame in reversed(frames) if is_users_file(frame.filename)), None)
+    """Return the line of the user's innermost frame; empty where there is none."""
+    lines = (code_line(each.filename, each.lineno or 0) for each in reversed(frames) if is_users_file(each.filename))
+    return next(lines, "")
 
 
 def is_users_file(filename: str) -> bool:

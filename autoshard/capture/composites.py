@@ -21,8 +21,9 @@ from autoshard.capture.capture_errors import is_users_file, running_line
 from autoshard.capture.ctc_operator import ctc_loss
 from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.fixed_size_bags import embedding_bag
+from autoshard.capture.nodes import argument_of, graphs_of
+from autoshard.capture.recurrence import gru, lstm, rnn_relu, rnn_tanh
 from autoshard.capture.recurrent_cell_operators import gru_cell, lstm_cell
-from autoshard.capture.recurrent_layers import gru, lstm, rnn_relu, rnn_tanh
 from autoshard.capture.rms_norm import rms_norm
 from autoshard.errors import CaptureError
 
@@ -172,11 +173,9 @@ _TRACED_AS: dict[Any, Callable[..., Any]] = {
 
 def replace_composites(module: fx.GraphModule) -> None:
     """Replace recurrent layers and cells, attention and root-mean-square norms by functions that are traced."""
-    # Regions under autocast or without gradients are modules inside of the exported one.
-    for graph in [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]:
+    for graph in graphs_of(module):
         for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-            dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-            node.target = attention_with_dropout if dropout else attention
+            node.target = attention_with_dropout if argument_of(node, "dropout_p", 0.0) else attention
             node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
         for target, function in _TRACED_AS.items():
             for node in graph.find_nodes(op="call_function", target=target):

@@ -5,7 +5,6 @@ A graph holds the branches that the example took. A call in which one of these v
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import FakeTensor, OpOverload, operators_under_autocast, outside_functions
 from autoshard.capture.fake_module import DEVICE
-from autoshard.capture.simplify import is_random
+from autoshard.capture.nodes import base_of, changed_memory, is_in_place, is_random
 from autoshard.errors import InputError
 
 aten = torch.ops.aten
 
 # Programs for the values of one line. The number is a guess: a flag or a small enumeration stays well below it.
 _MAX_VALUES = 16
-
-# The schema calls it mutable, but it changes no number; it follows every constant that is written in `forward`.
-_DETACH = aten.detach_.default
 
 
 class NoNumbersError(Exception):
@@ -141,7 +137,8 @@ class InputProgram:
     def _sources(self, node: fx.Node, root: nn.Module) -> list[fx.Node] | None:
         """Return the nodes that a node is computed from, in order; None if not from inputs and constants alone."""
         sources: set[fx.Node] = set()
-        waiting, changes = [node], list(_changes(node.graph))
+        waiting = [node]
+        changes = [(change, base) for change in node.graph.nodes for base in changed_memory(change)]
         while waiting:
             source = waiting.pop()
             if source in sources:
@@ -151,7 +148,7 @@ class InputProgram:
             sources.add(source)
             waiting += source.all_input_nodes[:1] if _is_like(source) else source.all_input_nodes
             # The graph is not functional yet: changes in place of the memory are sources, too.
-            bases = {_base(source), source}
+            bases = {base_of(source), source}
             waiting += [change for change, changed in changes if changed in bases]
         return sorted(sources)
 
@@ -189,7 +186,7 @@ class InputProgram:
             if source in self._inputs and self._inputs[source][1] is None:
                 raise NoNumbersError(self._inputs[source][0])
         # Copies are shared only where no memory is changed in place: another node may need the value before a change.
-        changes = any(_is_change(source) for source in sources)
+        changes = any(is_in_place(source) for source in sources)
         copies = {} if changes else self._copies
         for source in sources:
             if source not in copies:
@@ -270,7 +267,7 @@ class InputProgram:
         names = {node: name for name, node in self._named.items()}
         # Arguments keep their places, and changes in place are not dead though nothing reads their results.
         self._graph.output(list(self._flags))
-        self._graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _is_change(node))
+        self._graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or is_in_place(node))
         program = fx.GraphModule(self._constants, self._graph)
         return Conditions(tuple(names[node] for node in placeholders), tuple(self._readings), program)
 
@@ -305,30 +302,3 @@ def _constant(held: object) -> Tensor | None:
     if isinstance(held, FakeTensor):
         held = held.constant
     return held if isinstance(held, Tensor) and not held.is_meta else None
-
-
-def _is_change(node: fx.Node) -> bool:
-    """Return True if a node changes numbers in place."""
-    target = node.target
-    return isinstance(target, OpOverload) and target is not _DETACH and target._schema.is_mutable
-
-
-def _changes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the nodes that change numbers in place, each with the node that made the changed memory."""
-    for node in graph.nodes:
-        if _is_change(node):
-            for place, argument in enumerate(node.target._schema.arguments):
-                operand = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, fx.Node):
-                    yield node, _base(operand)
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """Return the node that made the memory in which the value of a node lies, or may lie."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        target = node.target
-        returns: Sequence[Any] = target._schema.returns if isinstance(target, OpOverload) else ()
-        if target is not operator.getitem and not any(result.alias_info is not None for result in returns):
-            break
-        node = node.args[0]
-    return node

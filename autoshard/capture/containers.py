@@ -1,10 +1,14 @@
-"""Containers of tensors that `torch.export` does not take: dataclasses, and types registered without keys."""
+"""Outputs that `torch.export` does not take: dataclasses, types registered without keys, and opaque objects."""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
+from torch import nn
 
 from autoshard.capture._torch import pytree
 
@@ -101,3 +105,43 @@ def restore_dataclasses(tree: Any) -> Any:
         tree,
         is_leaf=lambda node: isinstance(node, Record),
     )
+
+
+_PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+
+
+class OpaqueOutputs:
+    """A forward hook that replaces objects other than tensors, plain values and known containers by None.
+
+    Hugging Face models return their key-value cache beside the loss by default. A training step has no use for it, and
+    a graph returns tensors alone.
+
+    Attributes:
+        replaced: path in the output -> name of the type that was replaced.
+    """
+
+    def __init__(self) -> None:
+        self.replaced: dict[str, str] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return the output with None for such objects; the output itself if no tensor would be left."""
+        recorded = record_dataclasses(output)
+        leaves = leaves_by_path(recorded)
+        opaque = {leaf_name(path): type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
+        if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
+            return output
+        if not opaque:
+            return recorded
+        self.replaced.update(opaque)
+        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, recorded)
+
+    def warn(self, model: str) -> None:
+        """Warn of the replaced objects, if there are any."""
+        if self.replaced:
+            left_out = ", ".join(f"{path} ({kind})" for path, kind in self.replaced.items())
+            warnings.warn(
+                f"{model} returns what no graph can hold: {left_out}. The parallelised module returns None there. Ask "
+                "the model not to make it (Hugging Face: use_cache=False for the key-value cache), or register the "
+                "type with torch.utils._pytree.register_pytree_node to keep it.",
+                stacklevel=2,
+            )

@@ -39,16 +39,19 @@ class Counter:
 
     Attributes:
         path: of the attribute.
-        steps: the arithmetic on the number since.
         read: filled with the path if anything depends on the number.
+        current: returns the number that the user's attribute has now.
+        steps: the arithmetic on the number since.
     """
 
     path: str
-    steps: tuple[Step, ...]
     read: list[str]
+    current: Callable[[], Number]
+    steps: tuple[Step, ...] = ()
 
-    def apply_to(self, number: Number) -> Any:
-        """Return a number after these steps."""
+    def result(self) -> Any:
+        """Return the present number of the attribute after these steps."""
+        number = self.current()
         for operation, operand, comes_first in self.steps:
             number = operation(operand, number) if comes_first else operation(number, operand)
         return number
@@ -67,7 +70,8 @@ def _arithmetic(operation: Callable[[Any, Any], Any], comes_first: bool) -> Call
     def apply(counter: Counter, operand: Any) -> Counter:
         if type(operand) not in (int, float, bool):
             _refuse(counter)
-        return Counter(counter.path, (*counter.steps, (operation, operand, comes_first)), counter.read)
+        steps = (*counter.steps, (operation, operand, comes_first))
+        return Counter(counter.path, counter.read, counter.current, steps)
 
     return apply
 

@@ -12,15 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoshard.capture.operators import define, define_backward
+
 aten = torch.ops.aten
-
-_ARGUMENTS = (
-    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
-)
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define(f"ctc_loss({_ARGUMENTS}) -> Tensor")
-_library.define(f"ctc_loss_backward(Tensor grad, {_ARGUMENTS}) -> Tensor")
-
 losses = torch.ops.autoshard
 
 
@@ -38,18 +32,15 @@ def _loss_backward(grad: Tensor, log_probs: Tensor, *options: Any) -> Tensor:
     return gradient
 
 
-_library.impl("ctc_loss", _loss, "CompositeExplicitAutograd")
-_library.impl("ctc_loss_backward", _loss_backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("autoshard::ctc_loss", lib=_library)
-def _loss_like(log_probs: Tensor, *options: Any) -> Tensor:
-    return log_probs.new_empty(log_probs.shape[1])
-
-
-@torch.library.register_fake("autoshard::ctc_loss_backward", lib=_library)
-def _loss_backward_like(grad: Tensor, log_probs: Tensor, *options: Any) -> Tensor:
-    return log_probs.new_empty(log_probs.shape)
+_ARGUMENTS = (
+    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
+)
+define(f"ctc_loss({_ARGUMENTS}) -> Tensor", _loss, lambda log_probs, *options: log_probs.new_empty(log_probs.shape[1]))
+define(
+    f"ctc_loss_backward(Tensor grad, {_ARGUMENTS}) -> Tensor",
+    _loss_backward,
+    lambda grad, log_probs, *options: log_probs.new_empty(log_probs.shape),
+)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -62,7 +53,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return losses.ctc_loss_backward(grad, *options), None, None, None, None, None
 
 
-torch.library.register_autograd("autoshard::ctc_loss", _gradients, setup_context=_keep, lib=_library)
+define_backward("ctc_loss", _keep, _gradients)
 
 
 def ctc_loss(

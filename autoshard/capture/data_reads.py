@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import linecache
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,11 +16,10 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
-from autoshard.capture.call_layout import RuntimeCheck, call_layout
-from autoshard.capture.capture_errors import ModelError, running_line, shape_error
+from autoshard.capture.call_layout import RuntimeCheck, call_tensors
+from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
 from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
-from autoshard.capture.reporting_branches import is_reporting_only
-from autoshard.capture.simplify import is_random
+from autoshard.capture.nodes import closure, is_random
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
@@ -104,25 +105,19 @@ class DataReads(TorchFunctionMode):
         """Context in which the mode is active; it acts on code that runs in the forward of `module`."""
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            leaves, structure = pytree.tree_flatten((args, kwargs))
-            names = call_layout(module, structure, leaves).leaves
             # torch.export may call `forward` more than once: the last call is the one that is traced.
-            self._program = InputProgram(dict(self._nodes(zip(names, leaves, strict=True))))
+            self._program = InputProgram(dict(self._nodes(call_tensors(module, args, kwargs))))
             self.assumptions, self._running = [], True
 
         def end(*_: Any) -> None:
             self._running = False
 
-        hooks = (
+        with (
             module.register_forward_pre_hook(begin, with_kwargs=True),
             module.register_forward_hook(end, always_call=True),
-        )
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+            self,
+        ):
+            yield
 
     def has_read(self) -> bool:
         """Return True if a branch that was taken depends on the numbers in inputs."""
@@ -137,10 +132,10 @@ class DataReads(TorchFunctionMode):
         traced = traced_node(tensor) if isinstance(tensor, FakeTensor) else None
         return None if traced is None else self._program.copy(*traced)
 
-    def _nodes(self, call: Iterable[tuple[Any, Any]]) -> Iterator[tuple[fx.Node, tuple[str, Tensor | None]]]:
+    def _nodes(self, inputs: Mapping[str, Tensor]) -> Iterator[tuple[fx.Node, tuple[str, Tensor | None]]]:
         """Yield the nodes of inputs, with their names and the example's tensors, where these have numbers."""
-        for name, leaf in call:
-            traced = traced_node(leaf) if isinstance(leaf, Tensor) else None
+        for name, tensor in inputs.items():
+            traced = traced_node(tensor)
             if traced is not None:
                 example = self._examples.get(name)
                 has_numbers = type(example) is Tensor and not example.is_meta
@@ -345,19 +340,12 @@ def ordinary_answer(node: fx.Node) -> bool | None:
         The flag; None where it depends on the numbers.
     """
     # Flags are computed from flags, down to operands that are numbers, which are replaced by ordinary ones.
-    flags: dict[fx.Node, None] = {}
-    waiting, operands = [node], list[fx.Node]()
-    while waiting:
-        source = waiting.pop()
-        if not _is_flag(source):
-            operands.append(source)
-        elif source not in flags:
-            flags[source] = None
-            waiting += source.all_input_nodes
+    sources = closure([node], lambda source: source.all_input_nodes if _is_flag(source) else [])
+    flags = sorted(filter(_is_flag, sources))
     answers = set()
     for number in _ORDINARY:
         try:
-            answers.add(_answer_to(node, sorted(flags), operands, number))
+            answers.add(_answer_to(node, flags, sources.difference(flags), number))
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None  # an operator refuses such numbers, or sizes are symbolic
     return answers.pop() if len(answers) == 1 else None
@@ -370,7 +358,7 @@ def _is_flag(node: fx.Node) -> bool:
     return is_operator and isinstance(value, Tensor) and value.dtype is torch.bool
 
 
-def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Sequence[fx.Node], number: float) -> bool:
+def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Collection[fx.Node], number: float) -> bool:
     """Return the flag where all operands are `number`; operands that are flags are True where it is positive."""
     with outside_functions(), torch.no_grad():
         values: dict[fx.Node, Any] = {}
@@ -383,3 +371,53 @@ def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Sequence[fx.No
             args, kwargs = fx.map_arg((flag.args, flag.kwargs), values.__getitem__)
             values[flag] = flag.target(*args, **kwargs)  # type: ignore[operator]
         return bool(values[node])
+
+
+def is_reporting_only() -> bool:
+    """Return True if the running line of the user only decides if something is warned of, logged or printed."""
+    frame = running_frame()
+    if frame is None:
+        return False
+    number = frame.f_lineno
+    around = [node for node in _statements(frame.f_code.co_filename) if node.lineno <= number <= (node.end_lineno or 0)]
+    innermost = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+    return (
+        isinstance(innermost, ast.If)
+        and innermost.test.lineno <= number <= (innermost.test.end_lineno or 0)
+        and all(map(_is_read_only, ast.walk(innermost.test)))
+        and not innermost.orelse
+        and all(_is_report(statement) for statement in innermost.body)
+    )
+
+
+def _statements(filename: str) -> list[ast.stmt]:
+    try:
+        module = ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:  # a notebook's cell may have commands of its own
+        return []
+    return [node for node in ast.walk(module) if isinstance(node, ast.stmt)]
+
+
+_READ_ONLY_METHODS = frozenset(
+    {"abs", "all", "amax", "amin", "any", "detach", "isfinite", "isinf", "isnan", "max", "mean", "min", "norm", "sum"}
+)
+
+
+def _is_read_only(node: ast.AST) -> bool:
+    """Return True if a part of a test keeps nothing, so that running it or not makes no difference."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).rpartition(".")[2] in _READ_ONLY_METHODS
+    return not isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))
+
+
+_LOG_METHODS = frozenset({"warn", "warning", "error", "info", "debug", "critical", "exception", "warning_once"})
+
+
+def _is_report(statement: ast.stmt) -> bool:
+    """Return True if a statement is a call such as `warnings.warn(...)`, `self.logger.info(...)` or `print(...)`."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call):
+        return isinstance(statement, ast.Pass)
+    owner, _, name = ast.unparse(call.func).rpartition(".")
+    logs = owner.rpartition(".")[2].lower()
+    return (name == "print" and not owner) or (name in _LOG_METHODS and (logs == "warnings" or "log" in logs))

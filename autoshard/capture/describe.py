@@ -17,14 +17,12 @@ from autoshard.capture._torch import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from autoshard.capture.backward_views import refresh_views
+from autoshard.capture.backward_reads import keep_old_values, refresh_views
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fake_module import fake_like
-from autoshard.capture.fingerprint import fingerprint
 from autoshard.capture.graph_checks import check_effects, check_gradients
-from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
+from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
 from autoshard.capture.mixed_precision import reduce_gradients
-from autoshard.capture.old_values import keep_old_values
 from autoshard.capture.simplify import simplify
 from autoshard.capture.symbols import with_sizes
 from autoshard.capture.task_graphs import TaskGraph, assign_task_graphs

@@ -14,8 +14,8 @@ from torch import nn
 from torch.export import Dim, ShapesCollection
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
-from autoshard.capture._torch import UserError, attribute_patch, pytree
-from autoshard.capture.call_layout import call_layout
+from autoshard.capture._torch import UserError, attribute_patch
+from autoshard.capture.call_layout import call_tensors
 from autoshard.errors import InputError
 from autoshard.size import Sizes, evaluate
 
@@ -64,16 +64,21 @@ class DynamicSizes:
         values: dict[sympy.Symbol, tuple[int, str]] = {}
         for name, dims in self.dims.items():
             for dim, expr in dims.items():
-                (symbol,) = expr.free_symbols
+                symbol, constant, factor = linear_form(expr)
                 size = shapes[name][dim]
                 text = f"dim {dim} of {name} is {size}"
-                # Expressions are linear: size = constant + factor * symbol.
-                value, rest = divmod(size - int(expr.subs(symbol, 0)), int(expr.coeff(symbol, 1)))
+                value, rest = divmod(size - constant, factor)
                 if rest:
                     raise InputError(f"{text}, and was declared to be {expr}: pad the input to such a size.")
                 if values.setdefault(symbol, (value, text))[0] != value:
                     raise _unequal_error(text, values[symbol][1], str(symbol))
         return {symbol: values[symbol][0] for symbol in self.example}
+
+
+def linear_form(expr: sympy.Expr) -> tuple[sympy.Symbol, int, int]:
+    """Return the symbol, the constant and the factor of the size of a dim, which is constant + factor * symbol."""
+    (symbol,) = expr.free_symbols
+    return symbol, int(expr.subs(symbol, 0)), int(expr.coeff(symbol, 1))
 
 
 def _unequal_error(text: str, text_before: str, name: str) -> InputError:
@@ -121,9 +126,7 @@ def export_dynamic(
         InputError: an input, a dim or a name is not valid, or the example is too small to stand for others.
         UserError: (of torch) the model allows no other size than the example's.
     """
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    names = call_layout(twin, structure, leaves).leaves
-    inputs = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
+    inputs = call_tensors(twin, args, kwargs)
     dims = _declared_dims(inputs, dynamic)
     try:
         program = _export(twin, args, kwargs, inputs, dims)

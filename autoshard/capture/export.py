@@ -10,11 +10,29 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autoshard.capture._torch import FakeTensor, FakeTensorMode, InputKind, TensorArgument, attribute_patch, pytree
+from autoshard.capture._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    InputKind,
+    TensorArgument,
+    attribute_patch,
+    pytree,
+    storage_of,
+    version_of,
+)
 from autoshard.capture.assigned_tensors import AssignedTensors, SetBuffer
-from autoshard.capture.call_layout import CallLayout, Constant, ResultLayout, RuntimeCheck, call_layout, result_names
+from autoshard.capture.call_layout import (
+    CallLayout,
+    Constant,
+    ResultLayout,
+    RuntimeCheck,
+    call_layout,
+    find_output_views,
+    result_names,
+)
 from autoshard.capture.capture_errors import Regions, node_line, node_place, refusing_branches, running_line
 from autoshard.capture.composites import Exportable, replace_composites
+from autoshard.capture.containers import OpaqueOutputs
 from autoshard.capture.data_reads import DataReads
 from autoshard.capture.dynamic import Dynamic, export_dynamic
 from autoshard.capture.fake_module import fake_like
@@ -22,17 +40,15 @@ from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.host_random import HostRandom
 from autoshard.capture.masks import replace_position_masks
-from autoshard.capture.opaque_outputs import OpaqueOutputs
-from autoshard.capture.output_views import find_output_views
-from autoshard.capture.python_calls import PythonCalls, replace_python_calls
+from autoshard.capture.nodes import closure, is_random, statistics
+from autoshard.capture.python_calls import PythonCalls, module_tensors, replace_python_calls, tensors_of
 from autoshard.capture.python_state import PythonState, StateWatch
-from autoshard.capture.routing_patterns import replace_routing
-from autoshard.capture.simplify import is_random
+from autoshard.capture.routing import replace_routing
 from autoshard.errors import CaptureError
 
-ExportedKind = Literal["parameter", "buffer", "constant", "input"]
-
 aten = torch.ops.aten
+
+ExportedKind = Literal["parameter", "buffer", "constant", "input"]
 
 ASSIGNS = "assigns"
 """Key in the meta of a copy into a buffer that comes behind all readers of the buffer."""
@@ -77,6 +93,16 @@ class Exported:
     assigned: tuple[tuple[str, fx.Node], ...] = ()
     state: PythonState = field(default_factory=PythonState)
 
+    @property
+    def graph(self) -> fx.Graph:
+        """The `fx.Graph` of `graph_module`."""
+        return self.graph_module.graph
+
+    @property
+    def placeholders(self) -> dict[fx.Node, ExportedInput]:
+        """The placeholders of the graph, in order, with their descriptions."""
+        return dict(zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
+
 
 @dataclass(slots=True)
 class NamedTensors:
@@ -88,28 +114,25 @@ class NamedTensors:
 
 
 def export_forward(
-    twin: nn.Module,
+    state: StateWatch,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mode: FakeTensorMode,
     dynamic: Dynamic | None,
-    state: StateWatch,
     examples: Mapping[str, torch.Tensor],
 ) -> Exported:
-    """Export a fake copy of a module, called with fake inputs.
+    """Export a fake twin of a module, called with fake inputs.
 
     Args:
-        twin: the fake copy.
+        state: has the twin, and records its reads and changes of Python's state.
         args: positional arguments.
         kwargs: keyword arguments.
-        mode: of the fake tensors.
         dynamic: dims of inputs that calls may change.
-        state: records reads and changes of Python's state.
         examples: the inputs by name, as far as they have numbers.
 
     Raises:
         CaptureError: no graph can hold what `forward` does.
     """
+    twin = state.twin
     opaque = OpaqueOutputs()
     state.mutations.note_state()
     reads = DataReads(examples, state.mutations.note_number)
@@ -148,15 +171,15 @@ def export_forward(
     leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
     call = call_layout(twin, structure, leaves)
     graph_module = program.graph_module
-    inputs = _take_inputs(program, names, call, leaves, mode, bool(sizes), twin, state)
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
-    replace_position_masks(graph_module.graph, known)
+    inputs = _take_inputs(program, names, call, leaves, bool(sizes), state)
+    placeholders = dict(zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    constants = {node: item.value for node, item in placeholders.items() if item.value is not None}
+    replace_position_masks(graph_module.graph, constants)
     checks = tuple(assumption.check for assumption in reads.assumptions)
     outputs, set_buffers, result = _take_outputs(program, assigned, checks)
-    kinds = dict(zip(placeholders, (item.kind for item in inputs), strict=True))
+    kinds = {node: item.kind for node, item in placeholders.items()}
     buffers = tuple(_take_buffers(zip(assigned.buffers, set_buffers, strict=True), names, kinds))
-    sources = [(item.kind, item.name, node) for item, node in zip(inputs, placeholders, strict=True)]
+    sources = [(item.kind, item.name, node) for node, item in placeholders.items()]
     views = dict(find_output_views(dict(zip(result.names, outputs, strict=False)), sources))
     result = replace(result, views=views)
     python_state = replace(python_state, conditions=reads.conditions())
@@ -189,10 +212,7 @@ def named_tensors(module: nn.Module) -> NamedTensors:
     """Return the parameters and buffers of a module."""
     names = NamedTensors()
     by_identity: dict[int, str] = {}
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
+    for name, tensor in module_tensors(module):
         first = by_identity.setdefault(id(tensor), name)
         names.fakes.setdefault(first, tensor)
         names.first[name] = first
@@ -205,9 +225,7 @@ def _take_inputs(
     names: NamedTensors,
     call: CallLayout,
     leaves: list[Any],
-    mode: FakeTensorMode,
     dynamic: bool,
-    twin: nn.Module,
     state: StateWatch,
 ) -> tuple[ExportedInput, ...]:
     """Reduce placeholders to one per tensor, and describe them: tied names share one, plain values have none."""
@@ -215,7 +233,7 @@ def _take_inputs(
     # Tensors in attributes, which an export names by their paths.
     attributes = {
         f"{path}.{name}" if path else name
-        for path, part in twin.named_modules()
+        for path, part in state.twin.named_modules()
         for name, tensor in vars(part).items()
         if isinstance(tensor, torch.Tensor)
     }
@@ -247,7 +265,7 @@ def _take_inputs(
             # A fake constant of no attribute was made by code that the export did not trace.
             if isinstance(constant, FakeTensor) and name not in attributes:
                 raise _lost_error(reader)
-            fake = fake_like(constant, mode)
+            fake = fake_like(constant, state.mode)
             value = None if isinstance(constant, FakeTensor) else constant
         else:
             name = names.first[str(spec.target)]
@@ -294,7 +312,8 @@ def _take_outputs(
     specs = program.graph_signature.output_specs
     assert len(specs) == structure.num_leaves == len(output.args[0])
     # A hook put the result of `forward` into a tuple with further tensors; its structure is the first part.
-    if assigned.found or assigned.buffers or checks:
+    attributes = assigned.attributes
+    if attributes or assigned.buffers or checks:
         structure = pytree.tree_flatten(structure.unflatten(range(structure.num_leaves))[0])[1]
     leaves: list[str | Constant] = []
     nodes = []
@@ -304,10 +323,10 @@ def _take_outputs(
             nodes.append(node)
         else:
             leaves.append(Constant(spec.arg.value))
-    result = ResultLayout(structure, tuple(leaves), assigned.found, checks)
+    result = ResultLayout(structure, tuple(leaves), attributes, checks)
     # Behind the leaves of the result: attributes, then buffers, then flags of checks.
     further = output.args[0][len(leaves) :]
-    first, end = len(assigned.found), len(assigned.found) + len(assigned.buffers)
+    first, end = len(attributes), len(attributes) + len(assigned.buffers)
     return (*nodes, *further[:first], *further[end:]), tuple(further[first:end]), result
 
 
@@ -322,29 +341,17 @@ def _take_buffers(
     for buffer, node in assigned:
         if buffer.fault is None:
             yield names.first[buffer.name], node
+            continue
         # A cache that depends on constants alone, such as a table of positions, need not be kept: every call makes it.
-        elif any(kinds.get(source, "constant") != "constant" or is_random(source) for source in _ancestors(node)):
+        sources = closure([node], lambda source: source.all_input_nodes)
+        if any(kinds.get(source, "constant") != "constant" or is_random(source) for source in sources):
             raise CaptureError(buffer.fault)
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """Return a node and all nodes that it depends on."""
-    ancestors: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if node not in ancestors:
-            ancestors.add(node)
-            waiting += node.all_input_nodes
-    return ancestors
 
 
 def with_copies(exported: Exported) -> Exported:
     """Return the graph with assignments of buffers as copies into them: the last operators, marked in their meta."""
-    graph = exported.graph_module.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    inputs = zip(exported.inputs, placeholders, strict=True)
-    buffers = {item.name: node for item, node in inputs if item.kind == "buffer"}
+    graph = exported.graph
+    buffers = {item.name: node for node, item in exported.placeholders.items() if item.kind == "buffer"}
     # Readers of such a buffer read a copy of its old value: autograd and views never meet the new one.
     old: dict[fx.Node, fx.Node] = {}
     for buffer in (buffers[name] for name, _ in exported.assigned):
@@ -360,3 +367,54 @@ def with_copies(exported: Exported) -> Exported:
             copy = graph.call_function(aten.copy_.default, (buffers[name], value))
             copy.meta = {**value.meta, "val": buffers[name].meta["val"], ASSIGNS: True}
     return replace(exported, outputs=tuple(old.get(node, node) for node in exported.outputs), assigned=())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Effects:
+    """Effects of the nodes of a graph, found by one run on fake tensors.
+
+    Attributes:
+        differentiable: nodes, placeholders among them, whose value (or part of it) requires a gradient.
+        memory: the storages in which the value of a node lies, as numbers; equal numbers are one storage.
+        changed: the storages that a node changes in place, for nodes that do.
+    """
+
+    differentiable: frozenset[fx.Node]
+    memory: Mapping[fx.Node, frozenset[int]]
+    changed: Mapping[fx.Node, frozenset[int]]
+
+
+def effects_of(exported: Exported, mode: FakeTensorMode) -> Effects:
+    """Return the effects of the nodes of an exported graph, in the active grad mode.
+
+    Args:
+        exported: the graph.
+        mode: of the fake tensors that are its inputs. Tensors that depend on no input, such as a mask, are fake, too.
+    """
+    run = _EffectInterpreter(exported.graph_module)
+    with mode:
+        run.run(*(item.fake for item in exported.inputs))
+    memory = {node: frozenset(storage_of(tensor) for tensor in tensors_of(value)) for node, value in run.env.items()}
+    differentiable = {node for node, value in run.env.items() if any(each.requires_grad for each in tensors_of(value))}
+    return Effects(frozenset(differentiable), memory, run.changed)
+
+
+class _EffectInterpreter(fx.Interpreter):
+    """Interpreter that records which storages nodes change in place."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        # Values stay alive: the number of a storage that was freed would stand for another one later.
+        super().__init__(module, garbage_collect_values=False)
+        self.changed: dict[fx.Node, frozenset[int]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        tensors = [tensor for source in n.all_input_nodes for tensor in tensors_of(self.env[source])]
+        before = [version_of(tensor) for tensor in tensors]
+        result = super().run_node(n)
+        changed = [tensor for tensor, version in zip(tensors, before, strict=True) if version_of(tensor) != version]
+        changed += [self.env[source] for source in statistics(n, self.module)]
+        if changed:
+            self.changed[n] = frozenset(storage_of(tensor) for tensor in changed)
+        return result

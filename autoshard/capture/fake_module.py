@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard.capture._torch import FakeTensorMode, is_lazy
+from autoshard.capture.reachable import Reachable
 from autoshard.errors import CaptureError
 
 DEVICE = torch.device("cpu")
@@ -28,11 +29,9 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 def fake_copy(
     module: nn.Module,
     mode: FakeTensorMode,
-    training: bool | None,
+    reachable: Reachable | None = None,
     *,
     one_device: bool = True,
-    held: Iterable[torch.Tensor] = (),
-    copies: dict[int, Any] | None = None,
 ) -> nn.Module:
     """Return a copy of `module` with fake parameters and buffers; no tensor of the module is touched or copied.
 
@@ -41,10 +40,8 @@ def fake_copy(
     Args:
         module: the module.
         mode: of the fake tensors.
-        training: training mode of the copy; that of the module when None.
+        reachable: the objects of the module, which are bound to those of the copy.
         one_device: True if all parameters have to be on one device.
-        held: tensors in containers and objects of the module.
-        copies: filled with the copies of objects, by the `id` of the originals.
 
     Raises:
         CaptureError: parameters have no shape yet, or are on different devices though `one_device` is asked for; or
@@ -53,7 +50,8 @@ def fake_copy(
     for fault in parameter_faults(module) if one_device else _shape_faults(module):
         raise CaptureError(fault)
     # `copy.deepcopy` takes from the memo what is in it, and copies all else.
-    memo: dict[int, Any] = {} if copies is None else copies
+    memo: dict[int, Any] = {}
+    held = () if reachable is None else reachable.tensors()
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode), parameter.requires_grad)
     for tensor in (*module.buffers(), *filter(_has_no_numbers, (*_attributes(module), *held))):
@@ -80,11 +78,11 @@ def fake_copy(
         tables = [value for name, value in vars(part).items() if name.endswith("_hooks") and isinstance(value, dict)]
         for table in (vars(part), *tables):
             table.update({name: _rebind(value, memo) for name, value in table.items() if callable(value)})
+    if reachable is not None:
+        reachable.bind(memo)
     # Hooks of the module itself run around the parallelised forward, not in it.
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_pre_hooks, twin._backward_hooks):
         hooks.clear()
-    if training is not None and training != twin.training:
-        twin.train(training)
     return twin
 
 

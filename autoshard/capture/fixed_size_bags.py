@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autoshard.capture.operators import define, define_backward
+
 aten = torch.ops.aten
 
 # Values of ATen's `mode` arguments.
 SUM, MEAN = 0, 1
-
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_OPTIONS = "int mode, int padding"
-_library.define(f"bags(Tensor table, Tensor indices, Tensor? weights, {_OPTIONS}) -> Tensor")
-_library.define(f"bags_backward(Tensor grad, Tensor indices, Tensor? weights, int rows, {_OPTIONS}) -> Tensor")
-_library.define(f"bags_weights_backward(Tensor grad, Tensor table, Tensor indices, {_OPTIONS}) -> Tensor")
 
 bags = torch.ops.autoshard
 
@@ -72,27 +68,22 @@ def _bags_weights_backward(grad: Tensor, table: Tensor, indices: Tensor, mode: i
     return flat.view(indices.shape)
 
 
-def _bags_like(table: Tensor, indices: Tensor, weights: Tensor | None, mode: int, padding: int) -> Tensor:
-    return table.new_empty(indices.shape[0], table.shape[1])
-
-
-def _bags_backward_like(
-    grad: Tensor, indices: Tensor, weights: Tensor | None, rows: int, mode: int, padding: int
-) -> Tensor:
-    return grad.new_empty(rows, grad.shape[1])
-
-
-def _bags_weights_backward_like(grad: Tensor, table: Tensor, indices: Tensor, mode: int, padding: int) -> Tensor:
-    return grad.new_empty(indices.shape)
-
-
-for _name, _program, _shapes in (
-    ("bags", _bags, _bags_like),
-    ("bags_backward", _bags_backward, _bags_backward_like),
-    ("bags_weights_backward", _bags_weights_backward, _bags_weights_backward_like),
-):
-    _library.impl(_name, _program, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autoshard::{_name}", _shapes, lib=_library)
+_OPTIONS = "int mode, int padding"
+define(
+    f"bags(Tensor table, Tensor indices, Tensor? weights, {_OPTIONS}) -> Tensor",
+    _bags,
+    lambda table, indices, *_: table.new_empty(indices.shape[0], table.shape[1]),
+)
+define(
+    f"bags_backward(Tensor grad, Tensor indices, Tensor? weights, int rows, {_OPTIONS}) -> Tensor",
+    _bags_backward,
+    lambda grad, indices, weights, rows, *_: grad.new_empty(rows, grad.shape[1]),
+)
+define(
+    f"bags_weights_backward(Tensor grad, Tensor table, Tensor indices, {_OPTIONS}) -> Tensor",
+    _bags_weights_backward,
+    lambda grad, table, indices, *_: grad.new_empty(indices.shape),
+)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -112,7 +103,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_table, None, of_weights, None, None
 
 
-torch.library.register_autograd("autoshard::bags", _gradients, setup_context=_keep, lib=_library)
+define_backward("bags", _keep, _gradients)
 
 
 def embedding_bag(

@@ -26,10 +26,8 @@ from autoshard.capture._torch import (
     without_checkpoints,
 )
 from autoshard.capture.capture_errors import running_line
-from autoshard.capture.closures import TensorScope
-from autoshard.capture.functions import call_function
-from autoshard.capture.hooks import GradientNode, hook_tensor, set_requires_grad, take_gradients
-from autoshard.capture.python_calls import PythonCalls, collect_calls, tensors_of
+from autoshard.capture.gradient_calls import GradientNode, call_function, hook_tensor, set_requires_grad, take_gradients
+from autoshard.capture.python_calls import PythonCalls, TensorScope, collect_calls, tensors_of
 from autoshard.errors import CaptureError
 
 # torch passes the accessors of these attributes to a function mode as the functions that are called.
@@ -57,16 +55,14 @@ class GradientCode(TorchFunctionMode):
         self._data: dict[int, Tensor] = {}
         self._require = partial(set_requires_grad, calls)
         self._handlers: dict[Any, Callable[..., Any]] = {
+            **_REFUSED,
             _apply_by_modes: partial(call_function, calls),
             Tensor.register_hook: partial(hook_tensor, calls),
-            Tensor.register_post_accumulate_grad_hook: _refuse_accumulated,
             Tensor.retain_grad: _retain,
             Tensor.requires_grad_: self._require,
             _SET_REQUIRES_GRAD: self._require,
-            _SET_GRAD: _refuse_gradient,
             _GET_GRAD_FN: self._gradient_node,
             _GET_DATA: self._numbers,
-            _SET_DATA: _refuse_data,
             torch.autograd.grad: partial(take_gradients, calls),
         }
 
@@ -122,13 +118,14 @@ class GradientCode(TorchFunctionMode):
                     '{"use_reentrant": False}), or leave it out and say recompute= to autoshard.'
                 )
 
-        hooks = module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)
-        try:
-            with collect_calls(self.calls), self, _interception():
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with (
+            module.register_forward_pre_hook(begin),
+            module.register_forward_hook(end, always_call=True),
+            collect_calls(self.calls),
+            self,
+            _interception(),
+        ):
+            yield
 
     def checkpoint(self, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Return the result of a reentrant checkpoint, traced as operators: the plan decides what is recomputed."""
@@ -167,22 +164,27 @@ def _refuse_transform(func: Callable[..., Any]) -> None:
     )
 
 
-def _refuse_accumulated(tensor: Tensor, hook: Callable[..., Any]) -> None:
-    raise CaptureError(
-        f"{running_line()} sets a hook for accumulated gradients in forward, where every call would set another one. "
-        "Set it on the parameter, before or after parallelizing."
-    )
+def _refusing(reason: str) -> Callable[..., None]:
+    """Return a function that raises a `CaptureError` with the running line and a reason."""
+
+    def refuse(*_: Any) -> None:
+        raise CaptureError(f"{running_line()} {reason}")
+
+    return refuse
 
 
-def _refuse_gradient(tensor: Tensor, gradient: object) -> None:
-    raise CaptureError(f"{running_line()} sets the gradient of a tensor in forward. Do it outside of the module.")
-
-
-def _refuse_data(tensor: Tensor, numbers: object) -> None:
-    raise CaptureError(
-        f"{running_line()} gives a tensor other numbers by setting its data: no graph can hold that. Compute a new "
-        "tensor; change a buffer, or a frozen parameter, with buffer.copy_(numbers) under torch.no_grad()."
-    )
+# Functions that are refused in `forward`.
+_REFUSED: dict[Any, Callable[..., None]] = {
+    Tensor.register_post_accumulate_grad_hook: _refusing(
+        "sets a hook for accumulated gradients in forward, where every call would set another one. Set it on the "
+        "parameter, before or after parallelizing."
+    ),
+    _SET_GRAD: _refusing("sets the gradient of a tensor in forward. Do it outside of the module."),
+    _SET_DATA: _refusing(
+        "gives a tensor other numbers by setting its data: no graph can hold that. Compute a new tensor; change a "
+        "buffer, or a frozen parameter, with buffer.copy_(numbers) under torch.no_grad()."
+    ),
+}
 
 
 def _retain(tensor: Tensor) -> None:

@@ -12,6 +12,7 @@ from autoshard.capture._torch import OpOverload, free_unbacked_symbols, pytree
 from autoshard.capture.capture_errors import node_place, shape_error
 from autoshard.capture.export import Exported
 from autoshard.capture.joint_graph import JointOutput
+from autoshard.capture.nodes import closure
 from autoshard.errors import CaptureError
 
 logger = logging.getLogger(__name__)
@@ -21,16 +22,7 @@ aten = torch.ops.aten
 _CHANGES_OF_SHAPE = frozenset(
     f"{name}_"
     for name in (
-        "t",
-        "transpose",
-        "swapaxes",
-        "swapdims",
-        "squeeze",
-        "unsqueeze",
-        "resize",
-        "resize_as",
-        "set",
-        "as_strided",
+        *("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "resize", "resize_as", "set", "as_strided"),
     )
 )
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional")
@@ -95,11 +87,10 @@ def check_effects(graph: fx.Graph) -> None:
 def check_gradients(exported: Exported, outputs: list[JointOutput], tangents: set[str]) -> None:
     """Refuse a traced graph without any gradient of the parameters that the differentiated outputs depend on."""
     losses = [node for node, name in zip(exported.outputs, exported.result.names, strict=True) if name in tangents]
-    reached = _differentiable_ancestors(losses)
-    placeholders = exported.graph_module.graph.find_nodes(op="placeholder")
+    reached = closure(filter(_passes_gradients, losses), lambda node: filter(_passes_gradients, node.all_input_nodes))
     expected = {
         item.name
-        for item, node in zip(exported.inputs, placeholders, strict=True)
+        for node, item in exported.placeholders.items()
         if item.kind == "parameter" and item.fake.requires_grad and node in reached
     }
     actual = {output.name for output in outputs if output.kind == "gradient" and output.node is not None}
@@ -113,14 +104,7 @@ def check_gradients(exported: Exported, outputs: list[JointOutput], tangents: se
         logger.info("no gradient flows to %s: autograd cuts the path from the loss", ", ".join(missing))
 
 
-def _differentiable_ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    reached: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        value = node.meta.get("val")
-        is_differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point()
-        if node not in reached and is_differentiable and node.target not in (aten.detach.default, aten.detach_.default):
-            reached.add(node)
-            waiting.extend(node.all_input_nodes)
-    return reached
+def _passes_gradients(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    is_differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point()
+    return is_differentiable and node.target not in (aten.detach.default, aten.detach_.default)

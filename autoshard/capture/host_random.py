@@ -121,16 +121,13 @@ class HostRandom:
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Context of the export of a module, in which its forward is watched."""
-        hooks = module.register_forward_pre_hook(self._begin), module.register_forward_hook(self._end)
-        try:
-            with contextlib.ExitStack() as stack:
-                for owner, name, value in self._patches():
-                    stack.enter_context(attribute_patch(owner, name, value))
-                yield
-        finally:
-            self._running = False
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(module.register_forward_pre_hook(self._begin))
+            stack.enter_context(module.register_forward_hook(self._end))
+            for owner, name, value in self._patches():
+                stack.enter_context(attribute_patch(owner, name, value))
+            stack.callback(setattr, self, "_running", False)  # `forward` may have raised an error
+            yield
 
     def _begin(self, *_: Any) -> None:
         self._state, self._running = _state(), True

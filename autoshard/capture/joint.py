@@ -7,14 +7,14 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import (
-    FakeTensorMode,
+    GLOBAL_HOOKS,
     TangentAOTInput,
     fake_mode,
     is_transform,
@@ -26,30 +26,28 @@ from autoshard.capture._torch import (
 )
 from autoshard.capture.annotate import capturing
 from autoshard.capture.autocast import autocast_of_gpus
-from autoshard.capture.call_layout import call_layout, signature_of, without_omitted_arguments
+from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
 from autoshard.capture.canonical_order import canonicalize_order
 from autoshard.capture.capture_errors import ModelError, capture_error, known_error, node_line
 from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.effects import Effects, effects_of
-from autoshard.capture.export import Exported, export_forward, with_copies
-from autoshard.capture.fake_module import DEVICE, fake_copy, fake_like
+from autoshard.capture.export import Effects, Exported, effects_of, export_forward, with_copies
+from autoshard.capture.fake_module import DEVICE, fake_like
 from autoshard.capture.flat_modules import flat_forward, is_flat
-from autoshard.capture.flat_symbols import with_symbols, without_sizes
-from autoshard.capture.global_hooks import without_global_hooks
 from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.graph_checks import check_collectives, check_shapes, check_sizes
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
-from autoshard.capture.python_state import StateWatch
-from autoshard.capture.reachable import Reachable
-from autoshard.capture.symbols import with_sizes
-from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
+from autoshard.capture.python_state import PythonState, StateWatch
+from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
+from autoshard.capture.task_graphs import defaults_of, keeping_marks
 from autoshard.errors import AutoshardError, CaptureError
+
+aten = torch.ops.aten
 
 __all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "capture_forward"]
 
-aten = torch.ops.aten
+_Captured = TypeVar("_Captured")
 
 
 def capture(
@@ -57,12 +55,10 @@ def capture(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    training: bool | None = None,
     grad: bool = True,
     tangents: Literal["loss", "all"] = "loss",
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    counting: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> JointGraph:
     """Capture one call of a module as a joint graph, on fake tensors: real weights are never touched.
@@ -74,7 +70,6 @@ def capture(
         module: the module; its parameters may be real, on the meta device, or DTensors, of global shapes.
         args: positional arguments: real, meta or fake tensors, DTensors, plain values; captured as if contiguous.
         kwargs: keyword arguments.
-        training: capture as after `module.train(training)`; None: as the module is.
         grad: capture forward and backward; only the forward when False, or when nothing requires a gradient.
         tangents: "loss": if some outputs are differentiable scalars, only these are differentiated, and gradients into
             other outputs are not propagated; "all": every differentiable output is.
@@ -82,7 +77,6 @@ def capture(
             are of one size) or a `torch.export.Dim`. The graph then holds `DynamicSize`s.
         mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. A flat module
             (`capture.flat_modules`) has those of the forward half already.
-        counting: paths of numbers of the module that are taken for counters, on which nothing depends.
         progress: called with the name of every part of the work when it begins.
 
     Returns:
@@ -93,49 +87,48 @@ def capture(
         InputError: an argument is of a type that cannot be part of a signature.
     """
     begin = progress or (lambda _: None)
-    with _isolated_modes(module, grad) as surroundings:
-        mode = fake_mode()
-        twin, watch = _watched_copy(module, mode, training, counting)
-        surroundings.enter_context(watch.mutations.restoring())
-        signature = signature_of(twin, args, kwargs, grad)
-        begin("export of forward")
-        exported = _export(twin, args, kwargs, mode, dynamic, mp_policy, watch)
-        everything = tuple(True for _ in exported.outputs)
-        differentiated = _losses(exported) if tangents == "loss" else everything
-        begin(f"trace of forward and backward, {len(exported.graph_module.graph.nodes)} nodes in forward")
-        traced = _trace(exported, differentiated)
-        if grad and differentiated != everything and not _has_tangents(traced):
-            traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
-    begin(f"simplification of {len(traced.graph.nodes)} nodes")
-    graph = describe(traced, exported, signature, mp_policy, defaults_of(module))
-    if counting or not graph.state.counters:
-        return graph
+
+    def attempt(counting: Sequence[str]) -> JointGraph:
+        with _watched_twin(module, grad, counting) as watch:
+            signature = signature_of(watch.twin, args, kwargs, grad)
+            begin("export of forward")
+            exported = _export(watch, args, kwargs, dynamic, mp_policy)
+            everything = tuple(True for _ in exported.outputs)
+            differentiated = _losses(exported) if tangents == "loss" else everything
+            begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
+            traced = _trace(exported, differentiated)
+            if grad and differentiated != everything and not _has_tangents(traced):
+                traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
+        begin(f"simplification of {len(traced.graph.nodes)} nodes")
+        return describe(traced, exported, signature, mp_policy, defaults_of(module))
+
+    return _without_counter_guards(attempt, lambda graph: graph.state, lambda graph: graph.fingerprint)
+
+
+def _without_counter_guards(
+    attempt: Callable[[Sequence[str]], _Captured],
+    state: Callable[[_Captured], PythonState],
+    content: Callable[[_Captured], str],
+) -> _Captured:
+    """Return what is captured, without guards on numbers that `forward` counts with and containers that it fills.
+
+    Args:
+        attempt: captures with stand-ins for the numbers and containers at some paths.
+        state: returns the Python state of a capture.
+        content: returns a text that is equal for equal graphs.
+    """
+    first = attempt(())
+    counters = state(first).counters
     # Numbers that forward reads and sets may be counters that only count. Stand-ins for them refuse to be read: if the
-    # graph is the same with these, nothing depends on the numbers, and they need no guards.
-    with _ignoring_failures():
-        with_counters = capture(
-            module,
-            args,
-            kwargs,
-            training=training,
-            grad=grad,
-            tangents=tangents,
-            dynamic=dynamic,
-            mp_policy=mp_policy,
-            counting=graph.state.counters,
-            progress=progress,
-        )
-        if with_counters.state.are_counters_unread and with_counters.fingerprint == graph.fingerprint:
-            return with_counters
-    return graph
-
-
-@contextlib.contextmanager
-def _ignoring_failures() -> Iterator[None]:
-    """Context of a second capture, which any code that meets a stand-in may end."""
+    # graph is the same with these, nothing depends on the numbers, and they need no guards. Any code that meets a
+    # stand-in may end this second capture.
     with warnings.catch_warnings(), contextlib.suppress(Exception):
         warnings.simplefilter("ignore")
-        yield
+        if counters:
+            second = attempt(counters)
+            if state(second).are_counters_unread and content(second) == content(first):
+                return second
+    return first
 
 
 def capture_forward(
@@ -146,12 +139,11 @@ def capture_forward(
     grad: bool = True,
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    counting: Sequence[str] = (),
 ) -> tuple[Exported, Effects]:
     """Capture the forward graph that `capture` differentiates, and the effects of its nodes.
 
     Args:
-        module, args, kwargs, grad, dynamic, mp_policy, counting: as for `capture`.
+        module, args, kwargs, grad, dynamic, mp_policy: as for `capture`.
 
     Returns:
         The exported graph with operators of autoshard in it; and which of its values have a gradient, share memory,
@@ -160,25 +152,20 @@ def capture_forward(
     Raises:
         CaptureError, InputError: as for `capture`.
     """
-    with _isolated_modes(module, grad) as surroundings:
-        mode = fake_mode()
-        twin, watch = _watched_copy(module, mode, None, counting)
-        surroundings.enter_context(watch.mutations.restoring())
-        signature_of(twin, args, kwargs, grad)  # raises InputError for arguments that cannot be part of a signature
-        exported = with_copies(_export(twin, args, kwargs, mode, dynamic, mp_policy, watch))
-        _refuse_transforms(exported.graph_module.graph)
-        if exported.dynamic:
-            exported = _with_sizes(exported)
-        effects = effects_of(exported, mode)
-    if counting or not exported.state.counters:
-        return exported, effects
-    with _ignoring_failures():  # as in `capture`
-        counted, counted_effects = capture_forward(
-            module, args, kwargs, grad=grad, dynamic=dynamic, mp_policy=mp_policy, counting=exported.state.counters
-        )
-        if counted.state.are_counters_unread and counted.graph_module.code == exported.graph_module.code:
-            return counted, counted_effects
-    return exported, effects
+
+    def attempt(counting: Sequence[str]) -> tuple[Exported, Effects]:
+        with _watched_twin(module, grad, counting) as watch:
+            # Raises InputError for arguments that cannot be part of a signature.
+            signature_of(watch.twin, args, kwargs, grad)
+            exported = with_copies(_export(watch, args, kwargs, dynamic, mp_policy))
+            _refuse_transforms(exported.graph)
+            if exported.dynamic:
+                exported = _with_sizes(exported)
+            return exported, effects_of(exported, watch.mode)
+
+    return _without_counter_guards(
+        attempt, lambda forward: forward[0].state, lambda forward: forward[0].graph_module.code
+    )
 
 
 def _refuse_transforms(graph: fx.Graph) -> None:
@@ -191,72 +178,59 @@ def _refuse_transforms(graph: fx.Graph) -> None:
             )
 
 
-def _watched_copy(
-    module: nn.Module, mode: FakeTensorMode, training: bool | None, counting: Sequence[str]
-) -> tuple[nn.Module, StateWatch]:
-    """Return a fake copy of a module, and the watch of its Python state."""
-    reachable, copies = Reachable(module), dict[int, Any]()
-    twin = fake_copy(module, mode, training, held=reachable.tensors(), copies=copies)
-    return twin, StateWatch(module, twin, reachable, copies, counting)
-
-
 def _with_sizes(exported: Exported) -> Exported:
     """Return the graph with `DynamicSize`s in place of torch's symbols, and inputs of the example's shapes."""
-    nodes = exported.graph_module.graph.find_nodes(op="placeholder")
-    items = list(zip(exported.inputs, nodes, strict=True))
-    named = [(item.name, node) for item, node in items if item.kind == "input"]
-    with_sizes(exported.graph_module.graph, named, exported.dynamic)
+    placeholders = exported.placeholders
+    named = [(item.name, node) for node, item in placeholders.items() if item.kind == "input"]
+    with_sizes(exported.graph, named, exported.dynamic)
     inputs = tuple(
         replace(item, fake=node.meta["val"].requires_grad_(item.fake.requires_grad)) if node.meta.get("sizes") else item
-        for item, node in items
+        for node, item in placeholders.items()
     )
     return replace(exported, inputs=inputs)
 
 
 def _export(
-    twin: nn.Module,
+    watch: StateWatch,
     real_args: tuple[Any, ...],
     real_kwargs: Mapping[str, Any],
-    mode: FakeTensorMode,
     dynamic: Dynamic | None,
     mp_policy: MixedPrecisionPolicy | None,
-    state: StateWatch,
 ) -> Exported:
-    """Return the forward graph of a fake copy, in the precisions of a policy."""
+    """Return the forward graph of a fake twin, in the precisions of a policy."""
+    twin, mode = watch.twin, watch.mode
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda leaf: fake_like(leaf, mode), (real_args, dict(real_kwargs))
     )
     if is_flat(twin):
         exported = flat_forward(twin, args, kwargs)
         exported = with_symbols(exported, mode) if dynamic else without_sizes(exported)
-        check_sizes(exported.graph_module.graph)
+        check_sizes(exported.graph)
         return canonicalize_order(exported)
-    real_leaves, structure = pytree.tree_flatten((real_args, dict(real_kwargs)))
-    names = call_layout(twin, structure, real_leaves).leaves
+    examples = call_tensors(twin, real_args, real_kwargs)
     if dynamic:
-        dynamic = without_omitted_arguments(twin, dynamic, names)
-    examples = {name: leaf for name, leaf in zip(names, real_leaves, strict=True) if isinstance(name, str)}
+        dynamic = without_omitted_arguments(twin, dynamic, examples)
     if mp_policy is None:
-        exported = export_forward(twin, args, kwargs, mode, dynamic, state, examples)
+        exported = export_forward(watch, args, kwargs, dynamic, examples)
     else:
         lowered = LoweredModule(twin, mp_policy)
         lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
-        exported = export_forward(twin, lowered_args, lowered_kwargs, mode, dynamic, state, examples)
+        exported = export_forward(watch, lowered_args, lowered_kwargs, dynamic, examples)
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
-    check_sizes(exported.graph_module.graph)
-    check_collectives(exported.graph_module.graph)
-    check_shapes(exported.graph_module.graph)
+    check_sizes(exported.graph)
+    check_collectives(exported.graph)
+    check_shapes(exported.graph)
     return canonicalize_order(exported)
 
 
 @contextlib.contextmanager
-def _isolated_modes(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitStack]:
+def _watched_twin(module: nn.Module, grad: bool, counting: Sequence[str]) -> Iterator[StateWatch]:
     """Context of a capture without the caller's modes, in which errors become `CaptureError`s with the user's line."""
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_without_garbage_collection())
             stack.enter_context(outside_modes())
-            stack.enter_context(without_global_hooks())
+            stack.enter_context(_without_global_hooks())
             stack.enter_context(without_tracebacks())
             stack.enter_context(unwritten_graphs())
             stack.enter_context(torch.inference_mode(False))
@@ -266,8 +240,9 @@ def _isolated_modes(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitSt
             stack.enter_context(autocast_of_gpus())
             stack.enter_context(capturing())
             stack.enter_context(no_accumulation())
-            stack.enter_context(marking())
-            yield stack
+            watch = StateWatch(module, fake_mode(), counting)
+            stack.enter_context(watch.mutations.restoring())
+            yield watch
     except AutoshardError:
         raise
     except ModelError as error:
@@ -315,3 +290,30 @@ def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModu
 
 def _has_tangents(traced: fx.GraphModule) -> bool:
     return any(isinstance(node.meta["desc"], TangentAOTInput) for node in traced.graph.find_nodes(op="placeholder"))
+
+
+@contextlib.contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Context of a capture in which the tables of global hooks are empty."""
+    # They run around the root at every call: in the graph, they would run a second time.
+    before = [dict(table) for table in GLOBAL_HOOKS]
+    for table in GLOBAL_HOOKS:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(GLOBAL_HOOKS, before, strict=True):
+            table.update(hooks)
+
+
+def warn_of_global_hooks() -> bool:
+    """Warn if there are global hooks, and return True then."""
+    has_hooks = any(GLOBAL_HOOKS)
+    if has_hooks:
+        warnings.warn(
+            "there are hooks for all modules (torch.nn.modules.module.register_module_forward_hook and the like): of a "
+            "parallelised module they run around the whole, and not around its parts, which are one program. Set hooks "
+            "on the parts instead: part.register_forward_hook(...).",
+            stacklevel=4,
+        )
+    return has_hooks

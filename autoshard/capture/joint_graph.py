@@ -1,20 +1,25 @@
-"""`JointGraph`: the captured training step, with properties of its nodes."""
+"""`JointGraph`: the captured training step, with properties of its nodes; and the fingerprint of a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+import hashlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Placement
 
+from autoshard.capture._torch import pytree
 from autoshard.capture.annotate import parse_pin
 from autoshard.capture.call_layout import CallLayout, ResultLayout
 from autoshard.capture.dynamic import DynamicSizes
+from autoshard.capture.export import ExportedInput
 from autoshard.capture.python_state import PythonState
 from autoshard.capture.task_graphs import TaskGraph
+from autoshard.size import DynamicSize, Ratio
 
 InputKind = Literal["parameter", "buffer", "input", "tangent", "constant"]
 OutputKind = Literal["output", "mutation", "gradient"]
@@ -161,3 +166,48 @@ class JointGraph:
     def unflatten_outputs(self, tensors: list[torch.Tensor]) -> Any:
         """Return the value of `forward`, from tensors in the order of the outputs of kind "output"."""
         return self.result.unflatten(tensors)
+
+
+def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:
+    """Return the SHA-256 of inputs, operators with their arguments, shapes and dtypes, and outputs.
+
+    Plan files store it: the hashed text of a graph must not change from version to version.
+    """
+    # Names of nodes depend on the process: they are numbered instead.
+    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    digest = hashlib.sha256()
+    for item in inputs:
+        digest.update(f"{item.kind} {item.name}\n".encode())
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            region = getattr(graph.owning_module, str(node.target))
+            if isinstance(region, fx.GraphModule):
+                digest.update(fingerprint((), (), region.graph).encode())
+        arguments = fx.node.map_arg((node.args, node.kwargs), number.__getitem__)
+        digest.update(f"{node.op} {_target_text(node)} {arguments}".encode())
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor):
+                digest.update(f" {tuple(value.shape)} {value.dtype}".encode())
+        # The text of a dynamic size is that of the example: its expression tells graphs of other sizes apart.
+        for size in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("sizes"))):
+            if isinstance(size, (DynamicSize, Ratio)):
+                digest.update(f" {size.expr}".encode())
+        digest.update(b"\n")
+    for output in outputs:
+        digest.update(f"{output.kind} {output.name} {output.tangent}\n".encode())
+    return digest.hexdigest()
+
+
+# Modules of functions in graphs -> their names when plan files first had hashes of such graphs.
+_HASHED_MODULES = {"autoshard.capture.recurrence": "autoshard.capture.recurrent_layers"}
+
+
+def _target_text(node: fx.Node) -> str:
+    """Return the text of the operator or function that a node calls."""
+    if node.op != "call_function":
+        return ""
+    # The text of a function would have its address in memory.
+    if isinstance(node.target, FunctionType):
+        module = node.target.__module__
+        return f"{_HASHED_MODULES.get(module, module)}.{node.target.__qualname__}"
+    return str(node.target)

@@ -1,12 +1,12 @@
-"""The layers of a model: parts of its forward half that the backward half can recompute from their inputs."""
+"""Layers of a model: parts that the backward half can recompute, and modules that are the same layer again."""
 
 from __future__ import annotations
 
 import math
 import operator
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
@@ -14,10 +14,12 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from autoshard.capture._torch import OpOverload
 from autoshard.capture.joint_graph import JointGraph
+from autoshard.capture.nodes import is_view
+from autoshard.names import ancestors
 
 aten = torch.ops.aten
+
 Key = TypeVar("Key")
 
 _MIN_OPERATORS = 3  # operators that a layer has on average: lists of single operators say nothing of layers
@@ -82,15 +84,6 @@ def parameter_layers(graph: JointGraph) -> dict[str, str]:
     return modules | {name: layer for layer, names in groups.items() for name in names}
 
 
-def is_view(node: fx.Node) -> bool:
-    """Return True if the node makes no tensor: it is a view of another node's memory, or one of several results."""
-    if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
-        return True
-    return isinstance(node.target, OpOverload) and any(
-        result.alias_info is not None and not result.alias_info.is_write for result in node.target._schema.returns
-    )
-
-
 def _compute_count(nodes: Sequence[fx.Node]) -> int:
     return sum(not is_view(node) for node in nodes)
 
@@ -141,3 +134,62 @@ def _crossing_bytes(nodes: Sequence[fx.Node]) -> list[int]:
         change[place + 1] += held
         change[last + 1] -= held
     return list(accumulate(change))
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedModule:
+    """Modules whose paths differ in one index, and whose nodes do the same work in the same order.
+
+    Attributes:
+        pattern: the path with `*` for the index, such as `model.layers.*`.
+        paths: the paths, in the order of the index.
+        nodes: the nodes of each path in graph order, so that `nodes[i][k]` and `nodes[j][k]` correspond.
+    """
+
+    pattern: str
+    paths: tuple[str, ...]
+    nodes: tuple[tuple[fx.Node, ...], ...]
+
+
+def repeated_modules(graph: JointGraph, work: Mapping[fx.Node, Hashable]) -> tuple[RepeatedModule, ...]:
+    """Return the modules of a joint graph that repeat one another, outermost and first in the graph first.
+
+    Args:
+        graph: the joint graph.
+        work: for every node that counts, a key that is equal for nodes of the same work in the same half of the step.
+    """
+    members = _members(graph, work)
+    groups: defaultdict[tuple[str, tuple[Hashable, ...]], list[str]] = defaultdict(list)
+    for path, nodes in members.items():
+        done = tuple(work[node] for node in nodes)
+        for pattern in _patterns(path):
+            groups[pattern, done].append(path)
+    repeated = [
+        RepeatedModule(pattern, tuple(paths), tuple(tuple(members[path]) for path in paths))
+        for (pattern, _), paths in groups.items()
+        if len(paths) > 1
+    ]
+    return tuple(sorted(repeated, key=lambda module: module.pattern.count(".")))
+
+
+def _members(graph: JointGraph, work: Mapping[fx.Node, Hashable]) -> dict[str, list[fx.Node]]:
+    """Return the nodes below every module path, in graph order; paths are ordered by index, not alphabetically."""
+    below: defaultdict[str, list[fx.Node]] = defaultdict(list)
+    prefixes: dict[str, tuple[str, ...]] = {}
+    for node in graph.graph.nodes:
+        if node in work:
+            path = graph.module_path(node)
+            if path not in prefixes:
+                prefixes[path] = (*reversed([*ancestors(path)]), path) if path else ()
+            for prefix in prefixes[path]:
+                below[prefix].append(node)
+    return dict(sorted(below.items(), key=lambda item: _order(item[0])))
+
+
+def _patterns(path: str) -> Iterable[str]:
+    """Return the path with each one of its indices replaced by `*`."""
+    return (path[: match.start()] + "*" + path[match.end() :] for match in _INDEX.finditer(path))
+
+
+def _order(path: str) -> list[tuple[bool, int, str]]:
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in path.split(".")]

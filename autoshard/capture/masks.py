@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload, pytree
 from autoshard.capture.attention_operator import attention, attention_with_dropout
+from autoshard.capture.nodes import base_of, changed_memory, is_random
 from autoshard.capture.position_forms import FACTORIES, Meaning, meaning_at_all_sizes
-from autoshard.capture.simplify import is_random
 
 aten = torch.ops.aten
 
@@ -28,13 +28,8 @@ _MOST = 1 << 30  # elements up to which a mask is evaluated: 32,768 positions ta
 
 _ELEMENTWISE = frozenset(
     {
-        aten.to.dtype,
-        aten.to.dtype_layout,
-        aten.to.device,
-        aten._to_copy.default,
-        aten.__and__.Tensor,
-        aten.__or__.Tensor,
-        aten.__xor__.Tensor,
+        *(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.__and__.Tensor),
+        *(aten.__or__.Tensor, aten.__xor__.Tensor),
     }
 )
 """Element-wise operators without `torch.Tag.pointwise`."""
@@ -56,6 +51,7 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
     meanings: dict[fx.Node, Meaning | None] = {}
     calls = [graph.find_nodes(op="call_function", target=target) for target in (attention, attention_with_dropout)]
     for node in itertools.chain(*calls):
+        # The targets are functions: their arguments are those of the ATen operator.
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         if not isinstance(mask, fx.Node):
             continue
@@ -73,19 +69,8 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
 
 def _changed_in_place(graph: fx.Graph) -> frozenset[fx.Node]:
     """Return the nodes whose memory some operator writes to, views included."""
-    base: dict[fx.Node, fx.Node] = {}
-    written: set[fx.Node] = set()
-    for node in graph.nodes:
-        base[node] = node  # the node that made the memory of this one
-        if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
-            continue
-        schema = node.target._schema
-        if any(result.alias_info is not None for result in schema.returns):
-            base[node] = base[node.all_input_nodes[0]]
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
-                written.add(base[value])
-    return frozenset(node for node, root in base.items() if root in written)
+    written = {base for node in graph.nodes for base in changed_memory(node)}
+    return frozenset(node for node in graph.nodes if base_of(node) in written)
 
 
 def _erase_unused(node: fx.Node) -> None:
@@ -113,12 +98,12 @@ def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meani
     try:
         value = evaluation.of(mask)
         # The last query sees all keys of a causal mask, and exactly its window otherwise: there are two candidates.
-        window = int(_kept_scores(value.rows(query - 1, query), 1, key)[0].sum())
+        window = int(_kept_scores(_rows(value, query - 1, query), 1, key)[0].sum())
         unmasked, causal = Meaning(False), Meaning(True, 0 if window == key else window)
         candidates = [unmasked] if query != key else [unmasked, causal]
         for first in range(0, query, step := max(1, _SMALL // key)):
             end = min(first + step, query)
-            kept = _kept_scores(value.rows(first, end), end - first, key)
+            kept = _kept_scores(_rows(value, first, end), end - first, key)
             candidates = [candidate for candidate in candidates if _equals(kept, candidate, first, end, key)]
             if not candidates:
                 return None
@@ -151,67 +136,47 @@ class _UnknownValueError(Exception):
     """A value depends on an input, or on an operator that is not evaluated here."""
 
 
-@dataclass(frozen=True, slots=True)
-class _KnownTensor:
-    """A tensor with its numbers; dims along which it repeats itself have size one."""
-
-    value: Tensor
-
-    def rows(self, first: int, end: int) -> Tensor:
-        """Return a range of the last but one dim, which may be of size one for all rows."""
-        value = self.value
-        return value[..., first:end, :] if value.dim() > 1 and value.shape[-2] > 1 else value
+_Rows = Callable[[int, int], Tensor]
+"""A value that is computed for a range of its last but one dim; dims of size one stand for repeats."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    """An element-wise operator on other values, computed for the rows that are needed."""
-
-    op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def rows(self, first: int, end: int) -> Tensor:
-        """Return a range of the last but one dim."""
-        args = [value.rows(first, end) if isinstance(value, _Value) else value for value in self.args]
-        result: Tensor = self.op(*args, **self.kwargs)
-        return result
+def _rows(value: Any, first: int, end: int) -> Any:
+    """Return a range of the last but one dim, which may be of size one for all rows; a plain argument as it is."""
+    if not isinstance(value, Tensor):
+        return value(first, end) if callable(value) else value
+    return value[..., first:end, :] if value.dim() > 1 and value.shape[-2] > 1 else value
 
 
-@dataclass(frozen=True, slots=True)
-class _Triangle:
-    """`tril` or `triu` of another value with `columns` columns, computed for the rows that are needed."""
-
-    op: OpOverload
-    value: Any
-    diagonal: int
-    columns: int
-
-    def rows(self, first: int, end: int) -> Tensor:
-        """Return a range of the last but one dim."""
-        rows = self.value.rows(first, end)
-        whole = rows.expand(*rows.shape[:-2], end - first, self.columns)
-        result: Tensor = self.op(whole, self.diagonal + first)  # rows that begin later shift the diagonal
-        return result
+def _elementwise_rows(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Rows:
+    return lambda first, end: op(*(_rows(value, first, end) for value in args), **kwargs)
 
 
-_Value = _KnownTensor | _Computed | _Triangle
+def _triangle_rows(op: OpOverload, value: Any, diagonal: int, columns: int) -> _Rows:
+    """Return the rows of `tril` or `triu` of a value with `columns` columns."""
+
+    def compute(first: int, end: int) -> Tensor:
+        rows = _rows(value, first, end)
+        whole = rows.expand(*rows.shape[:-2], end - first, columns)
+        triangle: Tensor = op(whole, diagonal + first)  # rows that begin later shift the diagonal
+        return triangle
+
+    return compute
 
 
 class _MaskEvaluation:
-    """The numbers of nodes that depend on no input."""
+    """The numbers of nodes that depend on no input: tensors that are held whole, or functions of a range of rows."""
 
     def __init__(self, constants: Mapping[fx.Node, Tensor], changed: frozenset[fx.Node]) -> None:
         self.constants, self.changed = constants, changed
-        self._values: dict[fx.Node, _Value] = {node: _KnownTensor(value) for node, value in constants.items()}
+        self._values: dict[fx.Node, Tensor | _Rows] = dict(constants)
 
-    def of(self, node: fx.Node) -> _Value:
+    def of(self, node: fx.Node) -> Tensor | _Rows:
         """Return the value of a node, or raise `_UnknownValueError`."""
         for operand in _unevaluated_nodes(node, self._values):
             self._values[operand] = self._value(operand)
         return self._values[node]
 
-    def _value(self, node: fx.Node) -> _Value:
+    def _value(self, node: fx.Node) -> Tensor | _Rows:
         if node in self.changed:
             raise _UnknownValueError
         op: Any = node.target
@@ -221,20 +186,20 @@ class _MaskEvaluation:
         args: Any = fx.node.map_arg(node.args, known)
         kwargs: Any = fx.node.map_arg(node.kwargs, known)
         if math.prod(val.shape) <= _SMALL:
-            return _KnownTensor(op(*_numbers(args), **_numbers(kwargs)))
+            return op(*_numbers(args), **_numbers(kwargs))
         if op in _BROADCASTS or (op in _VIEWS and _adds_no_rows(node)):
-            # Broadcasting later has the same result. `alias` stands for the identity.
-            return _Computed(aten.alias.default, (_collapse_repeats(args[0]),), {})
+            # Broadcasting later has the same result.
+            return partial(_rows, _collapse_repeats(args[0]))
         if op in FACTORIES:
-            shape = next(place for place, argument in enumerate(op._schema.arguments) if argument.name == "size")
+            shape = [argument.name for argument in op._schema.arguments].index("size")
             element = op(*_numbers(args[:shape]), [1] * len(val.shape), *args[shape + 1 :], **_numbers(kwargs))
-            return _Computed(aten.alias.default, (_KnownTensor(element),), {})
+            return partial(_rows, element)
         if op in _TRIANGLES:
-            return _Triangle(op, _collapse_repeats(args[0]), args[1] if len(args) > 1 else 0, val.shape[-1])
+            return _triangle_rows(op, _collapse_repeats(args[0]), args[1] if len(args) > 1 else 0, val.shape[-1])
         elementwise = torch.Tag.pointwise in op.tags or op in _ELEMENTWISE
         if not elementwise or len(val.shape) < 2:
             raise _UnknownValueError
-        return _Computed(op, tuple(map(_collapse_repeats, args)), dict(kwargs))
+        return _elementwise_rows(op, tuple(map(_collapse_repeats, args)), kwargs)
 
 
 def _adds_no_rows(node: fx.Node) -> bool:
@@ -262,21 +227,23 @@ def _unevaluated_nodes(node: fx.Node, known: Mapping[fx.Node, Any]) -> Iterator[
 
 
 def _numbers(arguments: Any) -> Any:
+    """Return arguments whose tensors are all held whole, or raise `_UnknownValueError`."""
+
     def number(value: Any) -> Any:
-        if isinstance(value, (_Computed, _Triangle)):
+        if callable(value):
             raise _UnknownValueError
-        return value.value if isinstance(value, _KnownTensor) else value
+        return value
 
     return pytree.tree_map(number, arguments)
 
 
 def _collapse_repeats(value: Any) -> Any:
     """Return the value with size one in every dim along which it repeats itself."""
-    if not isinstance(value, _KnownTensor):
+    if not isinstance(value, Tensor):
         return value
-    tensor = value.value
+    tensor = value
     for dim in range(tensor.dim()):
         first = tensor.narrow(dim, 0, 1)
         if tensor.shape[dim] > 1 and bool((tensor == first).all()):
             tensor = first
-    return _KnownTensor(tensor)
+    return tensor

@@ -66,10 +66,10 @@ class LoweredModule:
             exported: the forward graph of the fake copy, on cast tensors.
             call: the tensors of the call before the casts, in order.
         """
-        graph = exported.graph_module.graph
+        graph = exported.graph
         tensors = iter(call)
         inputs = []
-        for node, item in zip(graph.find_nodes(op="placeholder"), exported.inputs, strict=True):
+        for node, item in exported.placeholders.items():
             dtype = item.fake.dtype
             if item.kind == "parameter":
                 dtype = self.originals.get(item.name, dtype)

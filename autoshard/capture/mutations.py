@@ -1,4 +1,4 @@
-"""What `forward` leaves in Python objects: tensors in containers and objects, and all in variables of functions."""
+"""The changes that `forward` makes to Python objects: attributes, containers, and variables of functions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import dis
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +19,14 @@ from autoshard.capture._torch import FakeTensor, storage_of, traced_node
 from autoshard.capture.capture_errors import code_line, node_line
 from autoshard.capture.counters import FILLABLE, ContainerStandIn, Counter, added_entries, container_stand_in
 from autoshard.capture.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
-from autoshard.capture.reachable import MODULE_STATE, NumPyGenerator, Reachable, TrackedObject, elements
+from autoshard.capture.reachable import (
+    MODULE_STATE,
+    NumPyGenerator,
+    Reachable,
+    TrackedObject,
+    elements,
+    is_parameter_list,
+)
 from autoshard.errors import CaptureError
 
 _EMPTY: Mapping[Any, Any] = {}
@@ -34,23 +43,24 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class PreviousValue:
-    """What an object held under a key before the call."""
+    """The value that an object held under a key before the call."""
 
     key: Any
 
 
 @dataclass(slots=True, eq=False)
 class Mutation:
-    """What a call does to an object, or to one variable of a namespace.
+    """A change of an object, or of one attribute or variable of a namespace, by a call.
 
     Attributes:
-        path: as a user writes it.
+        path: as a user writes it, such as `self.layers.0.loss`.
         place: the object or the namespace.
-        entries: what is put into it, with `Slot`, `PreviousValue` and counters in it.
-        removed: keys that are taken away.
-        mode: whether entries replace what has their keys, replace all, or follow what is there.
-        line: the user's that does it.
-        is_blind: whether nothing in the call depends on what was there.
+        entries: the new entries, with `TensorSlot`, `PreviousValue` and counters in them.
+        removed: the keys that are taken away.
+        mode: `"update"` if entries replace those of their keys, `"replace"` if they replace all, `"append"` if they
+            follow all.
+        line: the user's line that makes the change.
+        is_write_only: True if nothing in the call depends on the old entries, or other guards compare them.
     """
 
     path: str
@@ -70,14 +80,14 @@ class Mutation:
 
     @property
     def name(self) -> str:
-        """By which code reaches it."""
+        """The name by which code reaches the place."""
         return self.path.rpartition(".")[2]
 
     def _now(self) -> dict[Any, Any]:
         return self.place.entries(self.place.original)
 
     def holds(self) -> bool:
-        """Whether what the call changes is as it was at the capture."""
+        """Return True if the entries that the call changes are as they were at the capture."""
         if self.is_write_only:
             return True
         now = self._now()
@@ -86,13 +96,13 @@ class Mutation:
         return all(_is_kind(now.get(key, ABSENT), kind) for key, kind in self._before.items())
 
     def result(self, tensors: Sequence[Tensor]) -> dict[Any, Any]:
-        """The entries of one call, by the tensors that it leaves."""
+        """Return the entries of one call, given the tensors that it leaves."""
         now = self._now()
-        entries = {key: _build_value(value, now, key, tensors) for key, value in self.entries.items()}
+        entries = {key: _build_value(value, now, tensors) for key, value in self.entries.items()}
         return dict(enumerate([*now.values(), *entries.values()])) if self.mode == "append" else entries
 
     def apply(self, result: Mapping[Any, Any]) -> None:
-        """Put them there."""
+        """Put the entries of `result` into the place."""
         place = self.place
         removed = [*place.entries(place.original)] if self.mode == "replace" and not place.is_ordered else self.removed
         place.write(place.original, {}, removed)
@@ -100,30 +110,29 @@ class Mutation:
 
 
 def _kind(value: Any) -> Any:
-    """What a call that changes a value may depend on of it."""
+    """Return the properties of an old value that a call may depend on."""
     if isinstance(value, Tensor):
         return Tensor
     return (type(value), len(value)) if isinstance(value, (*CONTAINERS, deque)) else value
 
 
 def _is_kind(value: Any, kind: Any) -> bool:
-    own = _kind(value)
-    return own == kind if isinstance(kind, tuple) else is_equivalent(own, kind)
+    now = _kind(value)
+    return now == kind if isinstance(kind, tuple) else is_equivalent(now, kind)
 
 
-def _build_value(tree: Any, now: Mapping[Any, Any], key: Any, tensors: Sequence[Tensor]) -> Any:
-    """A value that a call leaves."""
+def _build_value(tree: Any, now: Mapping[Any, Any], tensors: Sequence[Tensor]) -> Any:
     if isinstance(tree, TensorSlot):
         return tensors[tree.number].item() if tree.is_number else tensors[tree.number]
     if isinstance(tree, PreviousValue):
         return now[tree.key]
     if isinstance(tree, Counter):
-        return tree.apply_to(now[key])
-    return _map_container(tree, lambda _, one: _build_value(one, now, key, tensors))
+        return tree.result()
+    return _map_container(tree, lambda _, part: _build_value(part, now, tensors))
 
 
 def _map_container(container: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """A container of the same kind with the results of a function of keys and values; what is none, as it is."""
+    """Return a container with the results of a function of keys and values; a value of another type as it is."""
     kind = type(container)
     if isinstance(container, dict):
         contents = {key: function(key, value) for key, value in dict.items(container)}
@@ -137,64 +146,64 @@ def _map_container(container: Any, function: Callable[[Any, Any], Any]) -> Any:
 
 
 class Mutations:
-    """Sees what a call of a fake twin does to the Python objects that its code can reach.
-
-    Attributes of modules that are tensors, plain values, or containers of these are left to `PythonState`, as plain
-    attributes of the module's objects are.
+    """Record of the changes that a call of a fake twin makes to the Python objects that its code can reach.
 
     Args:
-        reachable: the objects of the user's module.
-        copies: what the twin has in the place of the module's objects, by their `id`.
+        reachable: the objects of the user's module, bound to those of the twin.
         modules: the user's modules by the `id` of the twin's.
-        counting: paths of numbers and containers in whose place stand-ins are, to find out whether anything depends
-            on them.
-        depended: filled with the paths of those on which something does.
+        counting: paths of numbers and containers that stand-ins replace, which find out if anything depends on them.
 
     Attributes:
-        found: what was done.
+        changes: the mutations of the last call.
         kept: paths and tensors that the call leaves, in the order of the numbers of their slots.
+        depended: paths of `counting` on which something depends.
+        lines: the lines that set attributes, by the `id` of the user's module and the name.
+        unknown_sizes: lines that set attributes to a dynamic size, by path.
     """
 
     def __init__(
         self,
         reachable: Reachable,
-        copies: Mapping[int, Any],
         modules: Mapping[int, nn.Module],
-        counting: Sequence[str],
-        depended: list[str],
+        counting: Sequence[str] = (),
     ) -> None:
-        reachable.bind(copies)
-        self._reachable, self._copies, self._modules = reachable, copies, modules
-        self._counting, self._depended = counting, depended
+        self._reachable, self._modules, self._counting = reachable, modules, counting
+        self.depended: list[str] = []
+        self.lines: dict[tuple[int, str], str] = {}
+        self.unknown_sizes: dict[str, str] = {}
         self._numbers: dict[str, Tensor] = {}
-        self._originals: list[tuple[TrackedObject, Any, Any]] = []  # what stand-ins are for
+        self._originals: list[tuple[TrackedObject, Any, Any]] = []  # the values that stand-ins replace
         self._known: set[int] = set()
-        self.found: list[Mutation] = []
+        self.changes: list[Mutation] = []
         self.kept: list[tuple[str, Tensor]] = []
 
     def note_state(self) -> None:
-        """Know what objects hold before the call: casts have put other parameters into the twin, and into its lists."""
-        for place in self._reachable.inside:
-            place.before = place.entries(place.traced)
-        places = (*self._reachable.inside, *self._reachable.outside)
-        self._known = {id(value) for place in places for value in place.before.values()}
+        """Note the entries of all objects before the call."""
+        # Casts have put other parameters into the twin, and into its lists.
+        for place in self._reachable.places:
+            if place.is_inside:
+                place.before = place.entries(place.traced)
+        self._known = {id(value) for place in self._reachable.places for value in place.before.values()}
 
     def note_number(self, symbol: Any, tensor: Tensor) -> None:
-        """Know the tensor that a number is taken from."""
+        """Note the tensor that a number is taken from."""
         if isinstance(symbol, _SYMBOLS):
             self._numbers[str(symbol.node.expr)] = tensor.detach()
 
     def knows_number(self, symbol: Any) -> bool:
-        """Whether a number is that of a tensor that a call can leave."""
+        """Return True if a number is taken from a tensor that a call can leave."""
         return isinstance(symbol, _SYMBOLS) and str(symbol.node.expr) in self._numbers
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Context of the capture: behind it, objects outside of the module are as they were."""
+        """Context of the capture, after which objects outside of the module are as before."""
         try:
             yield
         finally:
             self._restore()
+            # Mutations outlive the capture; the twin need not.
+            for place in self._reachable.places:
+                place.traced, place.before = place.original, {}
 
     def _restore(self) -> None:
         self._remove_stand_ins()
@@ -207,18 +216,19 @@ class Mutations:
         self._originals.clear()
 
     def begin(self) -> None:
-        """The call begins, be it for another time."""
+        """Begin to record a call; torch.export may call `forward` more than once."""
         self._restore()
-        self.found, self.kept, self._numbers = [], [], {}
-        for place in (*self._reachable.inside, *self._reachable.outside) if self._counting else ():
-            if place.root is not None and place.path in self._counting and type(place.original) in FILLABLE:
+        self.changes, self.kept, self._numbers = [], [], {}
+        for place in self._reachable.places if self._counting else ():
+            if place.root is None:
+                for key, value in place.before.items():
+                    path = _path(place, key)
+                    if path in self._counting and type(value) in (int, float):
+                        current = partial(_entry, place, key)
+                        self._insert_stand_in(place, key, Counter(path, self.depended, current))
+            elif place.path in self._counting and type(place.original) in FILLABLE:
                 owner, key = place.root
-                self._insert_stand_in(owner, key, container_stand_in(place.original, place.path, self._depended))
-        for place in self._reachable.outside if self._counting else ():
-            for key, value in place.before.items() if place.is_namespace else ():
-                path = _path(place, key)
-                if path in self._counting and type(value) in (int, float):
-                    self._insert_stand_in(place, key, Counter(path, (), self._depended))
+                self._insert_stand_in(owner, key, container_stand_in(place.original, place.path, self.depended))
 
     def _insert_stand_in(self, place: TrackedObject, key: Any, value: Any) -> None:
         self._originals.append((place, key, place.before[key]))
@@ -226,17 +236,17 @@ class Mutations:
         place.write(place.traced, {key: value})
 
     def end(self) -> None:
-        """The call is done."""
-        for place in self._reachable.inside:
-            self.found += self._mutations(place, is_inside=True)
-        for place in self._reachable.outside:
-            self.found += self._mutations(place, is_inside=False)
-        self._remove_stand_ins()  # torch.export compares attributes with what they were
+        """End the record of a call."""
+        for find in (self._tensor_attributes, self._mutations):
+            for place in self._reachable.places:
+                self.changes += find(place)
+        self._remove_stand_ins()  # torch.export compares attributes with their values before the call
 
     def check_constant(self, constant: Tensor, line: str) -> None:
-        """`CaptureError` if a graph reads a tensor of an object that the call puts others into."""
-        for mutation in self.found:
-            for value in mutation.place.before.values():
+        """Raise a `CaptureError` if a graph reads a tensor of an object that the call puts other tensors into."""
+        for mutation in self.changes:
+            # The next call reads attributes of modules as inputs.
+            for value in () if mutation.place.is_module else mutation.place.before.values():
                 if isinstance(value, Tensor) and storage_of(value) == storage_of(constant):
                     raise CaptureError(
                         f"{line or mutation.line} reads a tensor in {mutation.path}, which forward changes: what one "
@@ -246,8 +256,8 @@ class Mutations:
 
     @contextlib.contextmanager
     def refusing(self, line: str) -> Iterator[None]:
-        """Context in which code of a line runs that steps run behind `forward`: it may change no object."""
-        places = (*self._reachable.inside, *self._reachable.outside)
+        """Context in which a line runs code that steps run behind `forward`, and that may change no object."""
+        places = self._reachable.places
         before = [place.entries(place.traced) for place in places]
         yield
         for place, old in zip(places, before, strict=True):
@@ -261,13 +271,12 @@ class Mutations:
                     "in forward, by torch.autograd.grad."
                 )
 
-    def generators(self) -> Iterator[tuple[str, NumPyGenerator]]:
-        """NumPy's generators of random numbers that the call can reach, with their paths."""
-        for path, generator in self._reachable.generators:
-            yield path, self._copies.get(id(generator), generator)
+    def generators(self) -> list[tuple[str, NumPyGenerator]]:
+        """Return NumPy's generators of random numbers that the call can reach, with their paths."""
+        return self._reachable.generators
 
     def check_traced(self, tensor: Tensor, path: str, line: str = "") -> None:
-        """`CaptureError` if a tensor that the call leaves somewhere is none that its graph computes."""
+        """Raise a `CaptureError` if the call leaves a tensor that its graph does not compute."""
         if isinstance(tensor, FakeTensor) and traced_node(tensor) is None and id(tensor) not in self._known:
             raise CaptureError(
                 f"{line or self.line_of(path)} keeps a tensor in {path} that forward does not compute: a hook, the "
@@ -276,86 +285,111 @@ class Mutations:
                 "backward(), in .grad."
             )
 
-    def counters(self) -> Iterator[str]:
-        """Paths of what the call may count with, or fill without looking."""
-        for mutation in self.found:
+    def counters(self, numbers: Collection[str]) -> Iterator[str]:
+        """Yield paths of what the call may count with, or fill without looking; `numbers` are the numbers it reads."""
+        for mutation in self.changes:
             place = mutation.place
             if place.root is not None and type(place.original) in FILLABLE:
                 if place.root[0].before.get(place.root[1]) is place.traced:
                     yield place.path
-            elif place in self._reachable.outside and place.is_namespace:
+            elif place.is_namespace:
                 values = [(value, place.before.get(key)) for key, value in mutation.entries.items()]
-                if all(type(one) in (int, float) for pair in values for one in pair):
+                if place.is_module:
+                    if mutation.path in numbers and not all(is_equivalent(now, before) for now, before in values):
+                        yield mutation.path
+                elif not place.is_inside and all(type(value) in (int, float) for pair in values for value in pair):
                     yield mutation.path
 
-    def _mutations(self, place: TrackedObject, *, is_inside: bool) -> Iterator[Mutation]:
-        """What was done to an object, as far as it is a concern."""
+    def _tensor_attributes(self, place: TrackedObject) -> Iterator[Mutation]:
+        """Yield the attributes of a module that the call set to tensors."""
+        for key, value in place.changes()[0].items() if place.is_module else ():
+            if isinstance(value, Tensor):
+                path = _path(place, key)
+                line = self._line(place, path, {key: value})
+                self.check_traced(value, path, line)
+                slot = TensorSlot(self._keep(path, value))
+                yield Mutation(path, place, {key: slot}, [], "update", line, is_write_only=True)
+
+    def _mutations(self, place: TrackedObject) -> Iterator[Mutation]:
+        """Yield the changes of an object, without the attributes of modules that were set to tensors."""
         stand_in = place.root and place.root[0].traced_value(place.root[1])
         if isinstance(stand_in, ContainerStandIn) and stand_in.path == place.path:
             entries, cleared = added_entries(stand_in)
             if entries or cleared:
                 mode = "replace" if cleared else "update" if isinstance(place.original, dict) else "append"
-                yield self._mutation(place.path, place, entries, [], mode, is_blind=True)
-            return
-        if not place.is_changed():
+                yield self._mutation(place.path, place, entries, mode=mode, is_write_only=True)
             return
         changed, removed = place.changes()
         if place.is_namespace:
+            if place.is_module:
+                # An attribute that is set to its old value may have another value before the next call.
+                now = place.entries(place.traced)
+                changed |= {key: now[key] for key in now if (id(place.owner), key) in self.lines}
             for key, value in changed.items():
-                if not is_inside or self._concerns(place, key, value):
-                    # What of a module is read is guarded by itself.
-                    is_blind = isinstance(value, Counter) or isinstance(place.owner, nn.Module)
-                    yield self._mutation(_path(place, key), place, {key: value}, [], "update", is_blind=is_blind)
-            if removed and not is_inside:
-                yield self._mutation(place.path, place, {}, removed, "update")
-        elif not is_inside or self._owns(place):
+                if is_parameter_list(place.owner, key):
+                    continue
+                path = _path(place, key)
+                if not place.is_inside:
+                    is_write_only = isinstance(value, Counter) or isinstance(place.owner, nn.Module)
+                    yield self._mutation(path, place, {key: value}, is_write_only=is_write_only)
+                elif self._is_effect(place, key, value):
+                    # Values of modules that are read, and settings of their objects, are guarded by themselves.
+                    is_guarded = place.is_module or copy_value(value) is not ABSENT
+                    yield self._mutation(path, place, {key: value}, is_write_only=is_guarded)
+            if removed and not place.is_inside:
+                yield self._mutation(place.path, place, {}, removed)
+        elif place.is_changed():
             before = list(place.before.values())
             mode = "replace" if place.is_ordered else "update"
             if isinstance(place.original, (list, deque)) and _starts_with(list(changed.values()), before):
                 changed, mode = dict(enumerate(list(changed.values())[len(before) :])), "append"
-            yield self._mutation(place.path, place, changed, removed, mode)
+            assert place.root is not None
+            owner, name = place.root
+            # A container of settings is guarded as a whole.
+            is_guarded = place.is_inside and copy_value(owner.traced_value(name)) is not ABSENT
+            yield self._mutation(place.path, place, changed, removed, mode=mode, is_write_only=is_guarded)
+
+    def _is_effect(self, place: TrackedObject, key: str, value: Any) -> bool:
+        """Return True if every call sets an attribute of the module, or of one of its objects, to this value."""
+        if isinstance(value, torch.SymInt) and not self.knows_number(value):
+            path = _path(place, key)
+            self.unknown_sizes[path] = self._line(place, path, {key: value})
+            return False
+        if not place.is_module:
+            return not isinstance(value, ContainerStandIn)
+        if isinstance(value, (Tensor, nn.Module, ContainerStandIn)):
+            return False
+        # torch.export itself changes attributes, such as `forward`.
+        is_set = (id(place.owner), key) in self.lines
+        is_state = isinstance(value, (*CONTAINERS, Counter)) or copy_value(value) is ABSENT
+        return is_set or (is_state and key not in MODULE_STATE)
 
     def _mutation(
         self,
         path: str,
         place: TrackedObject,
         changed: Mapping[Any, Any],
-        removed: Sequence[Any],
-        mode: str,
+        removed: Sequence[Any] = (),
         *,
-        is_blind: bool = False,
+        mode: str = "update",
+        is_write_only: bool = False,
     ) -> Mutation:
-        line = self.line_of(path, changed)
+        line = self._line(place, path, changed)
         old = {id(value): key for key, value in place.before.items() if not is_plain(value)} if place.is_ordered else {}
         entries = {}
         for key, value in changed.items():
             where = path if place.is_namespace else f"{path}[{key!r}]"
             entries[key] = PreviousValue(old[id(value)]) if id(value) in old else self._tree(where, value, line)
-        return Mutation(path, place, entries, removed, mode, line, is_blind)
-
-    def _concerns(self, place: TrackedObject, key: str, value: Any) -> bool:
-        """Whether an attribute of the module's, or of one of its objects, is left to this class."""
-        is_modules = isinstance(place.owner, nn.Module)
-        if is_modules and (isinstance(value, (Tensor, nn.Module)) or key in MODULE_STATE):
-            return False
-        if isinstance(value, torch.SymInt) and not self.knows_number(value):
-            return False
-        return not isinstance(value, (Counter, ContainerStandIn)) and copy_value(value) is ABSENT
-
-    def _owns(self, place: TrackedObject) -> bool:
-        """Whether the contents of a container of the module's are left to this class."""
-        assert place.root is not None
-        owner, name = place.root
-        return copy_value(owner.traced_value(name)) is ABSENT
+        return Mutation(path, place, entries, removed, mode, line, is_write_only)
 
     def _keep(self, path: str, tensor: Tensor) -> int:
-        """The number of a tensor that the call leaves; its path is made one that no other has."""
+        """Return the number of a tensor that the call leaves, and note it under a path of its own."""
         paths = [path for path, _ in self.kept]
         self.kept.append((path if path not in paths else f"{path} ({len(paths)})", tensor))
         return len(paths)
 
     def _tree(self, path: str, value: Any, line: str) -> Any:
-        """A value with slots for its tensors."""
+        """Return a value with slots for its tensors."""
         if isinstance(value, _SYMBOLS):
             tensor = self._numbers.get(str(value.node.expr))
             if tensor is None:
@@ -365,8 +399,6 @@ class Mutations:
                 )
             return TensorSlot(self._keep(path, tensor), is_number=True)
         if isinstance(value, Counter):
-            if value.path != path:
-                self._depended.append(value.path)
             return value
         if isinstance(value, FakeTensor):
             self.check_traced(value, path, line)
@@ -374,32 +406,50 @@ class Mutations:
         if isinstance(value, nn.Module):
             return self._modules.get(id(value), value)
         if isinstance(value, (*CONTAINERS, deque)):
-            return _map_container(value, lambda key, one: self._tree(f"{path}[{key!r}]", one, line))
-        if any(isinstance(one, (FakeTensor, *_SYMBOLS)) for one in getattr(value, "__dict__", {}).values()):
+            return _map_container(value, lambda key, part: self._tree(f"{path}[{key!r}]", part, line))
+        if any(isinstance(part, (FakeTensor, *_SYMBOLS)) for part in getattr(value, "__dict__", {}).values()):
             raise CaptureError(
                 f"{line} keeps a {type(value).__name__} with tensors in {path}: no graph can hold such an object. Keep "
                 "its tensors in attributes of the module, or in a dict."
             )
         return value
 
+    def _line(self, place: TrackedObject, path: str, changed: Mapping[Any, Any]) -> str:
+        """Return the user's line that changes an object."""
+        lines = (self.lines.get((id(place.owner), key)) for key in changed)
+        return next(filter(None, lines), None) or self.line_of(path, changed)
+
     def line_of(self, path: str, changed: Mapping[Any, Any] = _EMPTY) -> str:
-        """The user's line that changes something: one that names it, if there is one."""
+        """Return the user's line that changes an object: a line that names it, if there is one."""
         names = {path.partition("[")[0].rpartition(".")[2], *(key for key in changed if isinstance(key, str))}
-        instructions = [(code, one) for code in self._reachable.codes for one in dis.get_instructions(code)]
-        named = [(code, one) for code, one in instructions if one.argval in names]
-        stored = [(code, one) for code, one in named if one.opname.startswith("STORE_")]
-        for code, one in (*stored, *named):
-            if one.positions is not None and one.positions.lineno and code.co_name != "__init__":
-                return code_line(code.co_filename, one.positions.lineno)
+        named = [(is_store, line) for name, is_store, line in self._named_lines if name in names]
+        if named:
+            return max(named, key=itemgetter(0))[1]  # the first line that stores, or else the first line
         tensors = [value for value in changed.values() if isinstance(value, FakeTensor)]
         nodes = [found[0] for tensor in tensors if (found := traced_node(tensor)) is not None]
         return next((line for line in map(node_line, nodes) if line), "forward")
 
+    @cached_property
+    def _named_lines(self) -> list[tuple[str, bool, str]]:
+        """The names in the user's code, each with a flag and the line; the flag is True if the line stores the name."""
+        return [
+            (step.argval, step.opname.startswith("STORE_"), code_line(code.co_filename, step.positions.lineno))
+            for code in self._reachable.codes
+            if code.co_name != "__init__"
+            for step in dis.get_instructions(code)
+            if isinstance(step.argval, str) and step.positions is not None and step.positions.lineno
+        ]
+
+
+def _entry(place: TrackedObject, key: Any) -> Any:
+    """Return what the user's object holds under a key."""
+    return place.entries(place.original)[key]
+
 
 def _path(place: TrackedObject, key: Any) -> str:
-    """Of a variable or an attribute."""
+    """Return the path of a variable or an attribute."""
     return place.path if isinstance(place.original, types.CellType) else f"{place.path}.{key}"
 
 
 def _starts_with(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    return len(now) >= len(before) and all(one is other for one, other in zip(now, before, strict=False))
+    return len(now) >= len(before) and all(map(is_, now, before))

@@ -1,31 +1,28 @@
 """Attention masks of dynamic sizes as linear inequalities of positions, which hold at all sizes.
 
-A tensor of integers is represented by a linear form of its own indices, as `arange` is one; a tensor of booleans by
-linear forms that all have to be zero or less. The rule of each operator is exact for tensors of every size; without a
+A tensor of integers is represented by a linear expression of its own indices, as `arange` is one; a tensor of booleans
+by expressions that all have to be zero or less. The rule of each operator is exact for tensors of every size; without a
 rule, the mask stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload
-from autoshard.capture.simplify import argument_of
+from autoshard.capture.nodes import argument_of
 
 aten = torch.ops.aten
 
 FACTORIES = frozenset(
     {
-        aten.ones.default,
-        aten.zeros.default,
-        aten.full.default,
-        aten.new_ones.default,
-        aten.new_zeros.default,
+        *(aten.ones.default, aten.zeros.default, aten.full.default, aten.new_ones.default, aten.new_zeros.default),
         aten.new_full.default,
     }
 )
@@ -34,7 +31,7 @@ FACTORIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The meaning of a mask: whether later keys are hidden, and the size of the window of visible keys (0: none)."""
+    """The meaning of a mask: True if later keys are hidden, and the size of the window of visible keys (0: none)."""
 
     causal: bool
     window: int = 0
@@ -45,36 +42,22 @@ class _NotLinearError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
-    """Integers: every element is the sum of its indices times `slopes`, plus `start`."""
-
-    slopes: tuple[int, ...]
-    start: int
-
-    def plus(self, form: _Linear, times: int) -> _Linear:
-        """Return the sum with `times` another form, broadcast."""
-        ndim = max(len(self.slopes), len(form.slopes))
-        pairs = zip(_pad_slopes(self.slopes, ndim), _pad_slopes(form.slopes, ndim), strict=True)
-        return _Linear(tuple(left + times * right for left, right in pairs), self.start + times * form.start)
-
-    @property
-    def constant(self) -> int:
-        """The value of all elements; `_NotLinearError` if they differ."""
-        if any(self.slopes):
-            raise _NotLinearError
-        return self.start
-
-
-@dataclass(frozen=True, slots=True)
 class _Truth:
     """Booleans: true where all `forms` are zero or less; nowhere if `never`."""
 
-    ndim: int
-    forms: frozenset[_Linear] = frozenset()
+    forms: frozenset[sympy.Expr] = frozenset()
     never: bool = False
 
 
-_Form = _Linear | _Truth
+_Form: TypeAlias = sympy.Expr | _Truth
+
+
+def _index(place: int) -> sympy.Symbol:
+    """Return the symbol of an index; dims are counted from the end, from 1 on, so that broadcasting keeps places."""
+    return sympy.Symbol(f"index_{place}", integer=True)
+
+
+_KEY, _QUERY = _index(1), _index(2)
 
 
 def meaning_at_all_sizes(
@@ -91,23 +74,19 @@ def meaning_at_all_sizes(
         truth = _Forms(constants, changed).of(mask)
     except _NotLinearError:
         return None
-    if not isinstance(truth, _Truth) or truth.never or truth.ndim < 2:
+    if not isinstance(truth, _Truth) or truth.never:
         return None
-    limiting = [form for form in truth.forms if not _always_holds(form)]
-    restrictions = {(*_pad_slopes(form.slopes, truth.ndim), form.start) for form in limiting}
+    # Indices are never negative: a form without positive terms holds everywhere.
+    restrictions = {form for form in truth.forms if max(form.as_coefficients_dict().values()) > 0}
     if not restrictions:
         return Meaning(False)
-    other_dims = (0,) * (truth.ndim - 2)
-    behind = (*other_dims, -1, 1, 0)  # key - query <= 0
-    before = {form for form in restrictions if form[:-1] == (*other_dims, 1, -1)}  # query - key - window + 1 <= 0
-    if behind not in restrictions or restrictions - before != {behind} or any(form[-1] >= 0 for form in before):
-        return None
-    return Meaning(True, min((1 - form[-1] for form in before), default=0))
-
-
-def _always_holds(form: _Linear) -> bool:
-    """Return True if the form is zero or less at all indices, which are never negative."""
-    return form.start <= 0 and all(slope <= 0 for slope in form.slopes)
+    windows = []
+    for form in restrictions - {_KEY - _QUERY}:  # key - query <= 0 hides later keys
+        distance = form - (_QUERY - _KEY)  # query - key - window + 1 <= 0 hides keys before the window
+        if distance.free_symbols or distance >= 0:
+            return None
+        windows.append(1 - int(distance))
+    return Meaning(True, min(windows, default=0)) if _KEY - _QUERY in restrictions else None
 
 
 class _Forms:
@@ -120,7 +99,10 @@ class _Forms:
     def of(self, node: fx.Node) -> _Form:
         """Return the form of a node, or raise `_NotLinearError`."""
         if node not in self._known:
-            self._known[node] = _drop_unit_dims(self._form(node), node)
+            form, sizes = self._form(node), reversed(node.meta["val"].shape)
+            # The index of a dim of size one is always zero.
+            zeros = {_index(place): 0 for place, size in enumerate(sizes, 1) if isinstance(size, int) and size == 1}
+            self._known[node] = _substitute(form, zeros)
         return self._known[node]
 
     def _form(self, node: fx.Node) -> _Form:
@@ -141,12 +123,12 @@ class _Forms:
             raise _NotLinearError
         return form
 
-    def linear(self, value: object) -> _Linear:
+    def linear(self, value: object) -> sympy.Expr:
         """Return the form of an operand that is a tensor of integers, or a number."""
         if isinstance(value, int) and not isinstance(value, bool):
-            return _Linear((), value)
+            return sympy.Integer(value)
         form = self.of(value) if isinstance(value, fx.Node) else None
-        if not isinstance(form, _Linear):
+        if not isinstance(form, sympy.Expr):
             raise _NotLinearError
         return form
 
@@ -158,26 +140,11 @@ class _Forms:
         return form
 
 
-def _drop_unit_dims(form: _Form, node: fx.Node) -> _Form:
-    """Return the form without slopes in dims of size one, whose index is always zero."""
-    shape = node.meta["val"].shape
-
-    def change(linear: _Linear) -> _Linear:
-        slopes = _pad_slopes(linear.slopes, len(shape))
-        kept = (0 if isinstance(size, int) and size == 1 else slope for slope, size in zip(slopes, shape, strict=True))
-        return replace(linear, slopes=tuple(kept))
-
-    return _on_dims(form, len(shape), change)
-
-
-def _on_dims(form: _Form, ndim: int, change: Callable[[_Linear], _Linear]) -> _Form:
-    if isinstance(form, _Linear):
-        return change(form)
-    return replace(form, ndim=ndim, forms=frozenset(map(change, form.forms)))
-
-
-def _pad_slopes(slopes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    return (0,) * (ndim - len(slopes)) + slopes
+def _substitute(form: _Form, values: Mapping[sympy.Symbol, Any]) -> _Form:
+    """Return the form with values in place of indices, all at once."""
+    if isinstance(form, _Truth):
+        return _Truth(frozenset(sympy.expand(each.xreplace(values)) for each in form.forms), form.never)
+    return sympy.expand(form.xreplace(values))
 
 
 def _number(value: object) -> int:
@@ -187,14 +154,21 @@ def _number(value: object) -> int:
     return value
 
 
+def _constant(form: sympy.Expr) -> int:
+    """Return the value of all elements; raise `_NotLinearError` if they differ."""
+    if form.free_symbols:
+        raise _NotLinearError
+    return int(form)
+
+
 def _constant_form(value: Tensor, number: object) -> _Form:
     if value.dtype == torch.bool:
-        return _Truth(value.dim(), never=not number)
-    return _Linear((0,) * value.dim(), int(number))  # type: ignore[call-overload]
+        return _Truth(never=not number)
+    return sympy.Integer(int(number))  # type: ignore[call-overload]
 
 
 def _arange(forms: _Forms, node: fx.Node) -> _Form:
-    return _Linear((_number(argument_of(node, "step", 1)),), _number(argument_of(node, "start", 0)))
+    return _number(argument_of(node, "start", 0)) + _number(argument_of(node, "step", 1)) * _KEY
 
 
 def _identity(forms: _Forms, node: fx.Node) -> _Form:
@@ -212,99 +186,80 @@ def _fill(forms: _Forms, node: fx.Node) -> _Form:
 def _sum(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
     def form(forms: _Forms, node: fx.Node) -> _Form:
         times = sign * _number(node.kwargs.get("alpha", 1))
-        return forms.linear(node.args[0]).plus(forms.linear(node.args[1]), times)
+        return forms.linear(node.args[0]) + times * forms.linear(node.args[1])
 
     return form
 
 
 def _unsqueeze(forms: _Forms, node: fx.Node) -> _Form:
-    source, ndim = node.all_input_nodes[0], node.meta["val"].dim()
-    dim = _number(node.args[1]) % ndim
-
-    def change(linear: _Linear) -> _Linear:
-        slopes = _pad_slopes(linear.slopes, ndim - 1)
-        return replace(linear, slopes=(*slopes[:dim], 0, *slopes[dim:]))
-
-    return _on_dims(forms.of(source), ndim, change)
+    ndim = node.meta["val"].dim()
+    new = ndim - _number(node.args[1]) % ndim
+    shifted = {_index(place): _index(place + 1) for place in range(new, ndim)}
+    return _substitute(forms.of(node.all_input_nodes[0]), shifted)
 
 
 def _slice(forms: _Forms, node: fx.Node) -> _Form:
-    source, ndim = node.all_input_nodes[0], node.meta["val"].dim()
-    dim = _number(argument_of(node, "dim", 0)) % ndim
+    ndim = node.meta["val"].dim()
+    index = _index(ndim - _number(argument_of(node, "dim", 0)) % ndim)
     start = _number(argument_of(node, "start") or 0)
     if start < 0 or _number(argument_of(node, "step", 1)) != 1:
         raise _NotLinearError
-
-    def change(linear: _Linear) -> _Linear:
-        return replace(linear, start=linear.start + start * _pad_slopes(linear.slopes, ndim)[dim])
-
-    return _on_dims(forms.of(source), ndim, change)
+    return _substitute(forms.of(node.all_input_nodes[0]), {index: index + start})
 
 
 def _select(forms: _Forms, node: fx.Node) -> _Form:
-    source, ndim = node.all_input_nodes[0], node.meta["val"].dim()
-    dim, index = _number(node.args[1]) % (ndim + 1), _number(node.args[2])
+    ndim = node.meta["val"].dim() + 1
+    gone, index = ndim - _number(node.args[1]) % ndim, _number(node.args[2])
     if index < 0:
         raise _NotLinearError
-
-    def change(linear: _Linear) -> _Linear:
-        slopes = _pad_slopes(linear.slopes, ndim + 1)
-        return _Linear((*slopes[:dim], *slopes[dim + 1 :]), linear.start + index * slopes[dim])
-
-    return _on_dims(forms.of(source), ndim, change)
+    shifted = {_index(place): _index(place - 1) for place in range(gone + 1, ndim + 1)}
+    return _substitute(forms.of(node.all_input_nodes[0]), {**shifted, _index(gone): sympy.Integer(index)})
 
 
 def _differences(forms: _Forms, node: fx.Node) -> _Form:
-    """`diff` with one prepended element: a constant if that element continues the sequence.
+    """Return the form of `diff` with one prepended element: a constant if that element continues the sequence.
 
     Models find the starts of packed samples so: positions of a single sample have differences of 1 everywhere.
     """
     source, before = forms.linear(node.args[0]), forms.linear(argument_of(node, "prepend"))
-    dim = _number(argument_of(node, "dim", -1))
-    ndim = node.meta["val"].dim()
-    slopes = list(_pad_slopes(source.slopes, ndim))
-    step, slopes[dim] = slopes[dim], 0
+    dim, ndim = _number(argument_of(node, "dim", -1)), node.meta["val"].dim()
+    index = _index(ndim - dim % ndim)
+    step = source.coeff(index)
     single = argument_of(node, "prepend").meta["val"].shape[dim]
-    at_first = replace(source, slopes=tuple(slopes)).plus(before, -1)
     if _number(argument_of(node, "n", 1)) != 1 or argument_of(node, "append") is not None or str(single) != "1":
         raise _NotLinearError
-    if at_first.constant != step:
+    if _constant(source - step * index - before) != step:
         raise _NotLinearError
-    return _Linear((), step)
+    return step
 
 
 def _running_sum(forms: _Forms, node: fx.Node) -> _Form:
-    """`cumsum` of zeros, which is zero at all sizes."""
+    """Return the form of `cumsum` of zeros, which is zero at all sizes."""
     form = forms.of(node.all_input_nodes[0])
-    if not (form.never if isinstance(form, _Truth) else form.constant == 0):
+    if not (form.never if isinstance(form, _Truth) else _constant(form) == 0):
         raise _NotLinearError
-    return _Linear((), 0)
+    return sympy.Integer(0)
 
 
 def _read_at(forms: _Forms, node: fx.Node) -> _Form:
-    """Indexing of all dims by positions: the composition of linear forms."""
-    # A negative index would count from the end, at a place that depends on the size.
+    """Return the form of indexing all dims by positions: the composition of linear forms."""
     source, places = forms.linear(node.args[0]), node.args[1]
     assert isinstance(places, Sequence)
     indices = [forms.linear(place) for place in places]
-    ndim = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
-    if len(indices) != ndim or any(index.start < 0 or min(index.slopes, default=0) < 0 for index in indices):
+    # A negative index would count from the end, at a place that depends on the size.
+    terms = [number for index in indices for number in index.as_coefficients_dict().values()]
+    if len(indices) != node.args[0].meta["val"].dim() or min(terms) < 0:  # type: ignore[union-attr]
         raise _NotLinearError
-    result = _Linear((), source.start)
-    for slope, index in zip(_pad_slopes(source.slopes, ndim), indices, strict=True):
-        result = result.plus(index, slope)
-    return result
+    return _substitute(source, {_index(place): index for place, index in enumerate(reversed(indices), 1)})
 
 
 def _comparison(sign: int, margin: int) -> Callable[[_Forms, fx.Node], _Form]:
     """Return the rule of a comparison that is true where `sign` times the difference plus `margin` is at most 0."""
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
-        difference = forms.linear(node.args[0]).plus(forms.linear(node.args[1]), -1)
-        signed = _Linear((), margin).plus(difference, sign)
-        if any(signed.slopes):
-            return _Truth(node.meta["val"].dim(), frozenset([signed]))
-        return _Truth(node.meta["val"].dim(), never=signed.start > 0)
+        difference = forms.linear(node.args[0]) - forms.linear(node.args[1])
+        signed = sympy.expand(margin + sign * difference)
+        return _Truth(frozenset([signed])) if signed.free_symbols else _Truth(never=int(signed) > 0)
 
     return form
 
@@ -313,17 +268,15 @@ def _equal(expected: bool) -> Callable[[_Forms, fx.Node], _Form]:
     """Return the rule of `eq` or `ne` for numbers whose difference is the same everywhere."""
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
-        difference = forms.linear(node.args[0]).plus(forms.linear(node.args[1]), -1).constant
-        return _Truth(node.meta["val"].dim(), never=(difference == 0) != expected)
+        difference = _constant(forms.linear(node.args[0]) - forms.linear(node.args[1]))
+        return _Truth(never=(difference == 0) != expected)
 
     return form
 
 
 def _logical_and(forms: _Forms, node: fx.Node) -> _Form:
     left, right = map(forms.truth, node.args)
-    ndim = node.meta["val"].dim()
-    parts = (_Linear(_pad_slopes(form.slopes, ndim), form.start) for form in (*left.forms, *right.forms))
-    return _Truth(ndim, frozenset(parts), left.never or right.never)
+    return _Truth(left.forms | right.forms, left.never or right.never)
 
 
 def _triangle(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
@@ -331,8 +284,8 @@ def _triangle(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
         truth, diagonal = forms.truth(node.args[0]), _number(argument_of(node, "diagonal", 0))
-        inside = _Linear((0,) * (truth.ndim - 2) + (-sign, sign), -sign * diagonal)
-        return replace(truth, forms=truth.forms | {inside})
+        inside = sympy.expand(sign * (_KEY - _QUERY - diagonal))
+        return _Truth(truth.forms | {inside}, truth.never)
 
     return form
 
@@ -341,14 +294,8 @@ _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
     **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step), _arange),
     **dict.fromkeys(
         (
-            aten.to.dtype,
-            aten.to.dtype_layout,
-            aten.to.device,
-            aten._to_copy.default,
-            aten.alias.default,
-            aten.clone.default,
-            aten.contiguous.default,
-            aten.expand.default,
+            *(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.alias.default),
+            *(aten.clone.default, aten.contiguous.default, aten.expand.default),
         ),
         _identity,
     ),

@@ -1,90 +1,178 @@
 """Python code that an exported graph calls as it is: functions with their own backward, and hooks of gradients.
 
-`torch.export` traces only the forward half of such code. So it is kept whole: while a module is exported, one operator
-stands for it in the graph, and afterwards a node that calls the code again whenever the graph is run. What runs the
-graph to differentiate it meets the code as autograd does, and traces its backward into operators that have rules.
+`torch.export` traces only the forward half of such code. So the code is kept whole: while a module is exported, one
+operator stands for it in the graph. Afterwards a node calls the code again whenever the graph is run. A trace of the
+joint graph runs the code under autograd, and so finds operators for its backward that have rules.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
-from autoshard.capture._torch import FakeTensor, outside_modes, pytree, version_of
+from autoshard.capture._torch import FakeTensor, outside_modes, pytree, storage_of, version_of
 from autoshard.capture.capture_errors import running_line
-from autoshard.capture.closures import FreeTensors, Substitution, TensorScope
+from autoshard.capture.composites import Exportable, attend
+from autoshard.capture.data_reads import READS
 from autoshard.capture.mutations import Mutations
+from autoshard.capture.nodes import graphs_of
+from autoshard.capture.operators import define_for_autograd
 from autoshard.errors import CaptureError
+
+_attributes: Any = Tensor  # attributes of the class are descriptors, which the type does not know
+_SET_GRAD = _attributes.grad.__set__
+
+# Exported graphs have such calls replaced in them; this code is not in an exported graph.
+_TRACED_AS: dict[Any, Callable[..., Any]] = {functional.scaled_dot_product_attention: attend}
+
+
+class TensorScope(Exportable):
+    """Mode in which code runs that a graph calls; parts of it that run later, such as backward, enter it again.
+
+    Losses, bags, recurrent layers and attention are computed in it as in exported code.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Equal and not identical: every access of the descriptor makes a new object.
+        if func == _SET_GRAD:
+            raise CaptureError(
+                f"{running_line()} sets the gradient of a tensor in the midst of backward: no graph can hold that. "
+                "Take the tensor as an argument of the function, and return its gradient from backward."
+            )
+        if func in READS and isinstance(args[0], FakeTensor):
+            raise CaptureError(
+                f"{running_line()} asks for the numbers in a tensor in a hook or in a function with its own backward: "
+                "the graph of a step has no place for Python that depends on numbers. Keep them in tensors; gradients "
+                "are found in .grad behind backward(), or in forward, by torch.autograd.grad."
+            )
+        args, kwargs = pytree.tree_map_only(Tensor, self.resolve, (args, kwargs or {}))
+        result = super().__torch_function__(_TRACED_AS.get(func, func), types, args, kwargs)
+        self.note(result)
+        return result
+
+    def resolve(self, tensor: Tensor) -> Tensor:
+        """Return the tensor to read in place of one that the code reads."""
+        return tensor
+
+    def note(self, result: Any) -> None:
+        """Note the result of a call."""
+
+
+class FreeTensors(TensorScope):
+    """Scope that finds the tensors that code reads, and that are neither its arguments nor made by it.
+
+    Args:
+        given: the arguments of the code.
+
+    Attributes:
+        tensors: the tensors, in the order in which they are read first.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        # Tensors of the code stay alive, so that no id and no number of memory stands for two.
+        self._own: dict[int, Tensor] = {}
+        self._memory: set[int] = set()
+        for tensor in given:
+            self._keep(tensor)
+
+    def has_mutated_tensor(self) -> bool:
+        """Return True if the code changed one of the tensors in place."""
+        return any(version_of(tensor) != version for tensor, version in zip(self.tensors, self._versions, strict=True))
+
+    def resolve(self, tensor: Tensor) -> Tensor:
+        # Autograd hands out saved tensors as new objects over memory that is known.
+        if id(tensor) not in self._own and storage_of(tensor) not in self._memory:
+            self.tensors.append(tensor)
+            self._versions.append(version_of(tensor))
+            self._keep(tensor)
+        return tensor
+
+    def note(self, result: Any) -> None:
+        pytree.tree_map_only(Tensor, self._keep, result)
+
+    def _keep(self, tensor: Tensor) -> None:
+        self._own[id(tensor)] = tensor
+        self._memory.add(storage_of(tensor))
+
+
+class Substitution(TensorScope):
+    """Scope that gives code other tensors than those that it was exported with.
+
+    Args:
+        tensors: replacements, by the `id` of the tensors that the code names.
+    """
+
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def resolve(self, tensor: Tensor) -> Tensor:
+        return self.tensors.get(id(tensor), tensor)
+
 
 Body = Callable[[list[Tensor], list[int], TensorScope], list[Tensor]]
 """Code to call: takes tensors, sizes, and the scope in which its parts run; returns tensors."""
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define("python_call(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]")
-_library.define("python_effect(Tensor(a!)[] tensors, SymInt[] sizes, int number) -> ()")
-
 operators = torch.ops.autoshard
 
 
+@dataclass(eq=False, repr=False)
 class PythonCall:
-    """Code that a node calls with the tensors of the run in the place of those that it met while it was exported.
-
-    Args:
-        name: what a printed graph calls it.
-        text: tells calls apart: calls of equal text do the same, on all ranks.
-        body: the code.
-        has_effect: whether it is called for what it does, and returns nothing.
-        history: of how many operands, the first ones, the code needs the history that autograd keeps.
-        alone: code with such results that needs no history; `body` where it is None.
-        shares_state: whether it does something together with other calls, behind the back of the graph.
+    """Code that a node calls with the tensors of a run in place of the tensors that it had in the export.
 
     Attributes:
-        where: the line of the user's that made the call.
-        changes_operands: whether it changes operands in place, and returns them.
+        name: of the call in a printed graph.
+        text: equal for calls that do the same, on all ranks.
+        body: the code.
+        has_effect: True if the code is called for its effect, and returns nothing.
+        history: number of leading operands whose autograd history the code needs.
+        alone: code with the same results that needs no history; `body` where it is None.
+        shares_state: True if the code acts together with other calls, unseen by the graph.
+        where: the user's line that made the call.
+        changes_operands: True if the code changes operands in place, and returns them.
+        free: the tensors that the code reads besides its arguments, each under all its names.
     """
 
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        body: Body,
-        *,
-        has_effect: bool = False,
-        history: int = 0,
-        alone: Body | None = None,
-        shares_state: bool = False,
-    ) -> None:
-        self.__name__ = self.__qualname__ = name
-        self.text = text
-        self.body = body
-        self.alone = alone or body
-        self.has_effect = has_effect
-        self.history = history
-        self.shares_state = shares_state
-        self.where = running_line()
-        self.changes_operands = False
-        self.free: list[tuple[Tensor, ...]] = []  # what the code reads besides its arguments, each under all its names
+    name: str
+    text: str
+    body: Body
+    has_effect: bool = False
+    history: int = 0
+    alone: Body | None = None
+    shares_state: bool = False
+    where: str = field(default_factory=running_line, init=False)
+    changes_operands: bool = field(default=False, init=False)
+    free: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.__name__ = self.__qualname__ = self.name  # the names by which graphs print it
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
-        """Run the code; the last of `tensors` are those in the place of `free`."""
+        """Run the code; the last of `tensors` replace those of `free`."""
         return self._run(self.body, tensors, sizes)
 
     def run_alone(self, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
-        """Results like those of a call, of tensors that no code before it has made."""
-        return self._run(self.alone, tensors, sizes)
+        """Return results like those of a call, for tensors without history."""
+        return self._run(self.alone or self.body, tensors, sizes)
 
     def _run(self, body: Body, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        own = list(tensors[: len(tensors) - len(self.free)])
-        known = zip(self.free, tensors[len(own) :], strict=True)
+        arguments = list(tensors[: len(tensors) - len(self.free)])
+        known = zip(self.free, tensors[len(arguments) :], strict=True)
         scope = Substitution({id(name): tensor for names, tensor in known for name in names})
-        return body(own, list(sizes), scope)
+        return body(arguments, list(sizes), scope)
 
     def __str__(self) -> str:
         return self.text
@@ -99,9 +187,9 @@ class PythonCalls:
 
     Attributes:
         root: the exported module.
-        mutations: what is done to the objects of Python meanwhile.
-        named: its parameters and buffers, by name, as they are outside of the export.
-        calls: by the number in the operator.
+        mutations: record of the changes of Python objects.
+        module_tensors: parameters and buffers by name, as they are outside of the export.
+        calls: the calls, by the number in the operator.
     """
 
     root: nn.Module
@@ -110,24 +198,21 @@ class PythonCalls:
     calls: list[PythonCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.module_tensors = dict(_named_tensors(self.root))
+        self.module_tensors = dict(module_tensors(self.root))
 
     def is_module_tensor(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a parameter or buffer of the module."""
-        return any(tensor is one for _, one in _named_tensors(self.root))
+        """Return True if the tensor is a parameter or buffer of the module."""
+        return any(tensor is each for _, each in module_tensors(self.root))
 
     def add(self, call: PythonCall, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
-        """Put a call into the graph that is being exported.
-
-        Returns:
-            Its results.
+        """Put a call into the graph that is being exported, and return its results.
 
         Raises:
             CaptureError: the code changes a tensor in place, and neither returns it nor says `ctx.mark_dirty`.
         """
         given = list(tensors)
         free = _try_call(call, given, list(sizes), self.mutations)
-        named = {id(tensor): name for name, tensor in _named_tensors(self.root)}
+        named = {id(tensor): name for name, tensor in module_tensors(self.root)}
         for tensor in free:
             name = named.get(id(tensor))
             call.free.append((tensor,) if name is None else (tensor, self.module_tensors[name]))
@@ -139,14 +224,15 @@ class PythonCalls:
         return list(operators.python_call([*given, *free], list(sizes), number))
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def module_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters and buffers, under all their names."""
     return itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     )
 
 
 def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutations: Mutations) -> list[Tensor]:
-    """Run the code and its backward unseen by the export; the tensors that it reads besides its arguments."""
+    """Run the code and its backward unseen by the export, and return the free tensors that it reads."""
     scope = FreeTensors([] if call.has_effect else tensors)  # a hook is given no more than a gradient
     versions = [version_of(tensor) for tensor in tensors]
     mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), contextlib.nullcontext())
@@ -163,17 +249,17 @@ def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutatio
             "update buffers in the forward of the module."
         )
     call.changes_operands = bool(changed)
-    return scope.found
+    return scope.tensors
 
 
 def _differentiate(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Run the backward for the sake of what it reads; whatever is wrong with it, tracing says."""
+    """Run the backward to find the tensors that it reads; its errors are those of tracing."""
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    made = [result for result in results if result.requires_grad]
-    if wanted and made:
+    differentiable = [result for result in results if result.requires_grad]
+    if wanted and differentiable:
         with contextlib.suppress(Exception):
-            gradients = [torch.ones_like(result) for result in made]
-            torch.autograd.grad(made, wanted, gradients, allow_unused=True, retain_graph=True)
+            gradients = [torch.ones_like(result) for result in differentiable]
+            torch.autograd.grad(differentiable, wanted, gradients, allow_unused=True, retain_graph=True)
 
 
 _active: ContextVar[PythonCalls | None] = ContextVar("autoshard_python_calls", default=None)
@@ -181,7 +267,7 @@ _active: ContextVar[PythonCalls | None] = ContextVar("autoshard_python_calls", d
 
 @contextlib.contextmanager
 def collect_calls(calls: PythonCalls) -> Iterator[None]:
-    """Context of the export whose calls these are."""
+    """Context of the export of these calls."""
     token = _active.set(calls)
     try:
         yield
@@ -199,34 +285,29 @@ def _run_for_effect(tensors: list[Tensor], sizes: list[int], number: int) -> Non
     _run(tensors, sizes, number)
 
 
-# Autograd's place in dispatch, so that the results have the history that they have outside of an export.
-_library.impl("python_call", _run, "Autograd")
-_library.impl("python_effect", _run_for_effect, "Autograd")
-
-_PLACEHOLDER_OPERATORS = (operators.python_call.default, operators.python_effect.default)
+define_for_autograd("python_call(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]", _run)
+define_for_autograd("python_effect(Tensor(a!)[] tensors, SymInt[] sizes, int number) -> ()", _run_for_effect)
 
 
 def replace_python_calls(module: fx.GraphModule, calls: PythonCalls) -> None:
-    """Let the nodes that stand for calls make them; regions of the graph are modules in it."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for target in _PLACEHOLDER_OPERATORS:
-                for node in part.graph.find_nodes(op="call_function", target=target):
-                    tensors, sizes, number = node.args
-                    node.target = calls.calls[number]
-                    node.args = (tensors, sizes)
+    """Replace the operators that stand for calls by the calls."""
+    for graph in graphs_of(module):
+        for target in (operators.python_call.default, operators.python_effect.default):
+            for node in graph.find_nodes(op="call_function", target=target):
+                node.target = calls.calls[node.args[-1]]
+                node.args = node.args[:-1]
 
 
 def is_effect(node: fx.Node) -> bool:
-    """Whether a node is there for what it does to the gradients of its operands."""
+    """Return True if a node is a call for its effect on the gradients of its operands."""
     return isinstance(node.target, PythonCall) and node.target.has_effect
 
 
 def sizes_of(leaves: Sequence[Any]) -> list[Any]:
-    """The symbolic sizes among arguments."""
+    """Return the symbolic sizes among arguments."""
     return [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in arguments or results."""
+    """Return the tensors in arguments or results."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,7 +1,7 @@
-"""What a capture reads of the state of Python, and what `forward` leaves in it: flags, numbers, submodules, hooks.
+"""The state of Python that a capture reads, and that `forward` leaves: flags, numbers, submodules, hooks.
 
-A graph holds what it read as it was. So that it serves no call that would have run otherwise, what was read becomes
-guards; so that a call leaves behind what it does on one device, what was set is set again behind every call.
+A graph holds the state as it was at the capture. State that was read becomes guards, so that the graph serves no call
+that would run otherwise. State that was set is set again behind every call, as it would be on one device.
 """
 
 from __future__ import annotations
@@ -14,79 +14,36 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
-from autoshard.capture._torch import around_dynamo, attribute_patch, pytree
+from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_patch, storage_of
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.conditions import Conditions
-from autoshard.capture.counters import FILLABLE, ContainerStandIn, Counter
+from autoshard.capture.fake_module import fake_copy
 from autoshard.capture.guards import (
     ABSENT,
-    CONTAINERS,
     HOOKS,
     Guards,
     TableGuard,
     ValueGuard,
     copy_value,
-    is_equivalent,
-    is_plain,
 )
 from autoshard.capture.mutations import Mutation, Mutations
 from autoshard.capture.reachable import FOREIGN, MODULE_STATE, Reachable, is_object
-from autoshard.capture.traced_parameters import TracedParameters
-from autoshard.errors import InputError
+from autoshard.errors import CaptureError, InputError
 
-# Of the attributes that every module has: training flags are part of a call's signature, parameters and buffers are
-# inputs of the graph, submodules and hooks are guarded as tables.
-_MODULE_ATTRIBUTES = MODULE_STATE
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module
 _MOST_STATES = 4  # graphs of one kind of call that its own changes of what it reads may ask for
 _DEPTH = 4  # of objects that hold objects
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Effect:
-    """What `forward` leaves in an attribute.
-
-    Attributes:
-        path: of the attribute.
-        table: where it stands.
-        name: its key there.
-        value: what it is set to; or a counter, with what is done to the number in the attribute `origin`.
-        origin: the table and the key of that number, as it is before the call.
-        line: the user's that set it; empty where it was changed in another way.
-    """
-
-    path: str
-    table: dict[str, Any]
-    name: str
-    value: Any
-    origin: tuple[Mapping[str, Any], str] | None = None
-    line: str = ""
-
-    def result(self) -> Any:
-        """What the attribute is after a call, by what is there before it."""
-        if self.origin is None:
-            return copy_value(self.value)
-        table, name = self.origin
-        return self.value.apply_to(table[name])
-
-    def apply(self, result: Any) -> None:
-        """Put it there: into the container that is there where that was filled and not set."""
-        held = self.table.get(self.name)
-        if self.line or not isinstance(held, (list, dict, set)):
-            self.table[self.name] = result
-            return
-        held.clear()
-        (held.extend if isinstance(held, list) else held.update)(result)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class AddedHook:
     """A hook that a call registers on a submodule, as models do that are asked for more outputs.
 
-    It runs where the submodule does, which is when another call is captured.
+    It runs with the submodule, and so when another call is captured.
     """
 
     module: nn.Module
@@ -95,13 +52,10 @@ class AddedHook:
     with_kwargs: bool
 
     def apply(self) -> None:
-        """Register it, unless that is done."""
+        """Register the hook, unless it is registered."""
         if self.hook not in getattr(self.module, self.table).values():
-            register = (
-                self.module.register_forward_hook
-                if self.table == "_forward_hooks"
-                else self.module.register_forward_pre_hook
-            )
+            is_pre_hook = self.table == "_forward_pre_hooks"
+            register = self.module.register_forward_pre_hook if is_pre_hook else self.module.register_forward_hook
             register(self.hook, with_kwargs=self.with_kwargs)
 
 
@@ -110,17 +64,15 @@ class PythonState:
     """The state of Python in a captured call.
 
     Attributes:
-        guards: what of it the graph depends on.
-        effects: what a call changes in it.
-        mutations: what it does to objects beside that, with tensors that it computes.
-        counters: paths of numbers that the call reads and sets to others.
-        counted: whether these are counters, on which nothing depends.
-        conditions: what of the numbers in its inputs the graph depends on.
-        hooks: those that a call registers.
+        guards: the state that the graph depends on.
+        mutations: the changes that a call makes.
+        counters: paths of numbers that the call reads and changes, and of containers that it fills.
+        are_counters_unread: True if stand-ins for them were not read: nothing depends on them.
+        conditions: the numbers in inputs that the graph depends on.
+        hooks: the hooks that a call registers.
     """
 
     guards: Guards = field(default_factory=Guards)
-    effects: tuple[Effect, ...] = ()
     mutations: tuple[Mutation, ...] = ()
     counters: tuple[str, ...] = ()
     are_counters_unread: bool = False
@@ -128,54 +80,51 @@ class PythonState:
     hooks: tuple[AddedHook, ...] = ()
 
     def apply_effects(self, tensors: Sequence[Tensor] = ()) -> None:
-        """Change the state as a call does that computes these tensors for mutations."""
-        results = [effect.result() for effect in self.effects]
-        contents = [mutation.result(tensors) for mutation in self.mutations]
-        for effect, result in zip(self.effects, results, strict=True):
-            effect.apply(result)
-        for mutation, content in zip(self.mutations, contents, strict=True):
-            mutation.apply(content)
+        """Change the state as a call does that leaves these tensors."""
+        results = [mutation.result(tensors) for mutation in self.mutations]
+        for mutation, result in zip(self.mutations, results, strict=True):
+            mutation.apply(result)
         for hook in self.hooks:
             hook.apply()
 
-    def invalidating_effects(self) -> list[Effect | Mutation]:
-        """The effects of such calls by which the guards do not hold now."""
-        changed = {subject for subject, _ in self.guards.changes()}
-        effects: list[Effect | Mutation] = [*self.effects, *self.mutations]
-        return [effect for effect in effects if f"the attribute {effect.path}" in changed]
+    def invalidating_mutations(self) -> list[Mutation]:
+        """Return the changes by calls because of which the guards do not hold now."""
+        changed = [subject for subject, _ in self.guards.changes()]
+        return [
+            mutation
+            for mutation in self.mutations
+            if any(f"the attribute {path}" in changed for path in (mutation.path, mutation.path.partition("[")[0]))
+        ]
 
 
 def check_invalidating_effects(known: Sequence[PythonState]) -> None:
-    """`InputError` where a kind of call asks for one graph after another, because it changes what it reads.
+    """Raise an `InputError` if a kind of call asks for one graph after another, because it changes what it reads.
 
     Args:
-        known: the states that it has graphs for; the one that it is in now is none of them.
+        known: the states of its graphs; the present state is another.
     """
-    changed = [effect for state in known for effect in state.invalidating_effects()]
-    for effect in changed:
-        count = sum(effect.path == other.path for other in changed)
+    changing = [mutation for state in known for mutation in state.invalidating_mutations()]
+    for mutation in changing:
+        count = sum(each.path == mutation.path for each in changing)
         if count >= _MOST_STATES:
-            where = f" ({effect.line})" if effect.line else ""
             raise InputError(
-                f"forward reads {effect.path} and changes it in every call{where}, and what it computes depends on it: "
-                f"each value would need a program of its own, and there are {count}. Keep the number in a buffer "
-                f'(self.register_buffer("{effect.name}", torch.zeros(()))) and change that in forward; change the '
-                "attribute outside of forward, to few values; or fill a container without looking into it."
+                f"forward reads {mutation.path} and changes it in every call ({mutation.line}), and what it computes "
+                f"depends on it: each value would need a program of its own, and there are {count}. Keep the number in "
+                f'a buffer (self.register_buffer("{mutation.name}", torch.zeros(()))) and change that in forward; '
+                "change the attribute outside of forward, to few values; or fill a container without looking into it."
             )
 
 
 @dataclass(slots=True, eq=False)
 class _WatchedModule:
-    """A module of the twin, while it runs.
+    """A module of the twin, and the names of its attributes that `forward` read.
 
     Attributes:
         path: as a user writes it.
-        twin: the module.
-        original: what it is the twin of.
+        fake: the module of the twin.
+        original: the user's module.
         read: names of attributes that were read, in order.
-        fresh: names of those that were set before they were read: what they were before means nothing.
-        lines: the user's lines that set attributes.
-        ends: what attributes were when `forward` was done, where it may have changed them.
+        fresh: names of attributes that were set before they were read: their old values mean nothing.
     """
 
     path: str
@@ -183,65 +132,42 @@ class _WatchedModule:
     original: nn.Module
     read: dict[str, None] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
-    lines: dict[str, str] = field(default_factory=dict)
-    ends: dict[str, Any] = field(default_factory=dict)
 
 
 class StateWatch:
-    """Sees which attributes of its modules the `forward` of a fake twin reads and sets, in modules of any class.
+    """A fake twin of a module, and the record of the Python state that its `forward` reads and sets.
 
     Args:
-        module: what the twin is one of: guards and effects are about this.
-        twin: the twin.
-        reachable: the objects that code of the module can reach.
-        copies: what the twin has in the place of the module's objects, by their `id`.
-        counting: paths of numbers and containers in whose place stand-ins are, to find out whether anything depends on
-            them.
+        module: the user's module, whose state the guards and mutations concern.
+        mode: of the fake tensors.
+        counting: paths of numbers and containers that stand-ins replace, which find out if anything depends on them.
 
     Attributes:
-        depended: paths of these on which something did depend.
-        mutations: what is done to objects.
-        own_tensors: puts tensors of the twin in the place of the module's.
+        twin: the fake copy.
+        mutations: the changes of objects.
+        traced_parameters: replaces tensors of the user's module by those of the twin.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        twin: nn.Module,
-        reachable: Reachable,
-        copies: Mapping[int, Any],
-        counting: Sequence[str] = (),
-    ) -> None:
-        originals = dict(module.named_modules())
-        self._root = twin
+    def __init__(self, module: nn.Module, mode: FakeTensorMode, counting: Sequence[str] = ()) -> None:
+        reachable, originals = Reachable(module), dict(module.named_modules())
+        self.mode = mode
+        self.twin = fake_copy(module, mode, reachable)
         self._parts = {
             id(part): _WatchedModule(f"self.{path}" if path else "self", part, originals[path])
-            for path, part in twin.named_modules()
+            for path, part in self.twin.named_modules()
             if path in originals
         }
         self._running = False
         self._counting = counting
         self._hooked: set[tuple[int, str, int]] = set()
         self._added: tuple[AddedHook, ...] = ()
-        self._origins: dict[str, tuple[dict[str, Any], str]] = {}
-        self.depended: list[str] = []
         modules = {id(part.fake): part.original for part in self._parts.values()}
-        self.mutations = Mutations(reachable, copies, modules, counting, self.depended)
-        self.traced_parameters = TracedParameters(module, twin)
-        for part in self._parts.values():
-            for name, value in vars(part.fake).items():
-                path = f"{part.path}.{name}"
-                if path in counting and type(value) not in FILLABLE:
-                    self._origins[path] = vars(part.original), name
-                    vars(part.fake)[name] = Counter(path, (), self.depended)
+        self.mutations = Mutations(reachable, modules, counting)
+        self.traced_parameters = TracedParameters(module, self.twin)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context of the export; the last that is entered, so that nothing but `forward` is seen."""
-        hooks = (
-            self._root.register_forward_pre_hook(self._begin),
-            self._root.register_forward_hook(self._end, prepend=True),
-        )
+        """Context of the export, entered last, so that only `forward` is watched."""
         reader, setter = self._reader(), self._setter(nn.Module.__setattr__)
         patches = contextlib.ExitStack()
 
@@ -249,17 +175,20 @@ class StateWatch:
             patches.enter_context(attribute_patch(nn.Module, "__getattribute__", reader))
             patches.enter_context(attribute_patch(nn.Module, "__setattr__", setter))
 
-        try:
-            with around_dynamo(patches.close, patch), patches:  # Dynamo can't read how attributes are watched
-                patch()
+        with (
+            self.twin.register_forward_pre_hook(self._begin),
+            self.twin.register_forward_hook(self._end, prepend=True),
+            around_dynamo(patches.close, patch),  # Dynamo can't read how attributes are watched
+            patches,
+        ):
+            patch()
+            try:
                 yield
-        finally:
-            self._running = False
-            for hook in hooks:
-                hook.remove()
+            finally:
+                self._running = False  # `forward` may have raised an error
 
     def check_constant(self, constant: Tensor, line: str) -> None:
-        """`CaptureError` if a tensor may not be a constant of the graph: another call would find something else."""
+        """Raise a `CaptureError` for a constant of the graph that another call would not find."""
         self.mutations.check_constant(constant, line)
         self.traced_parameters.check_constant(constant, line)
 
@@ -268,9 +197,9 @@ class StateWatch:
         self._hooked = {(id(part), table, key) for part, table, key, _ in self._hooks()}
 
     def _hooks(self) -> Iterator[tuple[_WatchedModule, str, int, Callable[..., Any]]]:
-        """The hooks of submodules; the root's run around the program."""
+        """Yield the hooks of submodules; the hooks of the root run around the program."""
         for part in self._parts.values():
-            for table in ("_forward_hooks", "_forward_pre_hooks") if part.fake is not self._root else ():
+            for table in ("_forward_hooks", "_forward_pre_hooks") if part.fake is not self.twin else ():
                 for key, hook in vars(part.fake)[table].items():
                     yield part, table, key, hook
 
@@ -282,20 +211,6 @@ class StateWatch:
     def _end(self, *_: Any) -> None:
         self._running = False
         self._added = tuple(self._added_hooks())
-        for part in self._parts.values():
-            for name in dict.fromkeys([*part.lines, *part.read]):
-                value = vars(part.fake).get(name, ABSENT)
-                if isinstance(value, ContainerStandIn):
-                    continue
-                if name in part.lines or isinstance(value, (*CONTAINERS, Counter)):
-                    part.ends[name] = value if isinstance(value, (Counter, torch.SymInt)) else self._copy_value(value)
-
-    def _copy_value(self, value: Any) -> Any:
-        """A copy of a value; torch.export takes back what containers are filled with."""
-        copy = copy_value(value)
-        if copy is ABSENT:
-            self.depended += [leaf.path for leaf in pytree.tree_leaves(value) if isinstance(leaf, Counter)]
-        return copy
 
     def _reader(self) -> Callable[[nn.Module, str], Any]:
         plain, parts = object.__getattribute__, self._parts
@@ -310,108 +225,76 @@ class StateWatch:
         return read
 
     def _setter(self, plain: Callable[[nn.Module, str, Any], None]) -> Callable[[nn.Module, str, Any], None]:
-        parts = self._parts
+        parts, lines = self._parts, self.mutations.lines
 
         def write(module: nn.Module, name: str, value: Any) -> None:
             part = parts.get(id(module)) if self._running else None
             if part is not None:
                 if name not in part.read:
                     part.fresh.add(name)
-                if not isinstance(value, (Tensor, nn.Module)):
-                    part.lines[name] = running_line()
+                lines[id(part.original), name] = running_line()
             plain(module, name, value)
 
         return write
 
     def state(self) -> PythonState:
-        """What was seen."""
-        found, effects = _GuardCollector(), list[Effect]()
+        """Return the state that the export read and changed."""
+        for path, line in self.mutations.unknown_sizes.items():
+            warnings.warn(
+                f"{line} sets {path} to a size that calls may change: the parallelised module does not. Return the "
+                "size, or leave it out of dynamic.",
+                stacklevel=2,
+            )
+        guards = _GuardCollector()
         for part in self._parts.values():
-            effects += self._effects(part)
-            is_root = part.fake is self._root
+            is_root = part.fake is self.twin
             names = [
                 name
                 for name in part.read
-                if name not in part.fresh and (name not in _MODULE_ATTRIBUTES or name == "_modules")
+                if name not in part.fresh
+                # Training flags are part of a call's signature, parameters and buffers are inputs of the graph.
+                and (name not in MODULE_STATE or name == "_modules")
             ]
-            found.module(part, [name for name in names if not (is_root and name == "forward")])
+            guards.module(part, [name for name in names if not (is_root and name == "forward")])
             if "_forward_hooks" in part.read and not is_root:  # the root's hooks run around the program
                 tables = vars(part.original)
-                found.hooks += [TableGuard(part.path, "hooks", tables[name]) for name in HOOKS]
-        for path, twin, original in found.objects:
-            effects += _object_effects(path, twin, original)
-        reads = [read for read in found.reads if read.path not in self._counting]
-        numbers = {read.path: read.value for read in found.reads if type(read.value) in (int, float)}
-        counters = tuple(
-            effect.path
-            for effect in effects
-            if effect.path in numbers and effect.line and not is_equivalent(effect.value, numbers[effect.path])
+                guards.hooks += [TableGuard(part.path, "hooks", tables[name]) for name in HOOKS]
+        numbers = {read.path for read in guards.reads if type(read.value) in (int, float)}
+        mutations = tuple(self.mutations.changes)
+        return PythonState(
+            Guards(
+                [read for read in guards.reads if read.path not in self._counting],
+                guards.submodules,
+                guards.attributes,
+                guards.hooks,
+                [mutation for mutation in mutations if not mutation.is_write_only],
+            ),
+            mutations,
+            tuple(self.mutations.counters(numbers)),
+            bool(self._counting) and not self.mutations.depended,
+            hooks=self._added,
         )
-        filled = (effect.path for effect in effects if type(effect.value) in FILLABLE and not effect.line)
-        counters = (*counters, *filled, *self.mutations.counters())
-        mutations = tuple(self.mutations.found)
-        dependent = [mutation for mutation in mutations if not mutation.is_write_only]
-        guards = Guards(reads, found.submodules, found.attributes, found.hooks, dependent)
-        counted = bool(self._counting) and not self.depended
-        return PythonState(guards, tuple(effects), mutations, counters, counted, hooks=self._added)
-
-    def _effects(self, part: _WatchedModule) -> Iterator[Effect]:
-        """What the call left in the attributes of a module."""
-        held = vars(part.original)
-        for name, value in part.ends.items():
-            path, line = f"{part.path}.{name}", part.lines.get(name, "")
-            if isinstance(value, Counter):
-                if value.steps or value.path != path:
-                    yield Effect(path, held, name, value, self._origins[value.path], line)
-            elif isinstance(value, torch.SymInt) and not self.mutations.knows_number(value):
-                warnings.warn(
-                    f"{line} sets {path} to a size that calls may change: the parallelised module does not. Return "
-                    "the size, or leave it out of dynamic.",
-                    stacklevel=2,
-                )
-            elif value is ABSENT or isinstance(value, (nn.Module, torch.SymInt)):
-                continue  # tensors are outputs of the graph; no object of the twin's is the module's
-            elif line or (name not in _MODULE_ATTRIBUTES and name in held and not is_equivalent(held[name], value)):
-                yield Effect(path, held, name, value, None, line)
 
 
 def _holds_module(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook may be for the twin's module alone: anything but a function that closes over no module."""
+    """Return True if a hook may belong to the twin's module alone: all but functions that close over no module."""
     if not isinstance(hook, FunctionType):
         return True
     return any(isinstance(value, nn.Module) for value in inspect.getclosurevars(hook).nonlocals.values())
 
 
-def _object_effects(path: str, twin: object, original: object) -> Iterator[Effect]:
-    """What the call left in the attributes of an object that a module holds."""
-    if twin is original or type(twin) is not type(original):
-        return
-    held = vars(original)
-    for name, value in vars(twin).items():
-        copy = copy_value(value)
-        settings = copy is not ABSENT and (is_plain(value) or isinstance(value, CONTAINERS))
-        if settings and (name not in held or not is_equivalent(held[name], copy)):
-            yield Effect(f"{path}.{name}", held, name, copy)
-
-
 @dataclass(slots=True, eq=False)
 class _GuardCollector:
-    """Guards of what was read, each once.
-
-    Attributes:
-        reads, submodules, attributes, hooks: as `Guards` has them.
-        objects: those of modules, that are none themselves: their paths, those of the twin, those of the module.
-    """
+    """Guards of the state that was read, each once: `reads`, `submodules`, `attributes` and `hooks` of `Guards`."""
 
     reads: list[ValueGuard] = field(default_factory=list)
     submodules: list[TableGuard] = field(default_factory=list)
     attributes: list[TableGuard] = field(default_factory=list)
     hooks: list[TableGuard] = field(default_factory=list)
-    objects: list[tuple[str, Any, object]] = field(default_factory=list)
     _known: set[tuple[int, str]] = field(default_factory=set)
 
     def module(self, part: _WatchedModule, names: Sequence[str]) -> None:
-        """Guards of the attributes of a module that were read."""
+        """Add guards of the attributes of a module that were read."""
         path, module = part.path, part.original
         held, children = vars(module), module._modules
         if "_modules" in names:
@@ -424,8 +307,7 @@ class _GuardCollector:
         for name in names:
             if name in held:
                 if name != "_modules":
-                    twin = vars(part.fake).get(name)
-                    self._value(f"{path}.{name}", held, name, None if isinstance(twin, ContainerStandIn) else twin)
+                    self._value(f"{path}.{name}", held, name)
             elif name in module._buffers:
                 if module._buffers[name] is None:
                     self._value(f"{path}.{name}", module._buffers, name)
@@ -437,34 +319,74 @@ class _GuardCollector:
             self.attributes.append(TableGuard(path, "attributes", held, looked_up))
 
     def _of_class(self, kind: type, name: str) -> None:
-        owner = next((one for one in kind.__mro__ if name in vars(one)), None)
+        owner = next((base for base in kind.__mro__ if name in vars(base)), None)
         known = owner is None or (id(owner), name) in self._known
         if owner is not None and not known and owner.__module__.split(".")[0] not in FOREIGN:
             self._known.add((id(owner), name))
             self.reads.append(ValueGuard(f"{owner.__name__}.{name}", vars(owner), name))
 
-    def _value(self, path: str, table: Mapping[str, Any], name: str, twin: Any = None, depth: int = 0) -> None:
+    def _value(self, path: str, table: Mapping[str, Any], name: str, depth: int = 0) -> None:
         if (id(table), name) not in self._known:
             self._known.add((id(table), name))
             self.reads.append(ValueGuard(path, table, name))
-            self._inside(path, table[name], twin, depth)
+            self._inside(path, table[name], depth)
 
-    def _inside(self, path: str, value: Any, twin: Any, depth: int) -> None:
-        """Guards of the attributes of an object, be it in a container; `twin` is what the twin has there."""
+    def _inside(self, path: str, value: Any, depth: int) -> None:
+        """Add guards of the attributes of an object, also of one in a container."""
         if depth == _DEPTH or copy_value(value) is not ABSENT or isinstance(value, Tensor):
             return
-        if isinstance(value, dict):
-            for key, one in value.items():
-                other = twin.get(key) if isinstance(twin, dict) else None
-                self._inside(f"{path}[{key!r}]", one, other, depth + 1)
-        elif isinstance(value, (list, tuple)):
-            others = twin if isinstance(twin, (list, tuple)) and len(twin) == len(value) else [None] * len(value)
-            for place, (one, other) in enumerate(zip(value, others, strict=True)):
-                self._inside(f"{path}[{place}]", one, other, depth + 1)
+        if isinstance(value, (dict, list, tuple)):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                self._inside(f"{path}[{key!r}]", item, depth + 1)
         elif is_object(value) and (id(value), "") not in self._known:
             self._known.add((id(value), ""))
-            self.objects.append((path, twin, value))
             self.attributes.append(TableGuard(path, "attributes", vars(value), keys_only=True))
             for name in list(vars(value)):
-                inner = getattr(twin, "__dict__", {}).get(name)
-                self._value(f"{path}.{name}", vars(value), name, inner, depth + 1)
+                self._value(f"{path}.{name}", vars(value), name, depth + 1)
+
+
+class TracedParameters(TorchFunctionMode):
+    """Mode in which functions of torch take the traced parameter or buffer in place of the user's.
+
+    Code may find a parameter in a global variable, a list or a closure. The capture runs a copy of the module, in which
+    tensors are fake; the real parameter would be a constant of the graph, without a gradient.
+
+    Args:
+        module: the user's module.
+        twin: the copy that is captured.
+    """
+
+    def __init__(self, module: nn.Module, twin: nn.Module) -> None:
+        super().__init__()
+        self._tensors: dict[int, tuple[nn.Module, str]] = {}
+        self._whole: dict[int, str] = {}  # names by storage, of tensors that can have views
+        parts = dict(twin.named_modules())
+        for path, part in module.named_modules():
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and path in parts:
+                    self._tensors[id(tensor)] = parts[path], name
+                    if not isinstance(tensor, DTensor):
+                        self._whole[storage_of(tensor)] = f"{path}.{name}" if path else name
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(
+            *map(self._traced_value, args),
+            **{name: self._traced_value(value) for name, value in (kwargs or {}).items()},
+        )
+
+    def _traced_value(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            place = self._tensors.get(id(value))
+            return value if place is None else getattr(*place)
+        return type(value)(map(self._traced_value, value)) if type(value) in (list, tuple) else value
+
+    def check_constant(self, constant: Tensor, line: str) -> None:
+        """Raise a `CaptureError` if a constant of the graph is a view of a parameter or buffer."""
+        name = self._whole.get(storage_of(constant))
+        if name is not None:
+            raise CaptureError(
+                f"{line} reads a view of {name} that was made outside of forward: a parallelised module has another "
+                f"{name} in its place. Make the view in forward."
+            )

@@ -1,4 +1,4 @@
-"""Mutable Python objects that `forward` can reach: containers, objects, and the variables of its functions."""
+"""The mutable Python objects that `forward` can reach: containers, objects, and the variables of its functions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,21 @@ from autoshard.capture.capture_errors import is_users_file
 from autoshard.capture.guards import ABSENT, is_equivalent, is_plain
 
 FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing"})
-"""Packages whose objects are no state of a model."""
+"""Packages whose objects are not state of a model."""
 
 MODULE_STATE = frozenset({"__dict__", "__class__", *vars(nn.Module())})
 """Attributes that every module has."""
+
+_PARAMETER_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+
+def is_parameter_list(owner: object, name: str) -> bool:
+    """Return True if an attribute is torch's list of the parameters of a recurrent layer.
+
+    The layer makes it anew when it finds other parameters than those in it, as it does in every capture.
+    """
+    return name in _PARAMETER_LISTS and isinstance(owner, nn.RNNBase)
+
 
 NumPyGenerator = np.random.Generator | np.random.RandomState
 
@@ -27,7 +38,7 @@ _MOST = 20_000  # objects that are looked at, and functions
 
 
 def is_object(value: object) -> bool:
-    """Whether a value is an object of the user's that has attributes."""
+    """Return True if a value is an object of the user's code that has attributes."""
     return type(value).__module__.split(".")[0] not in FOREIGN and isinstance(getattr(value, "__dict__", None), dict)
 
 
@@ -37,12 +48,13 @@ class TrackedObject:
 
     Attributes:
         path: as a user writes it.
-        original: the user's object; of a namespace of attributes, its table; of defaults, the function.
-        owner: of the attributes.
-        root: the namespace in which the object is found, and the name there; None for a namespace.
-        names: of a namespace that is looked at in parts.
-        traced: what the capture has in the place of `original`; the same outside of the module.
-        before: what `traced` holds before `forward`, by key or position.
+        original: the user's object; for a namespace, its table; for defaults of arguments, the function.
+        owner: the object whose attributes a namespace has.
+        root: the namespace in which the object is found, and its name there; None for a namespace.
+        names: the names of a namespace that are looked at, if not all are.
+        is_inside: True for the objects of the module, False for those of its code.
+        traced: the twin's copy of `original`; `original` itself outside of the module.
+        before: the entries of `traced` before `forward`, by key or position.
     """
 
     path: str
@@ -50,11 +62,12 @@ class TrackedObject:
     owner: Any = None
     root: tuple[TrackedObject, str] | None = None
     names: dict[str, None] | None = None
+    is_inside: bool = False
     traced: Any = field(init=False)
     before: dict[Any, Any] = field(init=False)
 
     def bind(self, copies: Mapping[int, Any]) -> None:
-        """Know what the capture has in the place of objects, by their `id`."""
+        """Set the traced object, given the twin's copies of objects by the `id` of the originals."""
         if self.owner is not None:
             self.traced = vars(copies.get(id(self.owner), self.owner))
         else:
@@ -65,20 +78,25 @@ class TrackedObject:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether it holds values without keys."""
+        """True if the object holds values without keys."""
         return isinstance(self.original, (list, deque, set))
 
     @property
     def is_namespace(self) -> bool:
-        """Whether it holds attributes or variables."""
+        """True if the object holds attributes or variables."""
         return self.root is None
 
+    @property
+    def is_module(self) -> bool:
+        """True if the object holds the attributes of the module or of a submodule."""
+        return self.is_inside and isinstance(self.owner, nn.Module)
+
     def traced_value(self, name: str) -> Any:
-        """What the traced namespace has under a name."""
+        """Return the value of the traced namespace under a name."""
         return self.entries(self.traced).get(name)
 
     def entries(self, held: Any) -> dict[Any, Any]:
-        """What the original or the traced object holds, whatever its class makes of iteration."""
+        """Return the entries of the original or the traced object, whatever iteration means for its class."""
         if self.is_ordered:
             return dict(enumerate(elements(held)))
         if isinstance(held, types.CellType):
@@ -92,7 +110,7 @@ class TrackedObject:
         return dict(zip(dict.keys(held), dict.values(held), strict=True))
 
     def write(self, target: Any, entries: Mapping[Any, Any], removed: Iterable[Any] = ()) -> None:
-        """Put entries into the original or the traced object; the values of an ordered one are all that it holds."""
+        """Put entries into the original or the traced object; an ordered object then holds no other values."""
         if isinstance(target, (list, deque)):
             target.clear()
             target.extend(entries.values())
@@ -117,13 +135,13 @@ class TrackedObject:
                 dict.pop(target, key, None)
 
     def is_changed(self) -> bool:
-        """Whether the traced object holds something else than before."""
+        """Return True if the entries of the traced object are not those of before."""
         if self.is_ordered:
             return [*map(id, self.entries(self.traced).values())] != [*map(id, self.before.values())]
         return any(self.changes())
 
     def changes(self) -> tuple[dict[Any, Any], list[Any]]:
-        """What the traced object holds that it did not, all of an ordered one; and keys that are gone."""
+        """Return the new entries of the traced object, all entries if it is ordered, and the keys that are gone."""
         now, before = self.entries(self.traced), self.before
         if self.is_ordered:
             return now, []
@@ -131,7 +149,7 @@ class TrackedObject:
         return changed, [key for key in before if key not in now]
 
     def restore(self) -> None:
-        """Undo what was done to the traced object."""
+        """Undo the changes of the traced object."""
         changed, removed = self.changes()
         if self.is_ordered:
             if self.is_changed():
@@ -146,13 +164,13 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def elements(value: Any) -> Iterator[Any]:
-    """The elements of a list, tuple, deque or set, whatever its class makes of iteration."""
+    """Return the elements of a list, tuple, deque or set, whatever iteration means for its class."""
     kind = next(kind for kind in (list, tuple, deque, set, frozenset) if isinstance(value, kind))
     return iter(kind.__iter__(value))
 
 
 def _is_state(name: str, value: object) -> bool:
-    """Whether an attribute of a class is no part of how the class is written."""
+    """Return True if an attribute of a class is state, not code."""
     code = (types.FunctionType, property, staticmethod, classmethod, types.MemberDescriptorType)
     return not name.startswith(("__", "_abc_")) and not isinstance(value, code)
 
@@ -165,43 +183,38 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _positional(function: types.FunctionType) -> tuple[str, ...]:
-    """The names of the positional arguments that have defaults."""
+    """Return the names of the positional arguments that have defaults."""
     code = function.__code__
     return code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) : code.co_argcount]
 
 
 def _defaults(function: types.FunctionType) -> dict[str, Any]:
-    """The defaults of a function's arguments by name."""
+    """Return the defaults of a function's arguments by name."""
     positional = dict(zip(_positional(function), function.__defaults__ or (), strict=True))
     return positional | (function.__kwdefaults__ or {})
 
 
 class Reachable:
-    """Finds the mutable objects that the code of a module can reach.
-
-    Args:
-        module: of the user's.
+    """The mutable objects that the code of a user's module can reach.
 
     Attributes:
-        inside: those of the module.
-        outside: variables of functions, attributes of classes, and what these hold.
-        codes: the code of the user's that was met.
+        places: the objects of the module; then variables of functions, attributes of classes, and the objects in them.
+        codes: the user's code that was found.
         generators: NumPy's generators of random numbers, with their paths.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.inside: list[TrackedObject] = []
-        self.outside: list[TrackedObject] = []
+        self.places: list[TrackedObject] = []
         self.codes: list[types.CodeType] = []
         self.generators: list[tuple[str, NumPyGenerator]] = []
-        self._places = self.inside
+        self._is_inside = True
         self._known: set[Any] = set()
         self._classes: list[type] = []
         self._functions: list[types.FunctionType] = []
         self._globals: dict[int, TrackedObject] = {}
         for path, part in module.named_modules():
             self._namespace(f"self.{path}" if path else "self", part, 0)
-        self._places = self.outside
+        self._is_inside = False
         while self._functions or self._classes:
             if self._classes:
                 self._class(self._classes.pop())
@@ -209,20 +222,27 @@ class Reachable:
                 self._function(self._functions.pop())
 
     def bind(self, copies: Mapping[int, Any]) -> None:
-        """Know what the capture has in the place of objects, by their `id`."""
-        for place in (*self.inside, *self.outside):
+        """Set the traced objects, given the twin's copies of objects by the `id` of the originals."""
+        for place in self.places:
             place.bind(copies)
+        self.generators = [(path, copies.get(id(generator), generator)) for path, generator in self.generators]
 
     def restore(self) -> None:
-        """Undo what was done to objects outside of the module."""
-        for place in self.outside:
-            place.restore()
+        """Undo the changes of objects outside of the module."""
+        for place in self.places:
+            if not place.is_inside:
+                place.restore()
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors in containers and objects of the module."""
-        for place in self.inside:
-            if not isinstance(place.owner, nn.Module):
+        """Yield the tensors in containers and objects of the module."""
+        for place in self.places:
+            if place.is_inside and not place.is_module:
                 yield from (value for value in place.entries(place.original).values() if isinstance(value, Tensor))
+
+    def _add(self, place: TrackedObject) -> TrackedObject:
+        place.is_inside = self._is_inside
+        self.places.append(place)
+        return place
 
     def _is_new(self, value: object) -> bool:
         if id(value) in self._known or len(self._known) > _MOST:
@@ -231,16 +251,15 @@ class Reachable:
         return True
 
     def _namespace(self, path: str, owner: Any, depth: int) -> None:
-        """The attributes of an object."""
-        place = TrackedObject(path, vars(owner), owner)
-        self._places.append(place)
+        place = self._add(TrackedObject(path, vars(owner), owner))
         self._classes += type(owner).__mro__
         for name, value in list(vars(owner).items()):
-            if not isinstance(owner, nn.Module) or name not in MODULE_STATE:
+            is_tracked = not isinstance(owner, nn.Module) or name not in MODULE_STATE
+            if is_tracked and not is_parameter_list(owner, name):
                 self._walk(f"{path}.{name}", (place, name), value, depth)
 
     def _walk(self, path: str, root: tuple[TrackedObject, str], value: Any, depth: int) -> None:
-        """Look at a value and at what it holds."""
+        """Add a value, and the values in it."""
         if isinstance(value, (types.FunctionType, types.MethodType)):
             self._add_function(value)
         elif isinstance(value, type):
@@ -250,7 +269,7 @@ class Reachable:
                 self.generators.append((path, value))
         elif isinstance(value, (list, deque, set, dict)):
             if depth <= _DEPTH and self._is_new(value):
-                self._places.append(TrackedObject(path, value, root=root))
+                self._add(TrackedObject(path, value, root=root))
                 self._contents(path, root, value, depth)
         elif isinstance(value, tuple):
             if depth <= _DEPTH:
@@ -263,15 +282,14 @@ class Reachable:
             pairs = list(zip(dict.keys(value), dict.values(value), strict=True))
         else:
             pairs = list(enumerate(elements(value)))
-        for key, one in pairs:
-            self._walk(f"{path}[{key!r}]", root, one, depth + 1)
+        for key, item in pairs:
+            self._walk(f"{path}[{key!r}]", root, item, depth + 1)
 
     def _class(self, kind: type) -> None:
-        """A class of the user's: its functions, and the containers in its attributes."""
+        """Add the functions of a user's class, and the objects in its attributes."""
         if kind.__module__.split(".")[0] in FOREIGN or not _is_users(kind) or not self._is_new(kind):
             return
-        place = TrackedObject(kind.__name__, kind)
-        self.outside.append(place)
+        place = self._add(TrackedObject(kind.__name__, kind))
         for name, value in list(vars(kind).items()):
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if isinstance(function, types.FunctionType):
@@ -288,17 +306,16 @@ class Reachable:
             self._functions.append(function)
 
     def _function(self, function: types.FunctionType) -> None:
-        """The variables that a function reads or sets outside of itself."""
+        """Add the variables that a function reads or sets outside of itself."""
         code = function.__code__
         for cell, name in zip(function.__closure__ or (), code.co_freevars, strict=True):
             if self._is_new(cell):
-                place = TrackedObject(f"{function.__qualname__}.{name}", cell)
-                self.outside.append(place)
+                place = self._add(TrackedObject(f"{function.__qualname__}.{name}", cell))
                 if not _is_empty(cell):
                     self._walk(place.path, (place, ""), cell.cell_contents, 0)
         place = TrackedObject(function.__qualname__, function)
         if place.entries(function):
-            self.outside.append(place)
+            self._add(place)
             for name, value in place.entries(function).items():
                 self._walk(f"{place.path}.{name}", (place, name), value, 0)
         for names in self._names(code):
@@ -306,7 +323,7 @@ class Reachable:
                 self._global(function.__globals__, name, names)
 
     def _names(self, code: types.CodeType) -> Iterator[tuple[str, ...]]:
-        """The names in the code of a function, and of those that are written in it."""
+        """Yield the names in the code of a function, and of the functions inside of it."""
         self.codes.append(code)
         yield code.co_names
         for constant in code.co_consts:
@@ -314,20 +331,19 @@ class Reachable:
                 yield from self._names(constant)
 
     def _global(self, table: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
-        """A name in a module of Python's, and those that may be looked up in what it stands for."""
+        """Add a global variable; of an imported module, add the variables that `names` may look up in it."""
         if (id(table), name) in self._known:
             return
         value = table.get(name)
         if isinstance(value, types.ModuleType):
             file = getattr(value, "__file__", None)
             if file and is_users_file(file) and value.__name__.split(".")[0] not in FOREIGN and names:
-                for one in names:
-                    self._global(vars(value), one, ())
+                for inner in names:
+                    self._global(vars(value), inner, ())
             return
         self._known.add((id(table), name))
         if id(table) not in self._globals:
-            self._globals[id(table)] = TrackedObject(str(table.get("__name__")), table, names={})
-            self.outside.append(self._globals[id(table)])
+            self._globals[id(table)] = self._add(TrackedObject(str(table.get("__name__")), table, names={}))
         place = self._globals[id(table)]
         assert place.names is not None
         place.names[name] = None
@@ -335,5 +351,6 @@ class Reachable:
 
 
 def _is_users(kind: type) -> bool:
-    functions = (one for one in vars(kind).values() if isinstance(one, types.FunctionType))
-    return all(is_users_file(one.__code__.co_filename) for one in functions if one.__module__ == kind.__module__)
+    functions = (value for value in vars(kind).values() if isinstance(value, types.FunctionType))
+    files = (each.__code__.co_filename for each in functions if each.__module__ == kind.__module__)
+    return all(map(is_users_file, files))

@@ -1,8 +1,8 @@
-"""Recomputation: the backward half runs layers of the forward half again instead of keeping what they made.
+"""Recomputation: the backward half runs layers of the forward half again instead of keeping their tensors.
 
-The joint graph is rewritten before anything is planned: what the backward half reads of a layer is made there by copies
-of the layer's operators, just before it is needed, from what entered the layer. The copies are operators like any
-others: they are placed, priced and accounted for, their collectives with them.
+The joint graph is rewritten before anything is planned: copies of a layer's operators, in the backward half, compute
+from the inputs of the layer what the backward half reads of it, just before it is needed. The copies are placed,
+priced and accounted for like all operators, their collectives with them.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import torch
 from torch import fx
 
 from autoshard.capture.joint_graph import JointGraph
-from autoshard.capture.layers import Layer, is_view, layers
+from autoshard.capture.layers import Layer, layers
+from autoshard.capture.nodes import closure, is_view
 from autoshard.errors import PlanError
 
 aten = torch.ops.aten
 
 RECOMPUTES = "recomputes"
-"""In `node.meta`: name of the forward node that a node of the backward half runs again."""
+"""Key of the name, in `node.meta`, of the forward node that a node of the backward half runs again."""
 
 _STATISTICS = frozenset(
     {aten._native_batch_norm_legit_functional.default, aten._batch_norm_with_update_functional.default}
 )
-"""Operators whose results, but for the new running statistics, do not depend on the old ones."""
+"""Operators whose results, except for the new running statistics, do not depend on the old statistics."""
 
 _COMPARISONS = frozenset(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge"))
-"""Operators of two tensors whose results a rounding may turn: the gradient of `amax` goes where `input == result`."""
+"""Operators of two tensors whose results a rounding may change: the gradient of `amax` goes where `input == result`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class Recomputable:
 
     Attributes:
         name: of the layer.
-        freed: forward nodes whose tensors are kept otherwise, and are not if the layer is run again.
-        rerun: forward nodes that are run again then.
+        freed: forward nodes whose tensors need not be kept if the layer is run again.
+        rerun: forward nodes that are then run again.
     """
 
     name: str
@@ -47,16 +48,16 @@ class Recomputable:
 
 
 def recompute_layers(graph: JointGraph, names: Collection[str]) -> JointGraph:
-    """The graph in which the backward half runs some layers again.
+    """Return the graph in which the backward half runs some layers again.
 
-    What enters and leaves these layers is kept, all else that the backward half reads of them is made again. A tensor
-    that shares its memory with one that is kept is not made again but looked at again. Operators that read an input
-    which the step changes are not run again: its old value is gone. What is compared with another tensor is not made
-    again either: made from other shards it may be rounded otherwise, and equal no more what it equalled.
+    The inputs and outputs of these layers are kept; all other tensors that the backward half reads of them are computed
+    again. A view of a tensor that is kept is taken again. Operators that read an input which the step changes are not
+    run again: its old value is gone. Tensors that are compared with others are not computed again: computed from other
+    shards they may be rounded differently, and no longer equal what they equalled.
 
     Args:
         graph: the captured step; it stays as it is.
-        names: of the layers, as `capture.layers.layers` names them; without any, the graph itself.
+        names: of the layers, as `capture.layers.layers` names them; without names, the graph itself is returned.
 
     Raises:
         PlanError: the model has no such layer.
@@ -82,8 +83,8 @@ def recompute_layers(graph: JointGraph, names: Collection[str]) -> JointGraph:
 
 
 def recomputable(graph: JointGraph) -> tuple[Recomputable, ...]:
-    """The layers of which the backward half reads something that it could make again, in the order of the model."""
-    found = []
+    """Return the layers of which the backward half could recompute something that it reads, in the model's order."""
+    results = []
     for layer in layers(graph):
         again = _nodes_to_recompute(graph, layer)
         read = [
@@ -91,10 +92,10 @@ def recomputable(graph: JointGraph) -> tuple[Recomputable, ...]:
         ]
         bases = dict.fromkeys(_base(node, again) for node in read)
         freed = tuple(node for node in bases if node in again)
-        rerun = _pending_nodes(read, again, {})
+        rerun = _pending_nodes(read, again)
         if freed:
-            found.append(Recomputable(layer.name, freed, tuple(node for node in layer.nodes if node in rerun)))
-    return tuple(found)
+            results.append(Recomputable(layer.name, freed, tuple(node for node in layer.nodes if node in rerun)))
+    return tuple(results)
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
@@ -102,14 +103,14 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _base(node: fx.Node, again: Collection[fx.Node]) -> fx.Node:
-    """The node in whose memory a node's tensor lies, as far as that is made again."""
+    """Return the node in whose memory a node's tensor lies, as far as it is computed again."""
     while is_view(node) and not _is_tuple(node.all_input_nodes[0]) and node.all_input_nodes[0] in again:
         node = node.all_input_nodes[0]
     return node
 
 
 def copy_graph(graph: JointGraph) -> tuple[JointGraph, dict[fx.Node, fx.Node]]:
-    """A joint graph of its own nodes, which have the names of the old ones, and the new node of every old one."""
+    """Return a copy of a joint graph whose nodes have the same names, and the copy of every node."""
     new, at = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.graph.nodes:
         at[node] = new.node_copy(node, at.__getitem__)
@@ -126,7 +127,7 @@ def copy_graph(graph: JointGraph) -> tuple[JointGraph, dict[fx.Node, fx.Node]]:
 
 
 def _nodes_to_recompute(graph: JointGraph, layer: Layer) -> set[fx.Node]:
-    """The nodes of a layer whose results need not be kept for the backward half."""
+    """Return the nodes of a layer whose results need not be kept for the backward half."""
     members = set(layer.nodes)
     returned = {output.node for output in graph.outputs if output.kind != "gradient"}
     stays = _old_state_readers(graph, layer)
@@ -142,21 +143,21 @@ def _nodes_to_recompute(graph: JointGraph, layer: Layer) -> set[fx.Node]:
 
 
 def _old_state_readers(graph: JointGraph, layer: Layer) -> set[fx.Node]:
-    """The nodes of a layer that read, in whatever way, an input that the step changes; not through what stays."""
+    """Return the nodes of a layer that read an input that the step changes, itself or a view of it."""
     changed = {output.name for output in graph.outputs if output.kind == "mutation"}
     old = {source.node for source in graph.inputs if source.name in changed and source.kind != "tangent"}
-    found: set[fx.Node] = set()
+    readers: set[fx.Node] = set()
     for node in layer.nodes:
         sources = node.all_input_nodes
         if node.target not in _STATISTICS and any(
-            source in old or (source in found and is_view(source)) for source in sources
+            source in old or (source in readers and is_view(source)) for source in sources
         ):
-            found.add(node)
-    return found
+            readers.add(node)
+    return readers
 
 
 def _is_compared(graph: JointGraph, node: fx.Node) -> bool:
-    """Whether a forward node compares numbers of two tensors, or the backward half compares its numbers so."""
+    """Return True if a forward node compares numbers of two tensors, or the backward half compares its numbers."""
     return _compares(node) or any(
         not _forward(graph, user) and (_compares(user) or (is_view(user) and _is_compared(graph, user)))
         for user in _users(node)
@@ -178,23 +179,25 @@ def _forward(graph: JointGraph, node: fx.Node) -> bool:
 
 
 def _insert_recomputation(graph: JointGraph, made_again: Collection[fx.Node]) -> None:
-    """Let the backward half read copies of these nodes, each made just before it is first needed."""
+    """Replace these nodes, in the backward half, by copies that are computed just before they are first needed."""
     position = {node: place for place, node in enumerate(graph.graph.nodes)}
     renewed = _updated_inputs(graph)
     copies: dict[fx.Node, fx.Node] = {}
+    missing = set(made_again)
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or _forward(graph, node):
             continue
         read = [source for source in node.all_input_nodes if source in made_again]
-        for source in sorted(_pending_nodes(read, made_again, copies), key=position.__getitem__):
+        for source in sorted(_pending_nodes(read, missing), key=position.__getitem__):
             with graph.graph.inserting_before(node):
                 copies[source] = _copy(graph.graph, source, copies, renewed)
+            missing.discard(source)
         for source in read:
             node.replace_input_with(source, copies[source])
 
 
 def _updated_inputs(graph: JointGraph) -> dict[fx.Node, fx.Node]:
-    """For every input that the step changes, its new value."""
+    """Return the new value of every input that the step changes."""
     inputs = {source.name: source.node for source in graph.inputs if source.kind != "tangent"}
     return {
         inputs[output.name]: output.node
@@ -203,28 +206,22 @@ def _updated_inputs(graph: JointGraph) -> dict[fx.Node, fx.Node]:
     }
 
 
-def _pending_nodes(
-    read: Iterable[fx.Node], made_again: Collection[fx.Node], copies: Mapping[fx.Node, fx.Node]
-) -> set[fx.Node]:
-    """What has to be made again, and is not yet, for these nodes to be."""
-    needed: set[fx.Node] = set()
-    waiting = list(read)
-    while waiting:
-        node = waiting.pop()
-        if node in made_again and node not in copies and node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
+def _pending_nodes(read: Iterable[fx.Node], missing: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the missing nodes that have to be computed so that these nodes can be read."""
+    return closure(
+        (node for node in read if node in missing),
+        lambda node: (source for source in node.all_input_nodes if source in missing),
+    )
 
 
 def _copy(
     graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], renewed: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """A node of the backward half that does what a forward node does, on what is kept or made again."""
+    """Return a node of the backward half that computes what a forward node does, from kept or recomputed tensors."""
 
     def source(argument: fx.Node) -> fx.Node:
         if node.target in _STATISTICS and argument in renewed:
-            return renewed[argument]  # the old value is gone, and the results that are read do not depend on it
+            return renewed[argument]  # the old value is gone, and no result that is read depends on it
         return copies.get(argument, argument)
 
     copy = graph.create_node(

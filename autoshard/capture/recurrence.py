@@ -1,35 +1,23 @@
-"""The recurrent part of LSTM, GRU and plain RNN layers as operators of the `autoshard` namespace.
+"""LSTM, GRU and plain RNN layers as calls of operators of the `autoshard` namespace.
 
 One operator runs one direction of one layer over all time steps: a graph has a handful of nodes per layer however long
-the sequence is. What can be computed for all steps at once, such as the product of the inputs with their weight and the
-gradients of the weights, is left to ordinary operators outside. Shapes are those of `time_loops`.
+the sequence is. Ordinary operators compute the rest for all steps at once, such as the product of the inputs with their
+weight and the gradients of the weights. Shapes are those of `time_loops`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout as apply_dropout
+from torch.nn.functional import linear
 
 from autoshard.capture import time_loops
-
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define(
-    "lstm_steps(Tensor gates, Tensor h, Tensor c, Tensor weight, Tensor? projection) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "lstm_steps_backward(Tensor? grad_output, Tensor? grad_cells, Tensor c, Tensor weight, Tensor? projection, "
-    "Tensor cells, Tensor active) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define("gru_steps(Tensor gates, Tensor h, Tensor weight, Tensor? bias) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    "gru_steps_backward(Tensor grad_output, Tensor h, Tensor weight, Tensor output, Tensor active, Tensor candidates) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-_library.define("rnn_steps(Tensor gates, Tensor h, Tensor weight, bool relu) -> Tensor")
-_library.define("rnn_steps_backward(Tensor grad_output, Tensor weight, Tensor output, bool relu) -> (Tensor, Tensor)")
+from autoshard.capture.operators import define, define_backward
 
 steps = torch.ops.autoshard
 
@@ -63,36 +51,54 @@ def _gru_backward_like(
     return active.new_empty(active.shape), active.new_empty(active.shape), h.new_empty(h.shape)
 
 
-def _rnn_like(gates: Tensor, h: Tensor, weight: Tensor, relu: bool) -> Tensor:
-    return gates.new_empty(gates.shape)
+OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""By operator: its loop, which takes `units` besides, and the function that makes its results without numbers."""
 
-
-def _rnn_backward_like(grad_output: Tensor, weight: Tensor, output: Tensor, relu: bool) -> tuple[Tensor, ...]:
-    return output.new_empty(output.shape), output.new_empty(output.shape[1:])
-
-
-OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "lstm_steps": (time_loops.lstm, _lstm_like),
-    "lstm_steps_backward": (time_loops.lstm_backward, _lstm_backward_like),
-    "gru_steps": (time_loops.gru, _gru_like),
-    "gru_steps_backward": (time_loops.gru_backward, _gru_backward_like),
-    "rnn_steps": (time_loops.rnn, _rnn_like),
-    "rnn_steps_backward": (time_loops.rnn_backward, _rnn_backward_like),
-}
-"""By operator: the loop that it is, which takes `units` besides, and what makes its results without numbers."""
-
-for _name, (_loop, _shapes) in OPERATORS.items():
-    _library.impl(_name, _loop, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autoshard::{_name}", _shapes, lib=_library)
+for _schema, _loop, _results_like in (
+    (
+        "lstm_steps(Tensor gates, Tensor h, Tensor c, Tensor weight, Tensor? projection) -> (Tensor, Tensor, Tensor)",
+        time_loops.lstm,
+        _lstm_like,
+    ),
+    (
+        "lstm_steps_backward(Tensor? grad_output, Tensor? grad_cells, Tensor c, Tensor weight, Tensor? projection, "
+        "Tensor cells, Tensor active) -> (Tensor, Tensor, Tensor, Tensor)",
+        time_loops.lstm_backward,
+        _lstm_backward_like,
+    ),
+    (
+        "gru_steps(Tensor gates, Tensor h, Tensor weight, Tensor? bias) -> (Tensor, Tensor, Tensor)",
+        time_loops.gru,
+        _gru_like,
+    ),
+    (
+        "gru_steps_backward(Tensor grad_output, Tensor h, Tensor weight, Tensor output, Tensor active, "
+        "Tensor candidates) -> (Tensor, Tensor, Tensor)",
+        time_loops.gru_backward,
+        _gru_backward_like,
+    ),
+    (
+        "rnn_steps(Tensor gates, Tensor h, Tensor weight, bool relu) -> Tensor",
+        time_loops.rnn,
+        lambda gates, *_: gates.new_empty(gates.shape),
+    ),
+    (
+        "rnn_steps_backward(Tensor grad_output, Tensor weight, Tensor output, bool relu) -> (Tensor, Tensor)",
+        time_loops.rnn_backward,
+        lambda grad, weight, output, relu: (output.new_empty(output.shape), output.new_empty(output.shape[1:])),
+    ),
+):
+    define(_schema, _loop, _results_like)
+    OPERATORS[_schema.partition("(")[0]] = _loop, _results_like
 
 
 def _previous(first: Tensor, states: Tensor) -> Tensor:
-    """The state before every step: `first`, then all but the last of `states`."""
+    """Return the state before every step: `first`, then all but the last of `states`."""
     return torch.cat([first.unsqueeze(0), states[:-1]])
 
 
 def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
-    """Sum over steps and samples of outer products: the gradient of a weight that all steps share."""
+    """Return the gradient of a weight that all steps share: the sum of outer products over steps and samples."""
     return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
 
@@ -140,9 +146,129 @@ def _rnn_gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     return grad_gates, grad_h, _weight_gradient(grad_gates, _previous(h, output)), None
 
 
-for _name, _gradients, _keep in (
-    ("lstm_steps", _lstm_gradients, _keep_lstm),
-    ("gru_steps", _gru_gradients, _keep_gru),
-    ("rnn_steps", _rnn_gradients, _keep_rnn),
-):
-    torch.library.register_autograd(f"autoshard::{_name}", _gradients, setup_context=_keep, lib=_library)
+define_backward("lstm_steps", _keep_lstm, _lstm_gradients)
+define_backward("gru_steps", _keep_gru, _gru_gradients)
+define_backward("rnn_steps", _keep_rnn, _rnn_gradients)
+
+
+# Layers as calls of these operators. Left alone, tracing would take kernels that run on one kind of device only (on the
+# CPU, one that does not keep what its backward needs), unroll every time step into the graph, or lose the dropout
+# between layers.
+
+_States = tuple[Tensor, ...]
+_Cell = Callable[[Tensor, _States, Sequence[Tensor | None]], tuple[Tensor, _States]]
+"""Runs one direction of one layer: `[T, B, I]`, states and weights in torch's order -> `[T, B, P]` and last states."""
+
+
+def _lstm_cell(x: Tensor, states: _States, weights: Sequence[Tensor | None]) -> tuple[Tensor, _States]:
+    into, across, bias, other_bias, projection = weights
+    gates = linear(x, _require(into), _add_biases(bias, other_bias))
+    h, c, weight = (_require(value).to(gates.dtype) for value in (*states, across))
+    output, cells, _ = steps.lstm_steps(gates, h, c, weight, _cast_like(projection, gates))
+    return output, (output[-1], cells[-1])
+
+
+def _gru_cell(x: Tensor, states: _States, weights: Sequence[Tensor | None]) -> tuple[Tensor, _States]:
+    into, across, bias, other_bias, _ = weights
+    gates = linear(x, _require(into), bias)
+    h, weight = (_require(value).to(gates.dtype) for value in (*states, across))
+    output, _, _ = steps.gru_steps(gates, h, weight, _cast_like(other_bias, gates))
+    return output, (output[-1],)
+
+
+def _rnn_cell(x: Tensor, states: _States, weights: Sequence[Tensor | None], relu: bool) -> tuple[Tensor, _States]:
+    into, across, bias, other_bias, _ = weights
+    gates = linear(x, _require(into), _add_biases(bias, other_bias))
+    h, weight = (_require(value).to(gates.dtype) for value in (*states, across))
+    output = steps.rnn_steps(gates, h, weight, relu)
+    return output, (output[-1],)
+
+
+def _require(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value
+
+
+def _cast_like(value: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if value is None else value.to(like.dtype)
+
+
+def _add_biases(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    return None if left is None or right is None else left + right
+
+
+def _layers(
+    cell: _Cell,
+    x: Tensor,
+    states: _States,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    *,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """Return the output of all layers and directions, then the last states, `[layers · directions, B, P or H]` each.
+
+    The arguments are those of the ATen operator, its states as a tuple. All results have the dtype `dtype`, which
+    `torch.export` noted; under autocast, the steps run in the dtype of their gates.
+    """
+    directions = 2 if bidirectional else 1
+    weights = _split_params(params, has_biases, num_layers * directions)
+    x = x.transpose(0, 1) if batch_first else x
+    last: list[_States] = []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            initial = tuple(state[index] for state in states)
+            output, final = cell(x.flip(0) if direction else x, initial, weights[index])
+            outputs.append(output.flip(0) if direction else output)
+            last.append(final)
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            x = apply_dropout(x, dropout)
+    x = x.transpose(0, 1) if batch_first else x
+    results = (x, *(torch.stack(state) for state in zip(*last, strict=True)))
+    return tuple(result.to(dtype) for result in results)
+
+
+def _split_params(params: Sequence[Tensor], has_biases: bool, count: int) -> list[list[Tensor | None]]:
+    """Return, for every layer and direction, weights and biases of input and state, and the projection or None."""
+    size = len(params) // count
+    groups = []
+    for start in range(0, len(params), size):
+        group: list[Tensor | None] = list(params[start : start + size])
+        if not has_biases:
+            group[2:2] = [None, None]
+        groups.append(group + [None] * (5 - len(group)))
+    return groups
+
+
+def lstm(
+    x: Tensor, states: Sequence[Tensor], params: Sequence[Tensor], *options: Any, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return `aten.lstm.input` of the operands."""
+    return _layers(_lstm_cell, x, tuple(states), params, *options, dtype=dtype)
+
+
+def gru(x: Tensor, state: Tensor, params: Sequence[Tensor], *options: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return `aten.gru.input` of the operands."""
+    return _layers(_gru_cell, x, (state,), params, *options, dtype=dtype)
+
+
+def rnn_tanh(
+    x: Tensor, state: Tensor, params: Sequence[Tensor], *options: Any, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return `aten.rnn_tanh.input` of the operands."""
+    return _layers(partial(_rnn_cell, relu=False), x, (state,), params, *options, dtype=dtype)
+
+
+def rnn_relu(
+    x: Tensor, state: Tensor, params: Sequence[Tensor], *options: Any, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return `aten.rnn_relu.input` of the operands."""
+    return _layers(partial(_rnn_cell, relu=True), x, (state,), params, *options, dtype=dtype)

@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-aten = torch.ops.aten
+from autoshard.capture.operators import define, define_backward
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define("lstm_cell(Tensor input_gates, Tensor hidden_gates, Tensor cx) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    "lstm_cell_backward(Tensor? grad_hy, Tensor? grad_cy, Tensor cx, Tensor cy, Tensor workspace) -> (Tensor, Tensor)"
-)
-_library.define("gru_cell(Tensor input_gates, Tensor hidden_gates, Tensor hx) -> (Tensor, Tensor)")
-_library.define("gru_cell_backward(Tensor grad_hy, Tensor workspace) -> (Tensor, Tensor, Tensor)")
+aten = torch.ops.aten
 
 operators = torch.ops.autoshard
 """`lstm_cell`, `gru_cell` and their `_backward`: results are those of the functions below."""
@@ -32,7 +26,7 @@ def _has_kernel(tensor: Tensor) -> bool:
 
 
 def lstm_step(input_gates: Tensor, hidden_gates: Tensor, cx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """New state and cell `[B, H]`, and the workspace: gates after their activation `[B, 4·H]`."""
+    """Return the new state and cell `[B, H]`, and the workspace: gates after their activation `[B, 4·H]`."""
     if _has_kernel(cx):
         hy, cy, workspace = aten._thnn_fused_lstm_cell(input_gates, hidden_gates, cx)
         return hy, cy, workspace
@@ -45,7 +39,7 @@ def lstm_step(input_gates: Tensor, hidden_gates: Tensor, cx: Tensor) -> tuple[Te
 def lstm_step_backward(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the sum of all gates `[B, 4·H]`, and of the cell before `[B, H]`."""
+    """Return the gradients of the sum of all gates `[B, 4·H]`, and of the previous cell `[B, H]`."""
     if _has_kernel(cx):
         grad_gates, grad_cx, _ = aten._thnn_fused_lstm_cell_backward_impl(grad_hy, grad_cy, cx, cy, workspace, False)
         return grad_gates, grad_cx
@@ -64,9 +58,9 @@ def lstm_step_backward(
 
 
 def gru_step(input_gates: Tensor, hidden_gates: Tensor, hx: Tensor) -> tuple[Tensor, Tensor]:
-    """The new state `[B, H]`, and the workspace `[B, 5·H]`.
+    """Return the new state `[B, H]`, and the workspace `[B, 5·H]`.
 
-    It holds reset, update and new gate after their activation, the state before, and the state's part of the new gate.
+    It holds reset, update and new gate after their activation, the previous state, and its part of the new gate.
     """
     if _has_kernel(hx):
         hy, workspace = aten._thnn_fused_gru_cell(input_gates, hidden_gates, hx)
@@ -79,9 +73,9 @@ def gru_step(input_gates: Tensor, hidden_gates: Tensor, hx: Tensor) -> tuple[Ten
 
 
 def gru_step_backward(grad_hy: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input's and of the state's gates `[B, 3·H]`, and of the state before `[B, H]`.
+    """Return the gradients of the input's and of the state's gates `[B, 3·H]`, and of the previous state `[B, H]`.
 
-    That of the state leaves out what comes through its gates.
+    The gradient of the state leaves out what comes through its gates.
     """
     if _has_kernel(workspace):
         of_input, of_hidden, grad_hx, _, _ = aten._thnn_fused_gru_cell_backward(grad_hy, workspace, False)
@@ -95,34 +89,32 @@ def gru_step_backward(grad_hy: Tensor, workspace: Tensor) -> tuple[Tensor, Tenso
     return of_input, of_hidden, (grad_hy * update).contiguous()
 
 
-def _lstm_like(input_gates: Tensor, hidden_gates: Tensor, cx: Tensor) -> tuple[Tensor, ...]:
-    return cx.new_empty(cx.shape), cx.new_empty(cx.shape), input_gates.new_empty(input_gates.shape)
-
-
-def _lstm_backward_like(
-    grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor
-) -> tuple[Tensor, ...]:
-    return workspace.new_empty(workspace.shape), cx.new_empty(cx.shape)
-
-
-def _gru_like(input_gates: Tensor, hidden_gates: Tensor, hx: Tensor) -> tuple[Tensor, ...]:
-    return hx.new_empty(hx.shape), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
-
-
 def _gru_backward_like(grad_hy: Tensor, workspace: Tensor) -> tuple[Tensor, ...]:
     samples, units = grad_hy.shape
     gates = workspace.new_empty(samples, 3 * units)
     return gates, torch.empty_like(gates), grad_hy.new_empty(grad_hy.shape)
 
 
-for _name, _run, _fake in (
-    ("lstm_cell", lstm_step, _lstm_like),
-    ("lstm_cell_backward", lstm_step_backward, _lstm_backward_like),
-    ("gru_cell", gru_step, _gru_like),
-    ("gru_cell_backward", gru_step_backward, _gru_backward_like),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autoshard::{_name}", _fake, lib=_library)
+define(
+    "lstm_cell(Tensor input_gates, Tensor hidden_gates, Tensor cx) -> (Tensor, Tensor, Tensor)",
+    lstm_step,
+    lambda input_gates, _, cx: (*(cx.new_empty(cx.shape) for _ in range(2)), input_gates.new_empty(input_gates.shape)),
+)
+define(
+    "lstm_cell_backward(Tensor? grad_hy, Tensor? grad_cy, Tensor cx, Tensor cy, Tensor workspace) -> (Tensor, Tensor)",
+    lstm_step_backward,
+    lambda grad_hy, grad_cy, cx, cy, workspace: (workspace.new_empty(workspace.shape), cx.new_empty(cx.shape)),
+)
+define(
+    "gru_cell(Tensor input_gates, Tensor hidden_gates, Tensor hx) -> (Tensor, Tensor)",
+    gru_step,
+    lambda input_gates, _, hx: (hx.new_empty(hx.shape), hx.new_empty(hx.shape[0], 5 * hx.shape[1])),
+)
+define(
+    "gru_cell_backward(Tensor grad_hy, Tensor workspace) -> (Tensor, Tensor, Tensor)",
+    gru_step_backward,
+    _gru_backward_like,
+)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -155,8 +147,8 @@ def _gru_gradients(ctx: Any, grad_hy: Tensor | None, _: Any) -> tuple[Tensor | N
     return of_input, of_hidden, grad_hx
 
 
-torch.library.register_autograd("autoshard::lstm_cell", _lstm_gradients, setup_context=_keep, lib=_library)
-torch.library.register_autograd("autoshard::gru_cell", _gru_gradients, setup_context=_keep, lib=_library)
+define_backward("lstm_cell", _keep, _lstm_gradients)
+define_backward("gru_cell", _keep, _gru_gradients)
 
 
 def lstm_cell(
@@ -169,12 +161,12 @@ def lstm_cell(
     *,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`aten.lstm_cell` as a call of `autoshard::lstm_cell`.
+    """Return `aten.lstm_cell` of the operands, computed by `autoshard::lstm_cell`.
 
     Args:
-        x, states, into, across, bias, hidden_bias: as of the operator.
-        dtype: of the results, which `torch.export` noted. Autocast of CPUs makes the gates alone of another: then the
-            operator stays as it is.
+        x, states, into, across, bias, hidden_bias: as of the ATen operator.
+        dtype: of the results, as `torch.export` noted it. Where autocast of CPUs gives the gates alone another dtype,
+            the ATen operator stays.
     """
     h, c = states
     input_gates, hidden_gates = linear(x, into, bias), linear(h, across, hidden_bias)
@@ -195,7 +187,7 @@ def gru_cell(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`aten.gru_cell` as a call of `autoshard::gru_cell`; arguments as of `lstm_cell`."""
+    """Return `aten.gru_cell` of the operands, computed by `autoshard::gru_cell`; arguments as of `lstm_cell`."""
     input_gates, hidden_gates = linear(x, into, bias), linear(h, across, hidden_bias)
     if input_gates.dtype == hidden_gates.dtype == dtype:
         hy: Tensor = operators.gru_cell(input_gates, hidden_gates, h.to(dtype))[0]

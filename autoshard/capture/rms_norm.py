@@ -12,19 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoshard.capture.operators import define, define_backward
+
 aten = torch.ops.aten
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define("rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float eps) -> (Tensor, Tensor)")
-_library.define(
-    "rms_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight, "
-    "bool[2] output_mask) -> (Tensor, Tensor)"
-)
-
 operators = torch.ops.autoshard
-"""`rms_norm`: the result, and the reciprocal of the root `[..., 1, ...]` in the element type that it is computed in.
+"""`rms_norm`: the result, and the reciprocal of the root `[..., 1, ...]` in the dtype that it is computed in.
 
-`rms_norm_backward`: gradients of input and weight, those that `output_mask` asks for; others have no elements.
+`rms_norm_backward`: the gradients of input and weight that `output_mask` asks for; the others have no elements.
 """
 
 
@@ -82,9 +77,17 @@ def _fake_backward(
     return (torch.empty_like(x) if mask[0] else x.new_empty(0)), of_weight
 
 
-for _name, _run, _fake in (("rms_norm", _forward, _fake_forward), ("rms_norm_backward", _backward, _fake_backward)):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autoshard::{_name}", _fake, lib=_library)
+define(
+    "rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float eps) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+define(
+    "rms_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight, "
+    "bool[2] output_mask) -> (Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -103,7 +106,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, ...]
     return of_input if mask[0] else None, None, of_weight if mask[1] else None, None
 
 
-torch.library.register_autograd("autoshard::rms_norm", _differentiate, setup_context=_keep, lib=_library)
+define_backward("rms_norm", _keep, _differentiate)
 
 
 def rms_norm(
@@ -114,11 +117,11 @@ def rms_norm(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`aten.rms_norm` as a call of `autoshard::rms_norm`.
+    """Return `aten.rms_norm` of the operands, computed by `autoshard::rms_norm`.
 
     Args:
-        x, normalized_shape, weight, eps: as of the operator.
-        dtype: of the result, which `torch.export` noted: under autocast, that in which norms are computed.
+        x, normalized_shape, weight, eps: as of the ATen operator.
+        dtype: of the result, as `torch.export` noted it: under autocast, the dtype in which norms are computed.
     """
     eps = torch.finfo(_wide(dtype)).eps if eps is None else eps
     result: Tensor = operators.rms_norm(x.to(dtype).contiguous(), list(normalized_shape), weight, eps)[0]

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autoshard.capture._torch import OpOverload
+from autoshard.capture.nodes import is_random
 
 aten = torch.ops.aten
 
@@ -21,27 +22,14 @@ _NEUTRAL_AT_ONE = frozenset(
 )
 _SAME_SHAPE = frozenset(
     {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.slice_backward.default,
-        aten._to_copy.default,
+        *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.slice.Tensor),
+        *(aten.slice_backward.default, aten._to_copy.default),
     }
 )
 _VIEWS = frozenset(
     {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
+        *(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.slice.Tensor, aten.select.int),
+        *(aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim),
         operator.getitem,
     }
 )
@@ -135,21 +123,6 @@ def _expression(node: fx.Node) -> Hashable | None:
     # Across the halves only views are merged: an operator that the backward half repeats may be there to save memory.
     phase = None if node.target in _VIEWS else node.meta.get("partitioner_tag")
     return (node.target, phase, node.meta.get("task_graph"), freeze(node.args), freeze(node.kwargs))
-
-
-def is_random(node: fx.Node) -> bool:
-    """Return True if two calls of the operator may have different results."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    return torch.Tag.nondeterministic_seeded in node.target.tags or "dropout" in str(node.target)
-
-
-def argument_of(node: fx.Node, name: str, default: Any = None) -> Any:
-    """Return an argument of an operator call by its name; `default` if the call or the operator does not have it."""
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
-    return default
 
 
 def freeze(value: Any) -> Hashable:

@@ -1,4 +1,4 @@
-"""A dry run that does not stop at what capture would stop at: every such line is found in one go."""
+"""A dry run that goes on past the lines at which capture stops, and so finds all of them at once."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class UncapturableLine:
 
     Attributes:
         module: path of the module whose forward runs the line, `""` for the root.
-        where: `model.py:12 (if x.sum() > 0:)`; empty where no line of the user's is to be seen.
-        what: what the line does that no graph can hold, or the error that ended the dry run.
+        where: the line, such as `model.py:12 (if x.sum() > 0:)`; empty where it is not known.
+        what: the reason why no graph can hold the line, or the error that ended the dry run.
     """
 
     module: str
@@ -47,12 +47,12 @@ class UncapturableLine:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a dry run met.
+    """The result of a dry run.
 
     Attributes:
-        findings: the lines, in the order in which they were met, each once.
-        calls: module path -> positional and keyword arguments of its first call, in fake tensors; the modules that
-            the dry run did not reach are absent.
+        findings: the lines, in the order in which they ran, each once.
+        calls: by module path, the positional and keyword arguments of the first call, in fake tensors; modules that the
+            dry run did not reach are absent.
     """
 
     findings: tuple[UncapturableLine, ...]
@@ -62,9 +62,9 @@ class Survey:
 def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Survey:
     """Run a fake twin of the module once, with stand-ins where the numbers in a tensor are asked for.
 
-    A condition is true at its first evaluation at a line and false from then on, so that loops end; numbers are one;
-    sizes that depend on numbers are as large as they can be. What cannot be stood in for ends the run, and is the last
-    of the findings. Nothing of the module is touched.
+    A condition is true at its first evaluation at a line and false from then on, so that loops end; numbers are 1;
+    sizes that depend on numbers are as large as they can be. A line without a stand-in ends the run, and is the last of
+    the findings. The module itself is not touched.
 
     Args:
         module: the module; its parameters may be on several devices.
@@ -74,10 +74,9 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     Raises:
         CaptureError: the module cannot be copied, or has parameters without a shape.
     """
-    mode, reachable, copies = survey_mode(), Reachable(module), dict[int, Any]()
+    mode, reachable = survey_mode(), Reachable(module)
     with outside_modes(), contextlib.ExitStack() as stack:
-        twin = fake_copy(module, mode, None, one_device=False, held=reachable.tensors(), copies=copies)
-        reachable.bind(copies)
+        twin = fake_copy(module, mode, reachable, one_device=False)
         stack.callback(reachable.restore)
         fake_args, fake_kwargs = pytree.tree_map_only(
             torch.Tensor, lambda leaf: fake_like(leaf, mode), (args, dict(kwargs))
@@ -96,7 +95,7 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 class _ModuleCalls:
-    """Which module runs now, and how every module was called first."""
+    """Record of the module that runs now, and of the first call of every module."""
 
     def __init__(self, root: nn.Module) -> None:
         self.stack = [""]
@@ -115,7 +114,7 @@ class _ModuleCalls:
 
 
 class _StandIns(TorchDispatchMode):
-    """Gives results to operators that need numbers, and notes the lines that asked for them."""
+    """Mode that gives results to operators that need numbers, and notes the lines that asked for them."""
 
     def __init__(self, visits: _ModuleCalls) -> None:
         super().__init__()
@@ -156,7 +155,7 @@ def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _index(x: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
-    """`x[mask]` as if the mask were true everywhere."""
+    """Return `x[mask]` as if the mask were true everywhere."""
     whole: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -177,4 +176,4 @@ _LARGEST: dict[Any, Any] = {
     aten.index.Tensor: _index,
     aten._unique2.default: _unique,
 }
-"""Results of operators whose size depends on numbers, as large as they can be."""
+"""Largest possible results of operators whose size depends on numbers."""

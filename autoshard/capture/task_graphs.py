@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,27 +13,27 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture._torch import annotate_nodes, tracing_annotations
+from autoshard.capture.annotate import CAPTURE
 from autoshard.errors import HintError
 from autoshard.names import ancestors
 
-_MARK = "autoshard_task_graph"  # the key in `node.meta["custom"]` of what is traced under a primitive
+_MARK = "autoshard_task_graph"  # the key, in `node.meta["custom"]`, of the mark of operators under a primitive
 _DEFAULT = "_autoshard_default_strategy"  # the attribute of a module that `set_default_strategy` makes
 
-_numbers: ContextVar[Iterator[int] | None] = ContextVar("autoshard_task_graphs", default=None)  # None: no capture
 _entered: ContextVar[tuple[contextlib.ExitStack, ...]] = ContextVar("autoshard_entered", default=())
 
 
 @dataclass(frozen=True, slots=True)
 class Primitive:
-    """How a task graph is to be parallelised: what `replicate` and `split` return.
+    """The parallelism of a task graph, as `replicate` and `split` return it.
 
-    As a context in `forward`, it marks what runs in it as one task graph; of contexts inside one another, the innermost
-    counts. Outside of a capture by autoshard, the context does nothing. As a hint, it makes one of each module that the
-    hint matches.
+    As a context in `forward`, it marks the operators in it as one task graph; of nested contexts, the innermost counts.
+    Outside of a capture by autoshard, the context does nothing. As a hint, it makes a task graph of each module that
+    the hint matches.
 
     Attributes:
         kind: `"replicate"` or `"split"`.
-        devices: over how many devices, or over which mesh axes; None: over all.
+        devices: the number of devices, or the mesh axes; None for all.
     """
 
     kind: Literal["replicate", "split"]
@@ -46,7 +45,7 @@ class Primitive:
         return f"{self.kind}({'' if self.devices is None else self.devices})"
 
     def __enter__(self) -> Primitive:
-        numbers = None if torch.compiler.is_dynamo_compiling() else _numbers.get()
+        numbers = None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
         if numbers is not None:
             stack = contextlib.ExitStack()
             stack.enter_context(annotate_nodes({_MARK: TaskGraph(self, next(numbers))}))
@@ -56,7 +55,7 @@ class Primitive:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not torch.compiler.is_dynamo_compiling() and _numbers.get() is not None:
+        if not torch.compiler.is_dynamo_compiling() and CAPTURE.get() is not None:
             *others, stack = _entered.get()
             _entered.set(tuple(others))
             stack.close()
@@ -67,9 +66,9 @@ class TaskGraph:
     """One stretch of a model with one primitive.
 
     Attributes:
-        primitive: how it is to be parallelised.
-        place: which it is: of a context in `forward` its number, in the order in which they are entered; of what a
-            default or a hint covers, the path of the module that it is of.
+        primitive: the parallelism.
+        place: for a context in `forward`, its number in the order in which contexts are entered; for a default or a
+            hint, the path of its module.
     """
 
     primitive: Primitive
@@ -80,21 +79,21 @@ Devices = int | str | Sequence[str] | None
 
 
 def replicate(devices: Devices = None) -> Primitive:
-    """Data parallelism for the operators that run under it: `with autoshard.replicate(4):` in `forward`.
+    """Return data parallelism for the operators that run under it: `with autoshard.replicate(4):` in `forward`.
 
-    Tensors with a batch dim (the first dim of the inputs, and what comes of it) are sharded by it, so that each of the
-    devices computes its part of the batch; parameters that nothing else uses are whole on each. On a mesh with a
-    pipeline axis, several such contexts (or those of `split`) with numbers of devices are the pipeline's stages.
+    Tensors with a batch dim (the first dim of the inputs, and the dims that come of it) are sharded by it, so that each
+    device computes its part of the batch; parameters that no other operator uses are whole on each device. On a mesh
+    with a pipeline axis, several such contexts (or those of `split`) with numbers of devices are the pipeline's stages.
 
     Args:
-        devices: how many: those of the first mesh axis of that size, or of several axes with that product; or the
-            name of an axis, or several. None: all there are. On other axes the planner is free.
+        devices: a number: the devices of the first mesh axis of that size, or of several axes with that product; or the
+            name of an axis, or names of several. None: all devices. On other axes the planner is free.
 
     Returns:
         The primitive, for a `with` statement in `forward`, or for `set_default_strategy`.
 
     Raises:
-        HintError: it is none of these; or, when the model is planned, the mesh has no such axes.
+        HintError: `devices` is not valid; or, when the model is planned, the mesh has no such axes.
 
     Source: Whale 3.1.2, "Parallel Primitives".
     """
@@ -102,13 +101,13 @@ def replicate(devices: Devices = None) -> Primitive:
 
 
 def split(devices: Devices = None) -> Primitive:
-    """Tensor parallelism for the operators that run under it: `with autoshard.split(4):` in `forward`.
+    """Return tensor parallelism for the operators that run under it: `with autoshard.split(4):` in `forward`.
 
-    None of them is sharded by the batch on these devices; those that compute most are split by dims of parameters where
-    they can be: rows or columns of a weight, heads, experts, classes. The planner chooses which.
+    No operator is sharded by the batch on these devices. The operators that compute most are split by dims of
+    parameters where that is possible: rows or columns of a weight, heads, experts, classes. The planner chooses.
 
     Args:
-        devices: as for `replicate`, but of several axes of that size the last.
+        devices: as for `replicate`, but of several axes of that size, the last counts.
 
     Returns, Raises, Source: as for `replicate`.
     """
@@ -116,7 +115,7 @@ def split(devices: Devices = None) -> Primitive:
 
 
 def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
-    """Say how what no primitive covers in `module` is to be parallelised, submodules included.
+    """Set the parallelism of the operators of `module`, submodules included, that no primitive covers.
 
     It is a property of the module, which `parallelize` and `plan` read: of modules inside one another the innermost
     default counts, and a primitive in `forward` counts more than any.
@@ -158,39 +157,25 @@ def _check_devices(kind: str, devices: object) -> int | tuple[str, ...] | None:
     )
 
 
-@contextlib.contextmanager
-def marking() -> Iterator[None]:
-    """Context in which primitives leave their marks in what is traced."""
-    token = _numbers.set(itertools.count())
-    try:
-        yield
-    finally:
-        _numbers.reset(token)
-
-
-def is_marked(graph: fx.Graph) -> bool:
-    """Whether some node was traced under a primitive."""
-    return any(_mark_of(node) is not None for node in graph.nodes)
-
-
 def keeping_marks(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
-    """Context in which what is traced of the nodes of a graph, and of their derivatives, has their marks."""
-    return tracing_annotations() if is_marked(graph) else contextlib.nullcontext()
+    """Context in which the nodes traced from a graph, derivatives included, have the marks of its nodes."""
+    is_marked = any(_mark_of(node) is not None for node in graph.nodes)
+    return tracing_annotations() if is_marked else contextlib.nullcontext()
 
 
 def defaults_of(module: nn.Module) -> dict[str, TaskGraph]:
-    """The task graphs of defaults, by the paths of the modules that have them."""
-    found = ((path, part.__dict__.get(_DEFAULT)) for path, part in module.named_modules(remove_duplicate=False))
-    return {path: TaskGraph(default, path) for path, default in found if default is not None}
+    """Return the task graphs of defaults, by the paths of the modules that have them."""
+    defaults = ((path, part.__dict__.get(_DEFAULT)) for path, part in module.named_modules(remove_duplicate=False))
+    return {path: TaskGraph(default, path) for path, default in defaults if default is not None}
 
 
 def mark_defaults(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
-    """Mark the operators of an exported forward graph that no primitive in `forward` covers with what a default says.
+    """Mark the operators of an exported forward graph that no primitive in `forward` covers with their defaults.
 
-    What is cut of the graph then keeps all that is said of it, though it has other modules.
+    A part that is cut from the graph then keeps its task graphs, though it has other modules.
 
     Args:
-        graph: as export gives it, with the modules of every node.
+        graph: an exported graph, with the modules of every node.
         defaults: task graphs by paths of modules; the innermost counts.
     """
     for node in graph.nodes if defaults else ():
@@ -202,24 +187,24 @@ def mark_defaults(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
 
 
 def task_graphs_with_counts(graph: fx.Graph) -> dict[str, TaskGraph]:
-    """The operators in contexts of `forward` that ask for a number of devices, by the names of their nodes.
+    """Return the task graphs of contexts of `forward` that ask for a number of devices, by names of nodes.
 
-    On a mesh with a pipeline these devices are a stage's own, where several such contexts follow one another.
+    On a mesh with a pipeline, these are the devices of a stage, if several such contexts follow one another.
     """
-    found = ((node.name, _mark_of(node)) for node in graph.nodes)
+    marks = ((node.name, _mark_of(node)) for node in graph.nodes)
     return {
-        name: one
-        for name, one in found
-        if one is not None and isinstance(one.place, int) and isinstance(one.primitive.devices, int)
+        name: mark
+        for name, mark in marks
+        if mark is not None and isinstance(mark.place, int) and isinstance(mark.primitive.devices, int)
     }
 
 
 def assign_task_graphs(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
-    """Say of every operator, in its `meta["task_graph"]`, what it belongs to; all have a module path.
+    """Set the `meta["task_graph"]` of every operator of a step, all of which have a module path.
 
     Args:
         graph: of a step.
-        defaults: what is not marked in `forward` belongs to, by paths of modules; the innermost counts.
+        defaults: task graphs of operators that are not marked, by paths of modules; the innermost counts.
     """
     for node in graph.nodes:
         if node.op == "call_function":
@@ -237,7 +222,7 @@ def _task_graph_of(node: fx.Node, defaults: Mapping[str, TaskGraph]) -> TaskGrap
 
 
 def _default_of(path: str, defaults: Mapping[str, TaskGraph]) -> TaskGraph | None:
-    return next((defaults[one] for one in (path, *ancestors(path), "") if one in defaults), None)
+    return next((defaults[each] for each in (path, *ancestors(path), "") if each in defaults), None)
 
 
 def _mark_of(node: fx.Node) -> TaskGraph | None:

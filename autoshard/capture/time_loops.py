@@ -6,7 +6,7 @@ dim, in torch's order: input, forget, cell, output for LSTM (4·H); reset, updat
 The hidden units may be shared by several ranks, each of which has their columns of every tensor and their rows of the
 weight: `units` then puts the state together before every step. P, the columns of the weight, is whole.
 
-A step of LSTM and GRU behind its product is that of `recurrent_cells`, which has a kernel on GPUs.
+A step of LSTM and GRU behind its product is that of `recurrent_cell_operators`, which has a kernel on GPUs.
 
 Source: the formulas in the documentation of `torch.nn.LSTM`, `torch.nn.GRU` and `torch.nn.RNN`.
 """
@@ -23,13 +23,13 @@ from autoshard.capture.recurrent_cell_operators import gru_step, gru_step_backwa
 
 
 class HiddenUnits(Protocol):
-    """Where the hidden units of a layer are."""
+    """Exchange of the hidden units of a layer among the ranks that share them."""
 
     def all_gather(self, state: Tensor) -> Tensor:
-        """The state of all units `[B, H]` from that of this rank's."""
+        """Return the state of all units `[B, H]` from the state of this rank's units."""
 
     def reduce_scatter(self, gradient: Tensor) -> Tensor:
-        """This rank's units of the sum of what all ranks have for all units `[B, H]`."""
+        """Return this rank's units of the sum over ranks of gradients of all units `[B, H]`."""
 
 
 class _LocalUnits:
@@ -48,7 +48,7 @@ LOCAL_UNITS: HiddenUnits = _LocalUnits()
 def lstm(
     gates: Tensor, h: Tensor, c: Tensor, weight: Tensor, projection: Tensor | None, units: HiddenUnits = LOCAL_UNITS
 ) -> tuple[Tensor, ...]:
-    """Outputs `[T, B, P]`, cell states `[T, B, H]` and gates after their activation `[T, B, 4·H]`."""
+    """Return outputs `[T, B, P]`, cell states `[T, B, H]` and gates after their activation `[T, B, 4·H]`."""
     outputs, cells, active = [], [], []
     for gate in gates:
         h, c, workspace = lstm_step(gate, linear(units.all_gather(h), weight), c)
@@ -69,7 +69,7 @@ def lstm_backward(
     active: Tensor,
     units: HiddenUnits = LOCAL_UNITS,
 ) -> tuple[Tensor, ...]:
-    """Gradients of gates `[T, B, 4·H]`, of h and c, and of every step's output, later steps included `[T, B, P]`."""
+    """Return gradients of gates `[T, B, 4·H]`, h, c, and of every step's output, later steps included `[T, B, P]`."""
     grad_h = torch.zeros_like(c) if projection is None else c.new_zeros(c.shape[0], projection.shape[0])
     grad_c = torch.zeros_like(c)
     grad_gates, totals = [], []
@@ -88,7 +88,7 @@ def lstm_backward(
 def gru(
     gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, units: HiddenUnits = LOCAL_UNITS
 ) -> tuple[Tensor, ...]:
-    """Outputs `[T, B, H]`, gates after their activation `[T, B, 3·H]`, and h's part of the new gate `[T, B, H]`."""
+    """Return outputs `[T, B, H]`, gates after activation `[T, B, 3·H]`, and h's part of the new gate `[T, B, H]`."""
     outputs, active, candidates = [], [], []
     for gate in gates:
         h, workspace = gru_step(gate, linear(units.all_gather(h), weight, bias), h)
@@ -107,7 +107,7 @@ def gru_backward(
     candidates: Tensor,
     units: HiddenUnits = LOCAL_UNITS,
 ) -> tuple[Tensor, ...]:
-    """Gradients of gates `[T, B, 3·H]`, of what h adds to the gates `[T, B, 3·H]`, and of h."""
+    """Return gradients of gates `[T, B, 3·H]`, of what h adds to the gates `[T, B, 3·H]`, and of h."""
     grad_h = torch.zeros_like(h)
     grad_gates, grad_added = [], []
     for step in reversed(range(output.shape[0])):
@@ -121,7 +121,7 @@ def gru_backward(
 
 
 def rnn(gates: Tensor, h: Tensor, weight: Tensor, relu: bool, units: HiddenUnits = LOCAL_UNITS) -> Tensor:
-    """Outputs `[T, B, H]`."""
+    """Return outputs `[T, B, H]`."""
     outputs = []
     for gate in gates:
         h = gate + linear(units.all_gather(h), weight)
@@ -133,7 +133,7 @@ def rnn(gates: Tensor, h: Tensor, weight: Tensor, relu: bool, units: HiddenUnits
 def rnn_backward(
     grad_output: Tensor, weight: Tensor, output: Tensor, relu: bool, units: HiddenUnits = LOCAL_UNITS
 ) -> tuple[Tensor, ...]:
-    """Gradients of gates `[T, B, H]` and of h."""
+    """Return gradients of gates `[T, B, H]` and of h."""
     grad_h = torch.zeros_like(output[0])
     grad_gates = []
     for step in reversed(range(output.shape[0])):

@@ -18,8 +18,8 @@ from autoshard.capture.attention_operator import operators as attentions
 from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.capture.layers import PREPARATIONS, parameter_layers
 from autoshard.capture.mixed_precision import REDUCED
+from autoshard.capture.nodes import is_random
 from autoshard.capture.recomputation import RECOMPUTES
-from autoshard.capture.simplify import is_random
 from autoshard.errors import HintError
 from autoshard.patterns.cuts import CutPropagation, useful_cuts
 from autoshard.patterns.generic import generic_sizes

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autoshard.capture.repeated_modules import repeated_modules
+from autoshard.capture.layers import repeated_modules
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.planner.planning_problem import BuiltProblem, Variable
 from autoshard.solver import Edge, Problem

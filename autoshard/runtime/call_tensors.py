@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,38 +10,19 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.call_layout import call_layout
+from autoshard.capture.call_layout import call_layout, call_tensors
 from autoshard.capture.dynamic import Dynamic
 
 
 def describe_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> dict[str, str]:
     """Return texts of all that ranks must have in common in a call of the module."""
-    tensors = tensors_of_call(module, args, kwargs)
+    tensors = call_tensors(module, args, kwargs)
     return {
         "whether gradients are wanted": "yes" if grad else "no",
         "whether the module is in training mode": "yes" if module.training else "no",
         "the names of the tensors that are passed": ", ".join(tensors),
         **{f"the input {name}": f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()},
     }
-
-
-def tensors_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a call by name, or by number where they have none."""
-    call = (args, dict(kwargs))
-    return {
-        name or f"number {place}": leaf
-        for place, (name, leaf) in enumerate(zip(names_of_leaves(module, call), pytree.tree_leaves(call), strict=True))
-        if isinstance(leaf, torch.Tensor)
-    }
-
-
-def shapes_of_call(
-    module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the tensors of a call."""
-    for name, leaf in zip(names_of_leaves(module, call), pytree.tree_leaves(call), strict=True):
-        if isinstance(leaf, torch.Tensor):
-            yield name, tuple(leaf.shape)
 
 
 # No tuple: pytree would take that apart.

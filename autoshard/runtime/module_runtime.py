@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.call_layout import signature_of, without_omitted_arguments
+from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.conditions import check_conditions
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
-from autoshard.capture.global_hooks import warn_of_global_hooks
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, warn_of_global_hooks
 from autoshard.capture.python_state import check_invalidating_effects
 from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import InputError
@@ -29,15 +28,13 @@ from autoshard.runtime.call_sizes import MOST_PROGRAMS, CallSizes
 from autoshard.runtime.call_tensors import (
     describe_call,
     names_of_leaves,
-    shapes_of_call,
-    tensors_of_call,
     without_dynamic_sizes,
 )
 from autoshard.runtime.constants import place_constant
 from autoshard.runtime.host_groups import HostGroups
 from autoshard.runtime.in_place_changes import check_changes, write_back
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
-from autoshard.runtime.shards import set_tensor, to_mesh_device
+from autoshard.runtime.shards import to_mesh_device
 from autoshard.runtime.step import LocalProgram
 from autoshard.runtime.uneven_inputs import check_blocks, even_shapes, gather_shapes, local_shares, whole_shapes
 from autoshard.size import Sizes, at
@@ -243,7 +240,7 @@ class Runtime:
 
     def program_for_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[CallProgram, Sizes]:
         """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes."""
-        shapes = dict(shapes_of_call(self.module, (args, kwargs))) if self.dynamic else {}
+        shapes = self._input_shapes(args, kwargs) if self.dynamic else {}
         dynamic = without_omitted_arguments(self.module, self.dynamic, shapes)
         if dynamic and may_be_dynamic(dynamic, shapes):
             masked_args, masked_kwargs = without_dynamic_sizes(self.module, (args, kwargs), dynamic)
@@ -301,7 +298,7 @@ class Runtime:
         start = time.perf_counter()
         graph, program = self._prepare(args, kwargs, grad, tangents, signature, dynamic)
         if not earlier and self.only_call is None:
-            shapes = dict(shapes_of_call(self.module, (args, kwargs)))
+            shapes = self._input_shapes(args, kwargs)
             self._sizes.record(self._call_kind(args, kwargs, grad), shapes, time.perf_counter() - start)
         served = CallProgram(graph, program, tuple(self._location(graph, border) for border in program.step.inputs))
         # A program for the same state was made for fewer gradients, and goes.
@@ -311,9 +308,12 @@ class Runtime:
         self.owners = dict(_owners(self.module))
         return served
 
+    def _input_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in call_tensors(self.module, args, kwargs).items()}
+
     def _call_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Hashable:
         """Return everything of a call but sizes and plain values."""
-        tensors = tensors_of_call(self.module, args, kwargs).items()
+        tensors = call_tensors(self.module, args, kwargs).items()
         return grad, self.module.training, tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
 
     def _location(self, graph: JointGraph, border: ProgramTensor) -> tuple[dict[str, Any], str] | torch.Tensor | None:
@@ -361,11 +361,8 @@ class Runtime:
             else:
                 outputs.append(self._output(result, at(border, sizes)))
         self._restore_views(served, outputs, sources)
-        attributes, kept = served.graph.result.assigned_tensors(outputs)
-        for path, value in attributes.items():
-            set_tensor(self.module, path, value)
-        # Numbers and objects that `forward` sets are set after every call, which runs none of its Python code.
-        served.graph.state.apply_effects(kept)
+        # What `forward` sets is set after every call, which runs none of its Python code.
+        served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
         return served.graph.unflatten_outputs(outputs)
 
     def _input(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`auto_mesh`: every rank of a running job on the mesh that the first rank found the best."""
+"""`auto_mesh`: the best mesh of all ranks of a running job, found by the first rank."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class AgreedMesh(NamedTuple):
     """The mesh that all ranks agree on.
 
     Attributes:
-        device_mesh: of all ranks of the job.
-        pipeline: its axis, and the dims of inputs that count samples; None without a pipeline.
+        device_mesh: the mesh of all ranks of the job.
+        pipeline: the axis of the pipeline, and the dims of inputs that count samples; None without a pipeline.
         plan: for this mesh.
     """
 
@@ -42,11 +42,11 @@ def auto_mesh(
     device_type: str | None = None,
     pipelines: bool | str = True,
 ) -> AgreedMesh:
-    """Make the best mesh of all ranks of a job on all of them. The first rank searches, the others wait for it.
+    """Make the best mesh of all ranks of a job. The first rank searches, the others wait for it.
 
     Args:
         module, args, kwargs: the model and an example call, the same on every rank.
-        target: of planning; its time limit is the search's, too.
+        target: of planning; its time limit is also that of the search.
         device_type: such as `"cuda"`; by default `"cpu"` where the process group is gloo's, else the accelerator's.
         pipelines: as for `search`.
 
@@ -64,28 +64,24 @@ def auto_mesh(
         raise InputError('mesh="auto" needs an example call to plan for: pass example_args or example_kwargs.')
     request = SearchOptions("mini-time", dist.get_world_size(), pipelines)
     kind = device_type or device_type_of_job()
-    everyone = init_device_mesh(kind, (request.devices,), mesh_dim_names=("devices",))
+    all_ranks = init_device_mesh(kind, (request.devices,), mesh_dim_names=("devices",))
 
     def decide() -> str:
         result = run_search(module, args, kwargs, request, target)
         axes = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))
         return json.dumps({"mesh": axes, "pipeline_axis": result.pipeline_axis, "plan": result.plan.to_json()})
 
-    decided = json.loads(from_first_rank(everyone, decide))
-    axes, axis = decided["mesh"], decided["pipeline_axis"]
+    decision = json.loads(from_first_rank(all_ranks, decide))
+    axes, axis = decision["mesh"], decision["pipeline_axis"]
     device_mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if axis is None:
+        return AgreedMesh(device_mesh, None, ShardingPlan.from_json(decision["plan"]))
     # The plan has the schedule and the microbatches.
-    pipeline = None if axis is None else Pipeline(axis=axis, batch_dims=target.options.pipeline.batch_dims)
-    return AgreedMesh(device_mesh, pipeline, _plan_of(decided["plan"], axis))
+    pipeline = Pipeline(axis=axis, batch_dims=target.options.pipeline.batch_dims)
+    return AgreedMesh(device_mesh, pipeline, PipelinePlan.from_json(decision["plan"]))
 
 
 def device_type_of_job() -> str:
-    """The type of the devices that the ranks of the job work on."""
+    """Return the type of the devices of the ranks of the job."""
     accelerator = torch.accelerator.current_accelerator()
     return "cpu" if dist.get_backend() == "gloo" or accelerator is None else accelerator.type
-
-
-def _plan_of(text: str, axis: str | None) -> ShardingPlan | PipelinePlan:
-    if axis is None:
-        return ShardingPlan.from_json(text)
-    return PipelinePlan.from_json(text)

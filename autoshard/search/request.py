@@ -1,52 +1,43 @@
-"""What is searched for, whatever the number of devices."""
+"""The request of a search: the model, the options and the limits, for any number of devices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from autoshard.capture.joint import JointGraph
 from autoshard.options import Pipeline
 from autoshard.options.target import Target
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
-from autoshard.pipeline.assign.placement import stage_devices
+from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.search.shapes import PipelineAxis, Shape
-
-if TYPE_CHECKING:
-    from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-
-PlanPipeline = Callable[..., "PipelinePlan"]
-"""`autoshard.pipeline.plan.pipeline_planner.plan_pipeline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is searched for, whatever the number of devices.
+    """The request of a search, for any number of devices.
 
     Attributes:
-        module, args, kwargs: the model and an example call.
+        module: the model.
         graph: the captured step.
-        capture_seconds: that its capture took.
-        options: of planning, with the bytes that every device may hold as memory limit.
-        own_memory: whether that is no more than what the smallest device has: pipelines may give each device of a
-            larger one as much as it has.
-        pipelines: where the axis of pipelines lies.
-        batch: how many samples there are to make microbatches of.
-        plan_pipeline: plans a pipeline on a mesh.
+        capture_seconds: of the capture.
+        target: of planning; its memory limit is the bytes that every device may hold.
+        pipelines: the position of the axis of pipelines.
+        batch: samples of the example call, which microbatches split.
+        plan_pipeline: `plan_pipeline` with the captures of the example call.
+        own_memory: True if the memory limit is just the memory of the smallest device. Larger devices of a pipeline may
+            then hold as much as they have.
     """
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     graph: JointGraph
     capture_seconds: float
     target: Target
     pipelines: PipelineAxis
     batch: int
-    plan_pipeline: PlanPipeline
+    plan_pipeline: Callable[..., PipelinePlan]
     own_memory: bool = False
 
     @property
@@ -62,7 +53,7 @@ class Request:
         return limit
 
     def device_memory(self, shape: Shape) -> float:
-        """Bytes that a device of a mesh may hold; of a pipeline, on the average of its ranks."""
+        """Return the bytes that a device of a mesh may hold; of a pipeline, the mean over its ranks."""
         if shape.axis is None or not self.own_memory:
             return self.memory_limit
         devices = stage_devices(self.target.cluster, PipelineMesh.of(shape.mesh, shape.axis))
@@ -70,14 +61,14 @@ class Request:
 
     @property
     def microbatch_numbers(self) -> list[int]:
-        """Of microbatches that a pipeline may have."""
+        """The numbers of microbatches that a pipeline may have."""
         divisors = [number for number in range(1, self.batch + 1) if self.batch % number == 0]
         return [number for number in divisors if self.pipeline.microbatches in ("auto", number)] or divisors
 
     def feasible_numbers(self, shape: Shape) -> list[int]:
-        """Of these the numbers with a sample in a microbatch for every device of a stage; all where there are none.
+        """Return the numbers with a sample in a microbatch for every device of a stage; all numbers if there are none.
 
-        In a stage of several hosts, the devices of a host may share one.
+        In a stage of several hosts, the devices of a host may share a sample.
         """
         host = self.target.cluster.devices_per_host
         least = shape.devices_per_rank // host if shape.devices_per_rank > host else shape.devices_per_rank

@@ -1,12 +1,12 @@
-"""`SearchResult`: the best mesh and its plan, and a table of all that were looked at."""
+"""`SearchResult`: the best mesh and its plan, and a table of all meshes."""
 
 from __future__ import annotations
 
 import io
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from rich import box
 from rich.console import Console, Group
@@ -14,30 +14,58 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.errors import PlanError
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.search.mesh_candidate import BEST, MeshCandidate
+from autoshard.search.shapes import Shape
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 
 Option = Literal["mini-time", "mini-parallelism", "profiling"]
 
 _WIDTH = 120
 
+BEST = "best"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshCandidate:
+    """A mesh of a search.
+
+    Attributes:
+        shape: the mesh, and its pipeline axis.
+        least_seconds: lower bound of the seconds of its step.
+        least_bytes: lower bound of the bytes that every device holds.
+        seconds: predicted time of the step of its fastest plan; None where it has no plan.
+        peak: bytes that a device holds under that plan at most; None likewise.
+        plan: the plan, if it is the best of all meshes of as many devices.
+        verdict: `"best"`, or the reason why not.
+    """
+
+    shape: Shape
+    least_seconds: float
+    least_bytes: int
+    seconds: float | None = None
+    peak: int | None = None
+    plan: ShardingPlan | PipelinePlan | None = field(default=None, repr=False)
+    verdict: str = ""
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.shape.mesh.size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What `autoshard.search` found.
+    """The result of `autoshard.search`.
 
     Attributes:
-        option: what was looked for.
+        option: of the search.
         cluster: name of the cluster that plans were priced on.
         memory_limit: bytes that a device may hold.
-        candidates: all meshes that were looked at: by number of devices, the fastest first, those without a plan last.
-        notes: what cut the search short, if anything did.
-        seconds: that the search took, capture included.
+        candidates: all meshes: by number of devices, the fastest first, those without a plan last.
+        notes: the reasons why the search ended early, or why a number of devices has no plan.
+        seconds: of the search, capture included.
     """
 
     option: Option
@@ -49,13 +77,13 @@ class SearchResult:
 
     @property
     def best(self) -> MeshCandidate:
-        """The mesh that was looked for: with `"mini-parallelism"` of the fewest devices, else of the shortest step."""
+        """The best mesh: with `"mini-parallelism"` that of the fewest devices, else that of the shortest step."""
         best = self.by_devices.values()
         return next(iter(best)) if self.option == "mini-parallelism" else min(best, key=_seconds)
 
     @property
     def plan(self) -> ShardingPlan | PipelinePlan:
-        """The plan for `mesh`: one that `autoshard.parallelize(plan=...)` takes."""
+        """The plan for `mesh`, for `autoshard.parallelize(plan=...)`."""
         assert self.best.plan is not None, "the best candidate has a plan"
         return self.best.plan
 
@@ -66,14 +94,14 @@ class SearchResult:
 
     @property
     def pipeline_axis(self) -> str | None:
-        """The axis of `mesh` that is a pipeline; None where the best plan has none."""
+        """The axis of `mesh` that is a pipeline; None where the best plan is no pipeline."""
         return self.best.shape.axis
 
     @property
     def by_devices(self) -> dict[int, MeshCandidate]:
-        """The best mesh of every number of devices that has one, the fewest devices first."""
+        """The best mesh of every number of devices that has a plan, the fewest devices first."""
         best = (candidate for candidate in self.candidates if candidate.verdict == BEST)
-        return {candidate.devices: candidate for candidate in sorted(best, key=lambda one: one.devices)}
+        return {candidate.devices: candidate for candidate in sorted(best, key=lambda candidate: candidate.devices)}
 
     def __repr__(self) -> str:
         best = self.best
@@ -89,7 +117,7 @@ class SearchResult:
         return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
 
     def table(self) -> Group:
-        """The best of every number of devices where there are several, all meshes, and the notes."""
+        """Return a table per number of devices, if there are several, a table of all meshes, and the notes."""
         counts = sorted({candidate.devices for candidate in self.candidates})
         parts: list[Table | Text] = []
         if len(counts) > 1:
@@ -99,14 +127,14 @@ class SearchResult:
         for title in ("devices", "mesh", "step", "at least", "peak", "at least"):
             table.add_column(title, justify="left" if title == "mesh" else "right", no_wrap=True)
         table.add_column("", overflow="fold")
-        for one in self.candidates:
-            name = f"{one.shape} (pipeline {one.shape.axis})" if one.shape.axis else str(one.shape)
-            amounts = (_time(one.seconds), _time(one.least_seconds), _bytes(one.peak), _bytes(one.least_bytes))
-            table.add_row(*map(Text, (str(one.devices), name, *amounts, one.verdict)))
+        for line in self.candidates:
+            name = f"{line.shape} (pipeline {line.shape.axis})" if line.shape.axis else str(line.shape)
+            amounts = (_time(line.seconds), _time(line.least_seconds), _bytes(line.peak), _bytes(line.least_bytes))
+            table.add_row(*map(Text, (str(line.devices), name, *amounts, line.verdict)))
         return Group(*parts, table, *map(Text, self.notes))
 
     def _devices_table(self, counts: Iterable[int]) -> Table:
-        """What every number of devices gives: the step, and what a second of all devices together is worth."""
+        """Return a table of the step, the speed-up and the device seconds of every number of devices."""
         best = self.by_devices
         fewest = next(iter(best.values()))
         table = Table(title="by number of devices", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
@@ -116,10 +144,10 @@ class SearchResult:
         table.add_column("mesh", overflow="fold")
         for count in counts:
             if count in best:
-                one = best[count]
-                gained = f"{_seconds(fewest) / _seconds(one):.2f}"
-                amounts = (_time(one.seconds), gained, _time(_seconds(one) * count), _bytes(one.peak))
-                table.add_row(*map(Text, (str(count), *amounts, str(one.shape))))
+                line = best[count]
+                speed_up = f"{_seconds(fewest) / _seconds(line):.2f}"
+                amounts = (_time(line.seconds), speed_up, _time(_seconds(line) * count), _bytes(line.peak))
+                table.add_row(*map(Text, (str(count), *amounts, str(line.shape))))
             else:
                 table.add_row(str(count), "", "", "", "", "nothing fits")
         return table
@@ -128,7 +156,7 @@ class SearchResult:
         """Draw the shortest step of every number of devices to a file, beside that of perfect speed-up.
 
         Args:
-            path: of the picture; its suffix says the format, such as `.png`, `.svg` or `.pdf`.
+            path: of the picture; its suffix is the format, such as `.png`, `.svg` or `.pdf`.
 
         Raises:
             PlanError: the search was of one number of devices alone, or matplotlib is not installed.
@@ -147,15 +175,15 @@ class SearchResult:
                 "the result."
             ) from error
         best = tuple(self.by_devices.values())
-        counts, steps = [one.devices for one in best], [1e3 * _seconds(one) for one in best]
+        counts, steps = [line.devices for line in best], [1e3 * _seconds(line) for line in best]
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.add_subplot()
         axes.set(xscale="log", yscale="log", xticks=counts, xticklabels=list(map(str, counts)))
         axes.minorticks_off()
         axes.plot(counts, steps, "o-", color="tab:blue", label="fastest plan")
         axes.plot(counts, [steps[0] * counts[0] / n for n in counts], ":", color="grey", label="perfect speed-up")
-        for one, step in zip(best, steps, strict=True):
-            axes.annotate(str(one.shape), (one.devices, step), textcoords="offset points", xytext=(4, 6), fontsize=8)
+        for line, step in zip(best, steps, strict=True):
+            axes.annotate(str(line.shape), (line.devices, step), textcoords="offset points", xytext=(4, 6), fontsize=8)
         axes.set(xlabel="devices", ylabel="predicted step [ms]", title=f"on cluster {self.cluster}")
         axes.grid(alpha=0.3)
         axes.legend()

@@ -15,15 +15,14 @@ from autoshard.capture._torch import pytree
 from autoshard.errors import AutoshardError, BudgetError, MeshError, PlanError, warn_caller
 from autoshard.options import OptionKeywords, collect_options
 from autoshard.options.target import Target
-from autoshard.pipeline.graph.microbatch import samples
-from autoshard.pipeline.plan.captures import BatchCall, PipelineCaptures
+from autoshard.pipeline.graph.microbatch import BatchCall
+from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.planner.planning import capture_with_progress
 from autoshard.runtime.arguments import check_examples, check_module
-from autoshard.search.mesh_candidate import MeshCandidate
 from autoshard.search.mesh_search import MeshSearch
 from autoshard.search.request import Request
-from autoshard.search.result import Option, SearchResult
+from autoshard.search.result import MeshCandidate, Option, SearchResult
 from autoshard.search.shapes import PipelineAxis
 
 _PIPELINES: dict[bool | str, PipelineAxis] = {False: "none", True: "outer", "outer": "outer", "inner": "inner"}
@@ -39,37 +38,37 @@ def search(
     pipelines: bool | str = True,
     **keywords: Unpack[OptionKeywords],
 ) -> SearchResult:
-    """The best mesh for `module` on so many devices, its plan, and a table of all meshes that were looked at.
+    """Find the best mesh for `module` on so many devices, and its plan.
 
-    Needs neither a process group nor the devices. Meshes of up to three axes are looked at, with and without a
-    pipeline axis, `"pp"`. Those that can't fit, or can't be faster than the best one found, are dropped by bounds; the
-    others are planned, quickly at first, and the best with all effort.
+    The search needs neither a process group nor the devices. Its candidates are meshes of up to three axes, with and
+    without a pipeline axis, `"pp"`. Those that can't fit, or can't be faster than the best one so far, are dropped by
+    bounds; the others are planned, quickly at first, and the best with all effort.
 
     Args:
         module, example_args, example_kwargs: as for `autoshard.plan`.
-        devices: how many there are; ranks fill one host after the other.
+        devices: the number of devices; ranks fill one host after the other.
         option: `"mini-time"`: the shortest step on these devices; `"mini-parallelism"`: the fewest devices that the
             model fits on, of the numbers that divide `devices`, and the shortest step on so many; `"profiling"`: the
             shortest step for each of these numbers (TensorOpt 4.1).
-        pipelines: the meshes with a pipeline that are looked at. True or `"outer"`: its axis is the outermost one,
+        pipelines: the meshes with a pipeline among the candidates. True or `"outer"`: its axis is the outermost one,
             stages being whole hosts or parts of one host; `"inner"`: the innermost one, so that neighbouring stages
-            share a host; False: none.
+            share a host; False: no pipelines.
         **keywords: the fields of `autoshard.Options`, without `inputs`, `input_placements`, `output_placements`,
-            `dynamic`, `shares`, `compile` and `overlap`. Of these, three have a meaning of their own here.
+            `dynamic`, `shares`, `compile` and `overlap`. Three of these have a special meaning here.
             `memory_limit`: by default what the smallest device has, and in a pipeline each as much as it has. `hints`:
             axes other than `"pp"` are called `"x"`, `"y"` and `"z"`, the last one over the nearest neighbours; a mesh
-            that a hint does not fit is left out. `search.time_limit`: when it is over, the best plan found until then
-            is returned with a note and a warning.
+            that a hint does not fit is left out. `search.time_limit`: when it is over, the best plan so far is returned
+            with a note and a warning.
 
     Returns:
-        The result: `result.mesh`, `result.pipeline_axis`, `result.plan`; it prints as a table.
+        The result: `result.mesh`, `result.pipeline_axis`, `result.plan`; it prints as a table of all meshes.
 
     Raises:
-        MeshError: `devices` is no whole number from 1 up.
-        PlanError: an option is none that there is; the message names it. Or no mesh could be planned in time.
+        MeshError: `devices` is not a whole number from 1 up.
+        PlanError: an option is not valid; the message names it. Or no mesh could be planned in time.
         BudgetError: no mesh fits; the message names the smallest need.
         CaptureError, HintError, InputError: as for `autoshard.plan`.
-        KeyboardInterrupt: Ctrl-C before there was any plan; later, the best one until then is returned, with a warning.
+        KeyboardInterrupt: Ctrl-C before there was any plan; later, the best plan so far is returned, with a warning.
 
     Source: Rhino 3 (mesh configurations, with and without pipelines), TensorOpt 4.1 (the options).
     """
@@ -86,10 +85,10 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """What a search is for, as `search` describes it.
+    """The options of `search` that are not options of planning.
 
     Raises:
-        MeshError, PlanError: one of them is none.
+        MeshError, PlanError: an option is not valid.
     """
 
     option: str
@@ -108,7 +107,7 @@ class SearchOptions:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Numbers of devices to look at, the fewest first."""
+        """The numbers of devices to search for, the fewest first."""
         if self.option == "mini-time":
             return (self.devices,)
         return tuple(count for count in range(1, self.devices + 1) if self.devices % count == 0)
@@ -121,26 +120,23 @@ def run_search(
     options: SearchOptions,
     target: Target,
 ) -> SearchResult:
-    """Run the search of checked arguments."""
+    """Run a search with checked arguments."""
     start = time.perf_counter()
     graph, capture_seconds = capture_with_progress(
         module, args, kwargs, target, grad=torch.is_grad_enabled(), dynamic=False
     )
-    own_memory, batch_dims = target.settings.memory_limit is None, target.options.pipeline.batch_dims
+    call = BatchCall(module, args, kwargs, target.options.pipeline.batch_dims)
+    own_memory = target.settings.memory_limit is None
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
     request = Request(
         module=module,
-        args=args,
-        kwargs=kwargs,
         graph=graph,
         capture_seconds=capture_seconds,
         target=target,
         pipelines=_PIPELINES[options.pipelines],
-        batch=_batch_size(module, args, kwargs, batch_dims),
-        plan_pipeline=functools.partial(
-            plan_pipeline, captured=PipelineCaptures(BatchCall(module, args, kwargs, batch_dims), target)
-        ),
+        batch=_batch_size(call),
+        plan_pipeline=functools.partial(plan_pipeline, PipelineCaptures(call, target)),
         own_memory=own_memory,
     )
     candidates, notes = _search_counts(request, options)
@@ -155,34 +151,32 @@ def run_search(
 
 
 def _search_counts(request: Request, options: SearchOptions) -> tuple[tuple[MeshCandidate, ...], tuple[str, ...]]:
-    """The meshes of all numbers of devices that are looked at, and what there is to note."""
-    found: list[MeshCandidate] = []
+    """Return the meshes of all numbers of devices, and the notes."""
+    candidates: list[MeshCandidate] = []
     notes: list[str] = []
     failures: list[AutoshardError] = []
     deadline = time.monotonic() + request.target.settings.time_limit
     counts = options.counts
-    for place, count in enumerate(counts):
+    for index, count in enumerate(counts):
         left = deadline - time.monotonic()
-        one = MeshSearch(request, count, time.monotonic() + left / (len(counts) - place))
+        mesh_search = MeshSearch(request, count, time.monotonic() + left / (len(counts) - index))
         try:
-            one.run()
+            mesh_search.run()
         except (BudgetError, PlanError) as error:
             failures.append(error)
             notes.append(str(error))
-        found += one.candidates()
-        notes += one.notes
-        if one.interrupted or (one.best is not None and options.option == "mini-parallelism"):
+        candidates += mesh_search.candidates()
+        notes += mesh_search.notes
+        if mesh_search.interrupted or (mesh_search.best is not None and options.option == "mini-parallelism"):
             break
-    if all(candidate.plan is None for candidate in found):
+    if all(candidate.plan is None for candidate in candidates):
         raise failures[-1]
-    return tuple(found), tuple(notes)
+    return tuple(candidates), tuple(notes)
 
 
-def _batch_size(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dims: Mapping[str, int | None] | None
-) -> int:
-    """How many samples a call has that microbatches can be made of: where nothing is said, its first tensor's rows."""
-    if batch_dims is not None:
-        return samples(module, args, kwargs, batch_dims)
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
+def _batch_size(call: BatchCall) -> int:
+    """Return the samples of a call that microbatches can split: by default the size of dim 0 of its first tensor."""
+    if call.batch_dims is not None:
+        return call.samples
+    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)

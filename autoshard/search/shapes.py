@@ -1,4 +1,4 @@
-"""The meshes that a number of devices can be laid out as, with and without a pipeline axis (Rhino 3)."""
+"""The meshes of a number of devices, with and without a pipeline axis (Rhino 3)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from autoshard.specs.axes import MeshShape
 
 PIPELINE_AXIS = "pp"
 AXES = ("x", "y", "z")
-"""Names of the axes that no stages lie along. The planner decides what each is for: data, tensors, sequences."""
+"""Names of the axes that are no pipeline. The planner decides the use of each: data, tensors, sequences."""
 
 PipelineAxis = Literal["none", "outer", "inner"]
-"""Where the axis of stages lies: nowhere; outermost, so that neighbouring stages are far apart; or innermost."""
+"""The position of the pipeline axis, if any: outermost, which puts neighbouring stages far apart, or innermost."""
 
 _AxisKind = Literal["inside", "hosts", "across"]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One way to lay out devices.
+    """A mesh with its pipeline axis.
 
     Attributes:
         mesh: all axes.
-        axis: name of the one along which pipeline stages lie; None without a pipeline.
+        axis: the name of the pipeline axis; None without a pipeline.
     """
 
     mesh: MeshShape
@@ -35,12 +35,12 @@ class Shape:
 
     @property
     def ranks(self) -> int:
-        """Of the pipeline; 1 without one."""
+        """The number of pipeline ranks; 1 without a pipeline."""
         return 1 if self.axis is None else self.mesh.sizes[self.mesh.index(self.axis)]
 
     @property
     def devices_per_rank(self) -> int:
-        """Devices that one rank of the pipeline has; all without one."""
+        """The number of devices of each pipeline rank; all devices without a pipeline."""
         return self.mesh.size // self.ranks
 
     def __str__(self) -> str:
@@ -48,35 +48,38 @@ class Shape:
 
 
 def shapes(
-    devices: int, cluster: Cluster, pipeline: PipelineAxis = "none", roomy: Callable[[Shape], bool] = lambda shape: True
+    devices: int,
+    cluster: Cluster,
+    pipeline: PipelineAxis = "none",
+    has_free_memory: Callable[[Shape], bool] = lambda shape: True,
 ) -> tuple[Shape, ...]:
-    """All shapes of up to three axes for a number of devices, the most promising first.
+    """Return all shapes of up to three axes for a number of devices, the most promising first.
 
-    Axes next to each other that run over equal links could be swapped without any difference: of such shapes there is
-    one, the longer axis first. First come those with one axis inside hosts and one between hosts at most, then those
-    that split these, then those with an axis over both; among them those that leave room, and of these those with fewer
-    pipeline stages.
+    Shapes that differ in the order of adjacent axes over equal links are equivalent: only the one with the longer axis
+    first is returned. Shapes with at most one axis inside hosts and one between hosts come first, then those that split
+    these, then those with an axis over both; among them those with free memory, and of these those with fewer pipeline
+    stages.
 
     Args:
-        devices: how many there are; any number from 1 up.
-        cluster: how many of them share a host.
-        pipeline: `"none"`: shapes without a pipeline alone; `"outer"`, `"inner"`: those with one too, outermost or
-            innermost.
-        roomy: whether a step on a mesh leaves much of the memory free, as far as that can be told without a plan.
+        devices: the number of devices, from 1 up.
+        cluster: for the number of devices that share a host.
+        pipeline: `"none"`: shapes without a pipeline alone; `"outer"`, `"inner"`: those with an outermost or innermost
+            pipeline axis too.
+        has_free_memory: returns True if a step on a mesh is likely to leave much of the memory free.
 
     Source: Rhino 3 enumerates mesh configurations and searches a strategy for each.
     """
-    found = [_shape(sizes, 1, "none") for sizes in _factorisations(devices, len(AXES))]
+    every = [_shape(sizes, 1, "none") for sizes in _factorisations(devices, len(AXES))]
     if pipeline != "none":
         for ranks in (number for number in range(2, devices + 1) if devices % number == 0):
             inner = _factorisations(devices // ranks, len(AXES) - 1)
-            found += [_shape(sizes, ranks, pipeline) for sizes in inner]
-    kept = [shape for shape in found if _is_canonical(shape, cluster)]
-    return tuple(sorted(kept, key=lambda shape: _promise_key(shape, cluster, roomy)))
+            every += [_shape(sizes, ranks, pipeline) for sizes in inner]
+    canonical = [shape for shape in every if _is_canonical(shape, cluster)]
+    return tuple(sorted(canonical, key=lambda shape: _promise_key(shape, cluster, has_free_memory)))
 
 
 def straddle_reason(shape: Shape, cluster: Cluster) -> str | None:
-    """Why stages must not be cut so: they share hosts unevenly. None where they do not."""
+    """Return why the stages of a shape share hosts unevenly; None where they do not."""
     host = cluster.devices_per_host
     part = shape.devices_per_rank if _is_outermost(shape) else shape.ranks
     if shape.axis is None or shape.mesh.size <= host or part % host == 0 or host % part == 0:
@@ -85,7 +88,7 @@ def straddle_reason(shape: Shape, cluster: Cluster) -> str | None:
 
 
 def coarser_shapes(shape: Shape, cluster: Cluster) -> tuple[Shape, ...]:
-    """The shapes in which two axes are one that run over equal links: what it can do, this shape can do too."""
+    """Return the shapes in which two adjacent axes over equal links are joined; this shape can do all that they can."""
     axes = [(kind, size) for kind, size in _kinds(shape, cluster) if kind is not None]
     sizes = tuple(size for _, size in axes)
     pipeline: PipelineAxis = "none" if shape.axis is None else "outer" if _is_outermost(shape) else "inner"
@@ -101,7 +104,7 @@ def _is_outermost(shape: Shape) -> bool:
 
 
 def _factorisations(number: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Ordered ways to write a number as a product of at most so many factors above 1; 1 has the empty one."""
+    """Yield the ordered factorisations of a number into at most so many factors above 1; that of 1 is empty."""
     if number == 1:
         yield ()
     elif most:
@@ -119,7 +122,7 @@ def _shape(sizes: tuple[int, ...], ranks: int, pipeline: PipelineAxis) -> Shape:
 
 
 def _kinds(shape: Shape, cluster: Cluster) -> Iterator[tuple[_AxisKind | None, int]]:
-    """Of every axis what its groups join, devices of a host or whole hosts or both, and its size; None: stages."""
+    """Yield the kind of links of every axis, inside or between hosts or both, and its size; None for the pipeline."""
     sizes, host = shape.mesh.sizes, cluster.devices_per_host
     for index, name in enumerate(shape.mesh.names):
         stride = math.prod(sizes[index + 1 :])
@@ -132,15 +135,16 @@ def _kinds(shape: Shape, cluster: Cluster) -> Iterator[tuple[_AxisKind | None, i
 
 
 def _is_canonical(shape: Shape, cluster: Cluster) -> bool:
-    """Whether no swap of axes that run over equal links puts a longer one first."""
+    """Return True if of adjacent axes over equal links the longer one is first."""
     pairs = itertools.pairwise(_kinds(shape, cluster))
     return not any(
-        one == other and one in ("inside", "hosts") and size < next_ for (one, size), (other, next_) in pairs
+        kind == next_kind and kind in ("inside", "hosts") and size < next_size
+        for (kind, size), (next_kind, next_size) in pairs
     )
 
 
-def _promise_key(shape: Shape, cluster: Cluster, roomy: Callable[[Shape], bool]) -> tuple[object, ...]:
-    """Shapes in this order are looked at: what is found early spares work on those that are no better."""
+def _promise_key(shape: Shape, cluster: Cluster, has_free_memory: Callable[[Shape], bool]) -> tuple[object, ...]:
+    """Return the key of the order of shapes: a good plan early in the search spares work on the others."""
     kinds = [kind for kind, _ in _kinds(shape, cluster) if kind is not None]
     split = len(kinds) - len(set(kinds))
-    return "across" in kinds, split, not roomy(shape), shape.ranks, tuple(-size for size in shape.mesh.sizes)
+    return "across" in kinds, split, not has_free_memory(shape), shape.ranks, tuple(-size for size in shape.mesh.sizes)

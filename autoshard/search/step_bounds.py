@@ -1,4 +1,4 @@
-"""What a step takes and holds at least on a number of devices, whatever the plan: bounds that need no search."""
+"""Lower bounds of the seconds and bytes of a step on a mesh, for all plans, without a search."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from autoshard.specs.axes import MeshShape
 aten = torch.ops.aten
 
 _Kernel = tuple[float, float, torch.dtype, str]
-"""Operations, bytes read and written, dtype, name."""
+"""Operations, bytes read and written, dtype, and name of an operator."""
 
 _SUMS = (aten.add.Tensor,)
-"""Gradients of what two stages use are summed by the runtime, where one graph has an operator for it."""
+"""Operators of the graph that sum gradients. Where two stages use a value, the runtime sums its gradients instead."""
 
 
 class LeastWork:
-    """The least seconds that steps of one graph take, by what its operators must compute.
+    """Lower bounds of the seconds of a graph's step, by the work of its operators.
 
     Args:
         rules: the graph and its calls, on any mesh.
         cost: prices of the cluster, on any mesh.
 
     Attributes:
-        shares: of the seconds of all forward operators on one device, what each takes, in their order.
+        shares: the share of every forward operator in the seconds of all of them on one device, in their order.
     """
 
     def __init__(self, rules: GraphRules, cost: CostModel) -> None:
@@ -58,15 +58,15 @@ class LeastWork:
         self.shares = tuple(seconds / sum(forward) for seconds in forward) if any(forward) else ()
 
     def seconds(self, shape: Shape, microbatches: Iterable[int] = (1,)) -> float:
-        """No step on a mesh of this shape is predicted to take less.
+        """Return a lower bound of the predicted seconds of a step on a mesh.
 
-        Every operator's work and bytes are shared by all devices, none is done twice, and all communication is hidden.
-        Of a pipeline the busiest rank computes its share of all microbatches at least; and one microbatch goes through
-        all stages, forward and backward. Kernels of small microbatches are short, and each costs its launch.
+        The bound shares the work and bytes of every operator among all devices, does nothing twice, and hides all
+        communication. The busiest rank of a pipeline computes at least its share of all microbatches, and one
+        microbatch passes all stages, forward and backward. Every kernel of a microbatch costs its launch.
 
         Args:
             shape: the mesh.
-            microbatches: numbers of them that a pipeline may have; it takes the best.
+            microbatches: the numbers of microbatches that a pipeline may have; the best one counts.
         """
         if shape.axis is None:
             return self._step(self._kernels, shape.mesh.size, [self._cost])
@@ -77,7 +77,7 @@ class LeastWork:
         )
 
     def _kinds(self, devices: int) -> list[CostModel]:
-        """Prices of every kind among the first devices: a stage of a pipeline is priced for those that it has."""
+        """Return the prices of every kind of device among the first `devices`."""
         cluster = self._cost.cluster
         if cluster.is_uniform:
             return [self._cost]
@@ -85,7 +85,7 @@ class LeastWork:
         return [CostModel(cluster.of_ranks([rank]), MeshShape.of({"device": 1})) for rank in first.values()]
 
     def _step(self, kernels: Counter[_Kernel], parts: int, kinds: Sequence[CostModel]) -> float:
-        """Seconds in which the devices fastest at each kernel do one of so many equal parts of everything."""
+        """Return the seconds of one of `parts` equal parts of all kernels, each on the kind of device fastest at it."""
         return sum(
             count * min(cost.compute(work / parts, moved / parts, dtype, name) for cost in kinds)
             for (work, moved, dtype, name), count in kernels.items()
@@ -93,7 +93,7 @@ class LeastWork:
 
 
 def _kernel(node: fx.Node, call: OpCall, variants: Sequence[Rule]) -> _Kernel:
-    """Operations and bytes of one call, dtype and name: of its leanest implementation."""
+    """Return the kernel of one call, with the bytes of its leanest implementation."""
     results = [meta for meta in call.results if meta is not None]
     work = flops(call.op, [meta.shape for meta in call.operands], [meta.shape for meta in results], call.args)
     moved = sum(meta.bytes for meta in results)
@@ -103,52 +103,65 @@ def _kernel(node: fx.Node, call: OpCall, variants: Sequence[Rule]) -> _Kernel:
 
 
 def _read_bytes(node: fx.Node, call: OpCall, rule: Rule) -> int:
-    """Bytes of the tensors that an implementation reads, each once."""
+    """Return the bytes of the tensors that an implementation reads, each once."""
     operands = zip(operand_nodes(node), rule.operands, call.operands, strict=True)
     return sum({source: meta.bytes for source, dims, meta in operands if dims is not None}.values())
 
 
-def tighten_bound(least: float, found: CandidatePlan, links: int, contention: float) -> float:
-    """No step on a mesh takes less, by what was proved of one plan for it.
-
-    A step takes what it computes, what it sends without computing, and `contention` times what it sends while it
-    computes: at least `contention` of all that the busiest of its links sends. All plans compute `least` seconds at
-    least, and compute and send the solver's bound in all.
+def tighten_bound(least: float, candidate: CandidatePlan, links: int, contention: float) -> float:
+    """Return a lower bound of the seconds of a step on a mesh, by the solver's bound for it.
 
     Args:
-        least: seconds that every plan computes.
-        found: a plan with the solver's bound.
-        links: kinds of links that there are, which send at the same time.
+        least: lower bound of the seconds of compute.
+        candidate: a plan with the solver's bound.
+        links: the number of kinds of links, which send at the same time.
         contention: of the cluster.
     """
+    # A step takes its compute, its communication outside of compute, and `contention` times its communication beside
+    # compute: at least `contention` of all that the busiest kind of link sends. Compute and communication together take
+    # at least the solver's bound.
     share = min(1.0, contention) / links
-    return max(least, share * found.lower_bound + (1.0 - share) * least)
+    return max(least, share * candidate.lower_bound + (1.0 - share) * least)
 
 
 def least_bytes(graph: JointGraph, shape: Shape, optimizer: OptimizerMemory) -> int:
-    """No plan on a mesh of this shape has a smaller peak on the device that holds most.
+    """Return a lower bound of the peak of the device that holds most.
 
-    When the optimizer steps, a device holds its part of parameters, gradients and state, and without a pipeline of
-    buffers and inputs too. No part is less than the whole divided by the devices.
+    When the optimizer steps, a device holds its part of parameters, gradients and state; without a pipeline, of buffers
+    and inputs too. A part is at least the whole divided by the number of devices.
 
     Args:
         graph: the captured step.
         shape: the mesh.
-        optimizer: what it holds.
+        optimizer: the memory of the optimizer.
+    """
+    held, step = resident_bytes(graph, shape.devices_per_rank, optimizer, parameters_only=shape.axis is not None)
+    return held // shape.ranks + (step if shape.axis is None else 0)
+
+
+def resident_bytes(
+    graph: JointGraph, parts: int, optimizer: OptimizerMemory, *, parameters_only: bool
+) -> tuple[int, int]:
+    """Return the bytes of one of equal parts of the inputs, gradients and optimizer state, and of the optimizer's step.
+
+    Args:
+        graph: the captured step.
+        parts: the number of devices that share every tensor.
+        optimizer: the memory of the optimizer.
+        parameters_only: True to leave out buffers and inputs of the model.
     """
     trained = {output.name: output.node for output in graph.outputs if output.kind == "gradient" and output.node}
     held, updated = 0, []
     for source in graph.inputs:
-        if source.kind == "tangent" or (shape.axis is not None and source.kind != "parameter"):
+        if source.kind == "tangent" or (parameters_only and source.kind != "parameter"):
             continue
         meta = Value(source.node).meta
-        elements = -(-math.prod(meta.shape) // shape.devices_per_rank)
-        own = elements * meta.dtype.itemsize
-        held += own
+        elements = -(-math.prod(meta.shape) // parts)
+        part = elements * meta.dtype.itemsize
+        held += part
         gradient = trained.get(source.name)
         if source.kind == "parameter" and gradient is not None:
             held += elements * gradient.meta["val"].element_size()
             held += optimizer.state_bytes(meta.shape, (elements,), meta.dtype.itemsize)
-            updated.append(own)
-    step = optimizer.step_bytes(updated) if shape.axis is None else 0
-    return held // shape.ranks + step
+            updated.append(part)
+    return held, optimizer.step_bytes(updated)

@@ -101,12 +101,16 @@ def _describe_machine(processes: Processes) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node N -m autoshard.selfcheck",
-        description="Check autoshard on this machine: numbers against one device, and a profile of a step.",
+        description="Check autoshard on this machine: compare its numbers with one device's, and profile a step.",
     )
-    parser.add_argument("--json", metavar="OUT", type=Path, help="write the lines as data, too")
-    parser.add_argument("--only", metavar="CHECK", nargs="+", help="names or patterns of lines, such as 'attention*'")
-    parser.add_argument("--cluster", help="preset or file of calibrate that predicts the step")
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=60.0, help="of a collective; 60 by default")
+    parser.add_argument("--json", metavar="OUT", type=Path, help="also write the lines to this JSON file")
+    parser.add_argument(
+        "--only", metavar="CHECK", nargs="+", help="run only lines of these names or patterns, such as 'attention*'"
+    )
+    parser.add_argument("--cluster", help="cluster that predicts the step: a preset or a file of calibrate")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=60.0, help="timeout of a collective; default: 60"
+    )
     return parser
 
 

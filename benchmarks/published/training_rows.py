@@ -20,17 +20,17 @@ TORCHTITAN = Source(
 TORCHTITAN_A100 = Source(
     "torchtitan, docs/performance.md",
     "https://github.com/pytorch/torchtitan/blob/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md",
-    "A100 80 GB; the network is not told",
+    "A100 80 GB; the network is not stated",
     "bfloat16; float32 parameters and reductions",
     "Sequences of 8192 tokens for Llama 3 and 4096 for Llama 2 (half as long, it says). Selective recomputation by "
-    "layer is every second one. Whether models were compiled is not told.",
+    "layer is every second one. Whether models were compiled is not stated.",
 )
 TORCHTITAN_405B = Source(
     "torchtitan, docs/performance.md of 2024",
     "https://github.com/pytorch/torchtitan/blob/main/docs/performance.md",
-    "H100 with 94 GB (HBM2e, 500 W, as in torchtitan's later document); the network is not told",
+    "H100 with 94 GB (HBM2e, 500 W, as in torchtitan's later document); the network is not stated",
     "bfloat16; float32 parameters and reductions",
-    "Sequences of 8192 tokens. Whether the model was compiled is not told. TP 8, of 128 GPUs with 16 FSDP ranks.",
+    "Sequences of 8192 tokens. Whether the model was compiled is not stated. TP 8, of 128 GPUs with 16 FSDP ranks.",
 )
 FMS = Source(
     "fms-fsdp, README.md",
@@ -44,7 +44,7 @@ PYTORCH_BLOG = Source(
     "https://pytorch.org/blog/maximizing-training/",
     "96 H100 80 GB, 800 Gb/s per host of eight",
     "bfloat16, reductions too (fms-fsdp's policy); float32 parameters",
-    "Which models were sharded inside hosts (HSDP) the blog does not tell; here those that fms-fsdp's README names.",
+    "Which models were sharded inside hosts (HSDP) the blog does not state; here those that fms-fsdp's README names.",
 )
 FOUNDRY = Source(
     "LLM Foundry, scripts/train/benchmarking/README.md",

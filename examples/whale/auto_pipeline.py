@@ -1,6 +1,6 @@
 """Whale's Example 3, an automatic pipeline: torchrun --nproc-per-node 2 examples/whale/auto_pipeline.py
 
-Nothing is marked: what makes a stage is found out, by seconds, memory, and bytes that cross to the next. In Whale:
+The model has no marks. The search cuts the stages by seconds, memory, and bytes that cross to the next stage. In Whale:
 
     wh.init(wh.Config({"num_task_graph": 2, "num_micro_batch": 4, "auto_parallel": True}))
     model_def()

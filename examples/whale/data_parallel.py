@@ -1,6 +1,7 @@
 """Data parallelism, one task graph on all devices: torchrun --nproc-per-node 2 examples/whale/data_parallel.py
 
-Whale 3.1.1: "in data parallelism, the whole model is a TaskGraph, which can be replicated to multiple devices". There:
+Whale 3.1.1: "in data parallelism, the whole model is a TaskGraph, which can be replicated to multiple devices". In
+Whale:
 
     wh.init()
     with wh.replicate(total_gpu):

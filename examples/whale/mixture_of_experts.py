@@ -1,6 +1,6 @@
 """Whale's Example 5, a mixture of experts: torchrun --nproc-per-node 2 examples/whale/mixture_of_experts.py
 
-All is data parallel but the experts, which are split over the devices. In Whale:
+Everything is data parallel except the experts, which are split over the devices. In Whale:
 
     wh.init()
     wh.set_default_strategy(wh.replicate(total_gpus))

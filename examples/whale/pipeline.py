@@ -1,7 +1,7 @@
 """Whale's Example 1, a pipeline of two task graphs: torchrun --nproc-per-node 2 examples/whale/pipeline.py
 
-Each task graph is a stage on a device of its own. On four processes, the pipeline is there twice, each for half of the
-batch: nested data parallelism. In Whale:
+Each task graph is a stage on its own device. On four processes there are two pipelines, each for half of the batch:
+nested data parallelism. In Whale:
 
     wh.init(wh.Config({"num_micro_batch": 8}))
     with wh.replicate(1):

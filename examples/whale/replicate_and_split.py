@@ -1,7 +1,7 @@
 """Whale's Example 2, hybrid parallelism: torchrun --nproc-per-node 2 examples/whale/replicate_and_split.py
 
-The features are computed on every device for its part of the batch; the classifier, whose weight is most of the model,
-is split. In Whale:
+Every device computes the features of its part of the batch. The classifier, whose weight is most of the model, is
+split. In Whale:
 
     wh.init()
     with wh.replicate(total_gpu):

@@ -1,4 +1,4 @@
-"""What the examples of this folder share: train a model on the processes of torchrun, and on one, and compare."""
+"""Shared by the examples of this folder: train a model on the processes of torchrun and on one, and compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def train(model: nn.Module, batch: tuple[Tensor, ...]) -> list[float]:
-    """The loss of every step."""
+    """Train for some steps and return the loss of every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(STEPS):
@@ -32,14 +32,14 @@ def train(model: nn.Module, batch: tuple[Tensor, ...]) -> list[float]:
 
 
 def compare(build: Build, *, stages: int = 1, microbatches: int | str = "auto") -> None:
-    """Train what `build(number of devices)` makes, in float64, on all processes and on one; print both.
+    """Train the model of `build(number of devices)` in float64 on all processes and on one; print the losses of both.
 
     Args:
-        build: makes the model, whose forward has Whale's primitives for so many devices and returns the loss, and a
-            batch.
-        stages: of a pipeline; several lie on as many ranks, and where there are more devices than that, the pipeline
-            is replicated (nested data parallelism).
-        microbatches: of a step of the pipeline.
+        build: returns the model and a batch. The model's forward has Whale's primitives for this number of devices and
+            returns the loss.
+        stages: number of pipeline stages, one per pipeline rank. If there are more devices, the pipeline is replicated
+            (nested data parallelism).
+        microbatches: number of microbatches in a step of the pipeline.
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)

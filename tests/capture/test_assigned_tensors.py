@@ -48,10 +48,10 @@ def test_assigned_tensors_are_outputs_by_their_path() -> None:
     module = leaving()
     graph = capture(module, (X,), {})
     assert graph.result.names == ("output", "self.1.auxiliary", "self.1.mean", "self.1.seen")
-    assert [(one.path, one.differentiable) for one in graph.result.attributes] == [
-        ("1.auxiliary", True),
-        ("1.mean", False),
-        ("1.seen", True),
+    assert [(one.name, one.differentiable) for one in graph.result.attributes] == [
+        ("self.1.auxiliary", True),
+        ("self.1.mean", False),
+        ("self.1.seen", True),
     ]
     assert graph.tangent_outputs == ("output", "self.1.auxiliary")
     assert module[1].auxiliary is None
@@ -104,7 +104,9 @@ def test_other_warnings_pass_and_lists_of_weights_are_not_told() -> None:
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         module = nn.Identity()
-        with AssignedTensors(module, Mutations(Reachable(module), {}, {}, (), [])).watching():
+        reachable = Reachable(module)
+        reachable.bind({})
+        with AssignedTensors(module, Mutations(reachable, {})).watching():
             _warn_twice()
     assert [str(warning.message) for warning in raised] == ["something else"]
 

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.containers import OpaqueOutputs
 from autoshard.capture.joint import capture
+from tests import models
 from tests.capture.interpret import run_joint
 
 
@@ -66,3 +69,56 @@ def test_outputs_of_types_that_export_does_not_know(kind: str) -> None:
         assert torch.equal(output.sample, expected.sample)
         assert torch.equal(output.inner[0].tensor, expected.inner[0].tensor)
         assert (type(output.inner[0]), output.inner[0].note, output.absent, output.later) == (Inner, "sum", None, 3)
+
+
+class Store:
+    """An object of a type that torch.utils._pytree does not know."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Storing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"loss": y.sum(), "stores": (Store(y), 3, "text")}
+
+
+def test_an_object_is_left_out_with_a_warning_that_names_it() -> None:
+    module, x = Storing(), torch.randn(2, 4)
+    with pytest.warns(UserWarning, match=r"Storing returns what no graph can hold: stores\[0\] \(Store\)"):
+        graph = capture(module, (x,), {})
+    output = run_joint(graph, module, (x,)).output
+    assert torch.equal(output["loss"], module(x)["loss"])
+    assert output["stores"] == (None, 3, "text")
+
+
+def test_a_language_model_that_returns_its_cache() -> None:
+    module, inputs = models.hf_qwen3()
+    module.config.use_cache = True
+    assert isinstance(module(**inputs).past_key_values, transformers.DynamicCache)
+    with pytest.warns(UserWarning, match=r"past_key_values \(DynamicCache\).*use_cache=False"):
+        graph = capture(module, (), inputs)
+    assert graph.result.names == ("loss", "logits")
+    output = run_joint(graph, module, (), inputs).output
+    assert output.past_key_values is None
+    torch.testing.assert_close(output.loss, module(**inputs).loss)
+
+
+def test_what_graphs_can_hold_is_not_touched() -> None:
+    hook = OpaqueOutputs()
+    output = (torch.ones(2), {"a": [1, 2.0, None, "b", True]})
+    assert hook(nn.Identity(), (), output) is output
+    assert hook.replaced == {}
+    hook.warn("nothing")
+
+
+def test_an_output_without_any_tensor_is_left_to_torch() -> None:
+    hook = OpaqueOutputs()
+    output = Store(torch.ones(2))
+    assert hook(nn.Identity(), (), output) is output
+    assert hook.replaced == {}

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def test_twin_is_fake_and_tied() -> None:
     module, _ = models.gpt(tied=True)
-    twin = fake_copy(module, fake_mode(), training=None)
+    twin = fake_copy(module, fake_mode())
     assert type(twin) is type(module)
     assert twin.head.weight is twin.tokens.weight
     for (name, fake), (_, real) in zip(twin.named_parameters(), module.named_parameters(), strict=True):
@@ -41,13 +41,12 @@ def test_fake_like(source: str) -> None:
     assert fake.is_contiguous()
 
 
-def test_training_is_changed_on_the_twin_alone() -> None:
+def test_the_twin_has_the_training_flags_of_the_module() -> None:
     module, _ = models.resnet18()
     module.stages.eval()
-    assert not fake_copy(module, fake_mode(), training=None).stages.training
-    twin = fake_copy(module, fake_mode(), training=False)
-    assert not any(submodule.training for submodule in twin.modules())
-    assert module.training
+    twin = fake_copy(module, fake_mode())
+    assert twin.training
+    assert not twin.stages.training
 
 
 class Replacement:
@@ -120,5 +119,5 @@ def test_hooks_of_the_module_itself_stay_outside() -> None:
 def test_attributes_keep_their_numbers() -> None:
     module = nn.Linear(2, 2)
     module.offsets = torch.arange(3.0)
-    twin = fake_copy(module, fake_mode(), training=None)
+    twin = fake_copy(module, fake_mode())
     assert torch.equal(twin.offsets, module.offsets)

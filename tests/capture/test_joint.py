@@ -111,14 +111,6 @@ def test_evaluation_and_no_grad() -> None:
         assert_close(run_joint(graph, module, (), kwargs).output, module(**kwargs))
 
 
-def test_training_flag_is_captured_without_touching_the_module() -> None:
-    module, kwargs = Normalised(), {"x": small_input()}
-    graph = capture(module, (), kwargs, training=False, grad=False)
-    assert module.training
-    assert not [output for output in graph.outputs if output.kind == "mutation"]
-    assert graph.signature == capture(module.eval(), (), kwargs, grad=False).signature
-
-
 def test_capture_under_no_grad_still_has_gradients() -> None:
     module, kwargs = models.mlp(dtype=F64)
     expected = capture(module, (), kwargs).fingerprint

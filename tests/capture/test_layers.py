@@ -1,12 +1,16 @@
-"""Where a model's layers are."""
-
 from __future__ import annotations
 
+import itertools
+from collections.abc import Hashable
+
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autoshard.capture import capture
-from autoshard.capture.layers import is_view, layers
+from autoshard.capture.joint_graph import JointGraph
+from autoshard.capture.layers import layers, repeated_modules
+from autoshard.capture.nodes import is_view
+from autoshard.patterns.registry import op_call
 from tests import models
 
 
@@ -76,3 +80,36 @@ def test_views_make_no_tensor() -> None:
     assert is_view(nodes["view"])
     assert is_view(nodes["getitem"])
     assert not is_view(nodes["addmm"])
+
+
+def _work(graph: JointGraph) -> dict[fx.Node, Hashable]:
+    calls = [node for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return {node: (op_call(node), graph.phase(node)) for node in calls}
+
+
+def test_layers_repeat_and_correspond() -> None:
+    module, kwargs = models.gpt(layers=3)
+    graph = capture(module, (), kwargs)
+    work = _work(graph)
+    layers = repeated_modules(graph, work)[0]
+    assert layers.pattern == "layers.*"
+    assert layers.paths == ("layers.0", "layers.1", "layers.2")
+    for nodes in zip(*layers.nodes, strict=True):
+        assert len({(work[node], node.target, graph.phase(node)) for node in nodes}) == 1
+    assert {graph.phase(node) for node in layers.nodes[0]} == {"forward", "backward"}
+
+
+def test_layers_of_other_widths_do_not_repeat() -> None:
+    class Widths(torch.nn.Module):
+        def __init__(self, *widths: int) -> None:
+            super().__init__()
+            pairs = itertools.pairwise(widths)
+            self.layers = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in pairs))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().sum()
+
+    graph = capture(Widths(8, 8, 8, 8, 16), (torch.rand(2, 8),), {})
+    [layers] = repeated_modules(graph, _work(graph))
+    assert layers.pattern == "layers.*"
+    assert layers.paths == ("layers.1", "layers.2")  # the first hands back no gradient of its input, the last is wider

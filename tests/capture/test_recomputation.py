@@ -10,7 +10,8 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture import JointGraph, capture
-from autoshard.capture.layers import is_view, layers
+from autoshard.capture.layers import layers
+from autoshard.capture.nodes import is_view
 from autoshard.capture.recomputation import RECOMPUTES, recomputable, recompute_layers
 from autoshard.errors import PlanError
 from tests import models

@@ -23,7 +23,7 @@ import autoshard
 from autoshard.options import Hints
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.microbatch import microbatches
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_modules import cut
 from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
@@ -70,7 +70,8 @@ def plan_by_hand(
     shape = MeshShape.of(mesh)
     rest = {one.name: one.size for one in PipelineMesh.of(shape, "pp").stage(0).axes}
     with Float64Mode():
-        graph = export_forward(module, *microbatches(module, (), inputs, order.microbatches)[0])
+        part = BatchCall(module, (), inputs).split(order.microbatches)[0]
+        graph = export_forward(module, part.args, part.kwargs)
         stage_of = (
             {node.name: stage(node.name) for node in graph.operators} if stage else balance_stages(graph, order.stages)
         )
@@ -110,9 +111,8 @@ def pipeline_of(
     shape = plan.mesh if sizes is None else MeshShape.of(sizes)
     mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
     with Float64Mode():
-        return build_pipeline_module(
-            module, mesh, *check_examples((), inputs), plan=plan, target=target("cpu", time_limit=10.0)
-        )
+        call = BatchCall(module, *check_examples((), inputs))
+        return build_pipeline_module(call, mesh, plan, target("cpu", time_limit=10.0))
 
 
 def train_model_alone(name: str, parts: int, **options: Any) -> dict[str, torch.Tensor]:
@@ -128,8 +128,8 @@ def train_alone(module: nn.Module, inputs: Mapping[str, Any], parts: int) -> dic
         for step in range(STEPS):
             optimizer.zero_grad()
             total = torch.zeros((), dtype=torch.float64)
-            for args, kwargs in microbatches(module, (), inputs, parts):
-                loss = loss_of(outputs_of(module(*args, **kwargs))) / parts
+            for part in BatchCall(module, (), inputs).split(parts):
+                loss = loss_of(outputs_of(module(*part.args, **part.kwargs))) / parts
                 loss.backward()
                 total += loss.detach()
             norm = nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard import Pipeline
 from autoshard.capture.task_graphs import Primitive
 from autoshard.options.target import Target
+from autoshard.pipeline.graph.microbatch import BatchCall
+from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
-from autoshard.pipeline.plan.stage_plans import BoundaryMode
 from tests import models
 from tests.targets import target as target_of
 
@@ -62,17 +64,9 @@ def gpt(batch: int = 32) -> tuple[nn.Module, dict[str, Any]]:
 
 
 @functools.cache
-def gpt_plan(boundaries: BoundaryMode = "whole", **changes: Any) -> PipelinePlan:
+def gpt_plan(**changes: Any) -> PipelinePlan:
     """Its plan for two pipeline ranks of two devices each, four microbatches and one stage per rank."""
     module, inputs = gpt()
-    return plan_pipeline(
-        module,
-        {"pp": 2, "x": 2},
-        (),
-        inputs,
-        axis="pp",
-        microbatches=4,
-        virtual=1,
-        target=target(**changes),
-        boundaries=boundaries,
-    )
+    wanted = target(**changes)
+    captures = PipelineCaptures(BatchCall(module, (), inputs), wanted)
+    return plan_pipeline(captures, {"pp": 2, "x": 2}, Pipeline(axis="pp", microbatches=4, virtual=1), wanted)

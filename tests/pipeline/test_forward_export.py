@@ -135,3 +135,9 @@ def test_tensors_kept_in_containers_are_refused_with_the_line() -> None:
         CaptureError, match=r"test_forward_export.py:\d+ \(self.kept = .*keeps a tensor \(self.kept\['mean'\]\)"
     ):
         export_forward(_Keeping(4, 4), (torch.randn(2, 4),), {})
+
+
+def test_recurrent_layers_are_exported() -> None:
+    layer = nn.Sequential(nn.Linear(4, 6), nn.LSTM(6, 8))
+    graph = export_forward(layer, (torch.randn(5, 2, 4),), {})
+    assert list(graph.forward.result.names) == ["output[0]", "output[1][0]", "output[1][1]"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import InputError
-from autoshard.pipeline.graph.microbatch import microbatches
+from autoshard.pipeline.graph.microbatch import BatchCall
 
 
 class _Model(nn.Module):
@@ -20,20 +20,20 @@ class _Model(nn.Module):
 def test_tensors_are_split_along_the_batch() -> None:
     x, y, table = torch.randn(6, 2), torch.randn(3, 6), torch.randn(4)
     call = ((x, {"y": y, "table": table, "step": torch.tensor(1)}), {"scale": 2.0})
-    parts = microbatches(_Model(), *call, 3, {"batch['y']": 1, "batch['table']": None})
+    parts = BatchCall(_Model(), *call, {"batch['y']": 1, "batch['table']": None}).split(3)
     assert len(parts) == 3
-    assert torch.equal(torch.cat([args[0] for args, _ in parts]), x)
-    assert torch.equal(torch.cat([args[1]["y"] for args, _ in parts], 1), y)
-    for args, kwargs in parts:
-        assert args[1]["table"] is table
-        assert args[1]["step"].item() == 1
-        assert kwargs == {"scale": 2.0}
+    assert torch.equal(torch.cat([part.args[0] for part in parts]), x)
+    assert torch.equal(torch.cat([part.args[1]["y"] for part in parts], 1), y)
+    for part in parts:
+        assert part.args[1]["table"] is table
+        assert part.args[1]["step"].item() == 1
+        assert part.kwargs == {"scale": 2.0}
 
 
 def test_meta_tensors_are_split() -> None:
-    (args, _), *others = microbatches(_Model(), (torch.empty(8, 2, device="meta"), {}), {}, 4)
-    assert args[0].shape == (2, 2)
-    assert args[0].is_meta
+    first, *others = BatchCall(_Model(), (torch.empty(8, 2, device="meta"), {}), {}).split(4)
+    assert first.args[0].shape == (2, 2)
+    assert first.args[0].is_meta
     assert len(others) == 3
 
 
@@ -52,4 +52,4 @@ def test_what_cannot_be_split_is_refused(
     sizes: tuple[int, int], number: int, dims: dict[str, int | None], said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        microbatches(_Model(), (torch.zeros(sizes[0]), {"y": torch.zeros(sizes[1])}), {}, number, dims)
+        BatchCall(_Model(), (torch.zeros(sizes[0]), {"y": torch.zeros(sizes[1])}), {}, dims).split(number)

@@ -58,7 +58,7 @@ def test_other_stages_keep_their_own() -> None:
         StageBudget(9, "auto"),
         StageBudget(8, "auto"),
         StageBudget(7, "none"),
-        StageBudget(6, "auto", kind=1),
+        StageBudget(6, "auto", target=1),
     ]
     assert merge_limits(rooms, ["a", "a", "b", "a", "a"]) == rooms
     few = [StageBudget(limit, "auto", under_way=count) for limit, count in ((9, 4), (8, 3), (7, 2), (6, 1))]

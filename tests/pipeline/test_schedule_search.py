@@ -76,7 +76,8 @@ def choose(
     search.run()
     if search.best is None:
         raise search.no_schedule_error()
-    return Choice(search.best, search.table())
+    assert search.best.simulation is not None
+    return Choice(search.best.simulation, search.table())
 
 
 def lines(chosen: Choice) -> dict[tuple[str, int, int], str]:

@@ -31,7 +31,7 @@ def stages() -> list[Any]:
 
 
 def planner_on(cluster: Cluster) -> StagePlanner:
-    return StagePlanner([StageTarget(stage_target(target(), cluster), MeshShape.of({"x": 2}))], [{}], None, "whole")
+    return StagePlanner([StageTarget(stage_target(target(), cluster), MeshShape.of({"x": 2}))], [{}], None)
 
 
 @pytest.fixture
@@ -67,6 +67,6 @@ def test_what_was_found_for_one_limit_serves_another(
     room = StageBudget((first.plan.memory.peak + leanest.plan.memory.peak) // 2, "none")
     again = planner.plan(stages, [room] * 2)[0].plan
     served = len(solved) - before
-    alone = StagePlanner(planner.targets, planner.pinned, None, "whole").plan(stages, [room] * 2)[0].plan
+    alone = StagePlanner(planner.targets, planner.pinned, None).plan(stages, [room] * 2)[0].plan
     assert again.decisions == alone.decisions
     assert served < len(solved) - before - served

@@ -73,7 +73,9 @@ def test_memory_moves_the_cut_and_widens_the_tolerance() -> None:
 
 def test_what_does_not_fit_is_an_error_with_bytes() -> None:
     graph = chain([1.0] * 4, [1] * 3, saved=2**30)
-    with pytest.raises(BudgetError, match=r"fits in 1 GiB, 1 GiB.*needs .* GiB.*microbatches in flight") as caught:
+    with pytest.raises(
+        BudgetError, match=r"fits in 1\.0 GiB, 1\.0 GiB.*needs .* GiB.*microbatches in flight"
+    ) as caught:
         assign_stages(graph, [StageDevice(1.0, memory=2**30)] * 2, [1, 1])
     assert caught.value.peak == 2 * 2**30 + 1
 

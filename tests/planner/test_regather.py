@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import autoshard
 from autoshard.capture.joint import capture
-from autoshard.capture.layers import is_view
+from autoshard.capture.nodes import is_view
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints

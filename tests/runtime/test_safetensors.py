@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.api import load_safetensors
 from autoshard.errors import InputError
-from autoshard.pipeline.run.load_safetensors import load_safetensors
 from autoshard.runtime.materialize import materialize_module
 from autoshard.runtime.shards import replace_parameters
 from autoshard.specs import Spec

@@ -19,15 +19,15 @@ from autoshard import Pipeline
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.errors import BudgetError, HintError, PipelineError, PlanError
-from autoshard.pipeline.plan.stopping import Stopping
+from autoshard.pipeline.plan.shape_planner import Stopping
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search import mesh_search
-from autoshard.search.mesh_candidate import BEST, MeshCandidate
 from autoshard.search.mesh_search import MeshSearch
 from autoshard.search.pipeline_estimates import PipelineEstimates
 from autoshard.search.request import Request
+from autoshard.search.result import BEST, MeshCandidate
 from autoshard.search.shapes import Shape
 from autoshard.specs.axes import MeshShape
 from tests.targets import target as target_of
@@ -68,7 +68,7 @@ def no_pipeline(*args: Any, **kwargs: Any) -> Any:
 
 
 def request(plan_pipeline: Callable[..., Any] = no_pipeline, **changes: Any) -> Request:
-    module, args, graph = model()
+    module, _, graph = model()
     asked: dict[str, Any] = {
         "memory_limit": "1GiB",
         "effort": "fast",
@@ -80,8 +80,6 @@ def request(plan_pipeline: Callable[..., Any] = no_pipeline, **changes: Any) -> 
     options = target_of(time_limit=60.0, recompute="none", **asked)
     return Request(
         module=module,
-        args=args,
-        kwargs={},
         graph=graph,
         capture_seconds=0.0,
         target=options,
@@ -230,28 +228,28 @@ def test_a_faster_pipeline_wins_and_a_slower_one_does_not() -> None:
 
 def test_a_pipeline_is_asked_for_as_it_will_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PipelineEstimates, "seconds", unknown)
-    asked: list[tuple[Any, dict[str, Any]]] = []
+    asked: list[tuple[MeshShape, Pipeline, Any]] = []
 
-    def plan_pipeline(module: Any, mesh: Any, args: Any, kwargs: Any, **named: Any) -> Any:
-        asked.append((mesh, named))
+    def plan_pipeline(mesh: MeshShape, pipeline: Pipeline, target: Any, **named: Any) -> Any:
+        asked.append((mesh, pipeline, target))
         raise PipelineError("three stages and two operators")
 
     wanted = request(plan_pipeline, pipelines="outer", pipeline=Pipeline(microbatches=8, virtual=2))
     _, found = searched(wanted)
     assert [found[name].verdict for name in ("pp=2, x=2", "pp=4")] == ["refused: three stages and two operators"] * 2
     assert len(asked) == 2
-    for mesh, named in asked:
-        assert named["axis"] in mesh.names
-        assert (named["schedule"], named["microbatches"], named["virtual"]) == ("auto", 8, 2)
-        assert named["target"].settings.memory_limit == wanted.memory_limit
-        assert named["target"].settings.effort == "fast"
+    for mesh, pipeline, target in asked:
+        assert pipeline.axis in mesh.names
+        assert (pipeline.schedule, pipeline.microbatches, pipeline.virtual) == ("auto", 8, 2)
+        assert target.settings.memory_limit == wanted.memory_limit
+        assert target.settings.effort == "fast"
 
 
 def test_devices_of_a_pipeline_may_hold_what_they_have_where_nobody_set_a_limit() -> None:
     limits: list[int | None] = []
 
-    def plan_pipeline(*args: Any, **named: Any) -> Any:
-        limits.append(named["target"].settings.memory_limit)
+    def plan_pipeline(mesh: MeshShape, pipeline: Pipeline, target: Any, **named: Any) -> Any:
+        limits.append(target.settings.memory_limit)
         return SimpleNamespace(step_seconds=1e-9, peaks=(1000, 1000), microbatches=8, virtual=1)
 
     unlike = Cluster.parse("2xV100-32GB + 2xP100-16GB")
@@ -270,8 +268,8 @@ def test_devices_of_a_pipeline_may_hold_what_they_have_where_nobody_set_a_limit(
 def test_unlike_devices_take_shares_in_the_best_pipeline_once_it_is_known() -> None:
     asked: list[tuple[Any, Any, Any]] = []
 
-    def plan_pipeline(*args: Any, **named: Any) -> Any:
-        asked.append((named["target"].shares, named["microbatches"], named["virtual"]))
+    def plan_pipeline(mesh: MeshShape, pipeline: Pipeline, target: Any, **named: Any) -> Any:
+        asked.append((target.shares, pipeline.microbatches, pipeline.virtual))
         seconds = 1e-9 if asked[-1][0] is None else 0.9e-9
         return SimpleNamespace(step_seconds=seconds, peaks=(1000, 1000), microbatches=8, virtual=1)
 
@@ -294,11 +292,11 @@ def test_a_pipeline_is_planned_for_one_size_and_where_it_is_near_the_best_for_al
     asked: list[tuple[int, Any, Any]] = []
     known: dict[int, list[int]] = {2: [], 4: []}
 
-    def plan_pipeline(module: Any, mesh: MeshShape, *args: Any, **named: Any) -> Any:
+    def plan_pipeline(mesh: MeshShape, pipeline: Pipeline, *args: Any, **named: Any) -> Any:
         ranks = mesh.sizes[0]
-        asked.append((ranks, named["microbatches"], named["virtual"]))
+        asked.append((ranks, pipeline.microbatches, pipeline.virtual))
         known[ranks].append(len(named["known"]))
-        named["known"][named["microbatches"]] = SimpleNamespace(took=0.0)
+        named["known"][pipeline.microbatches] = SimpleNamespace(took=0.0)
         return SimpleNamespace(step_seconds=fast if ranks == 2 else 2 * fast, peaks=(1000,) * ranks)
 
     search, _ = searched(request(plan_pipeline, pipelines="outer"))
@@ -309,8 +307,8 @@ def test_a_pipeline_is_planned_for_one_size_and_where_it_is_near_the_best_for_al
 
 
 def test_a_pipeline_that_does_not_fit_with_one_size_is_planned_for_all() -> None:
-    def plan_pipeline(*args: Any, **named: Any) -> Any:
-        if named["microbatches"] != "auto":
+    def plan_pipeline(mesh: MeshShape, pipeline: Pipeline, *args: Any, **named: Any) -> Any:
+        if pipeline.microbatches != "auto":
             raise BudgetError("too much", 2**31)
         return SimpleNamespace(step_seconds=1e-9, peaks=(1000, 1000))
 
@@ -353,8 +351,8 @@ def test_no_plan_is_begun_that_took_longer_before_than_there_is_time_left(
     asked: list[tuple[int, Any]] = []
     start = time.monotonic()
 
-    def plan_pipeline(module: Any, mesh: MeshShape, *args: Any, **named: Any) -> Any:
-        asked.append((mesh.sizes[0], named["microbatches"]))
+    def plan_pipeline(mesh: MeshShape, pipeline: Pipeline, *args: Any, **named: Any) -> Any:
+        asked.append((mesh.sizes[0], pipeline.microbatches))
         return SimpleNamespace(step_seconds=1e-9 * mesh.sizes[0], peaks=(1000,) * mesh.sizes[0])
 
     def ten_seconds_per_pipeline() -> float:
@@ -400,7 +398,7 @@ def test_what_holds_too_much_waits_for_pipelines(monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(search.mesh_planner, "within_limit", without)
         if not fits:
-            monkeypatch.setattr(search.mesh_planner, "pipeline_of_one_size", without)
+            monkeypatch.setattr(search.mesh_planner, "pipeline_of_one_shape", without)
             with pytest.raises(BudgetError):
                 search.run()
             assert asked[:2] == ["pp=2, x=2", "x=2, y=2"]
@@ -486,7 +484,7 @@ def test_a_mesh_that_a_hint_does_not_fit_is_left_out() -> None:
 def test_splitting_an_axis_of_a_slow_mesh_is_not_tried() -> None:
     asked: list[str] = []
 
-    def plan_pipeline(module: Any, mesh: MeshShape, *args: Any, **kwargs: Any) -> Any:
+    def plan_pipeline(mesh: MeshShape, *args: Any, **kwargs: Any) -> Any:
         asked.append(str(mesh))
         return SimpleNamespace(step_seconds=1e3, peaks=(1000, 1000))
 
@@ -501,7 +499,7 @@ def test_ever_longer_pipelines_are_not_tried_where_they_are_ever_slower(monkeypa
     monkeypatch.setattr(PipelineEstimates, "seconds", unknown)
     asked: list[int] = []
 
-    def plan_pipeline(module: Any, mesh: MeshShape, *args: Any, **kwargs: Any) -> Any:
+    def plan_pipeline(mesh: MeshShape, *args: Any, **kwargs: Any) -> Any:
         asked.append(mesh.sizes[0])
         return SimpleNamespace(step_seconds=1e3 * mesh.sizes[0], peaks=(1000, 1000))
 

@@ -13,7 +13,7 @@ from autoshard.specs.axes import MeshShape
 
 def row(seconds: float | None = None, free: tuple[float, int] | None = None, estimate: float | None = None) -> Row:
     """A mesh with a plan of so many seconds that fits, and one that does not, of seconds and bytes."""
-    one = Row(Shape(MeshShape.of({"x": 4})), 0.0, 0)
+    one = Row(shape=Shape(MeshShape.of({"x": 4})), least_seconds=0.0, least_bytes=0)
     if seconds is not None:
         plan: Any = SimpleNamespace(step_seconds=seconds, peaks=(1,))
         one.add_plan(plan)

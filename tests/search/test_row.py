@@ -12,7 +12,7 @@ from autoshard.specs.axes import MeshShape
 
 
 def test_another_size_of_a_pipeline_takes_what_those_took_that_were_planned_with_this_effort() -> None:
-    row = Row(Shape(MeshShape.of({"pp": 2, "x": 2}), "pp"), 0.0, 0, took=40.0)
+    row = Row(shape=Shape(MeshShape.of({"pp": 2, "x": 2}), "pp"), least_seconds=0.0, least_bytes=0, took=40.0)
     assert row.next_planning_seconds("fast") == 40.0
     planned: Any = {PipelineShape(2, 1): SimpleNamespace(took=3.0), PipelineShape(4, 1): SimpleNamespace(took=5.0)}
     row.planned_shapes["fast"] = planned

@@ -11,8 +11,7 @@ import torch
 import autoshard
 from autoshard.errors import BudgetError, MeshError, PlanError
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.search.mesh_candidate import BEST
-from autoshard.search.result import SearchResult
+from autoshard.search.result import BEST, SearchResult
 from autoshard.search.search import SearchOptions
 from tests.option_groups import grouped
 from tests.search.test_mesh_search import hosts, model

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.routing_operators import routing as routing  # defines the operators
+from autoshard.capture.routing import routing as routing  # defines the operators
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.registry import rule_maker

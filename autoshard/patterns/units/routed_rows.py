@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from autoshard.capture.routing_operators import routing
+from autoshard.capture.routing import routing
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops.slicing import slice_backward_by_padding
 from autoshard.patterns.rule import Dims, Factor, LocalProgram, OpCall, Rule

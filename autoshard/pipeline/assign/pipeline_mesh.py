@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.pipeline.assign.stage_problem import StageDevice
 from autoshard.specs.axes import MeshAxis, MeshShape
 
 ALONE = MeshAxis("device", 1)
@@ -64,3 +69,31 @@ class PipelineMesh:
         position = self.whole.index(self.axis)
         places = range(self.starts[rank], self.starts[rank] + self.devices[rank])
         return tuple(member for member, at in enumerate(self.whole.coordinates()) if at[position] in places)
+
+
+def stage_devices(cluster: Cluster, mesh: PipelineMesh) -> tuple[StageDevice, ...]:
+    """Return the device that `assign_stages` assumes for every pipeline rank.
+
+    Args:
+        cluster: the devices.
+        mesh: of the pipeline.
+
+    Returns:
+        For every rank: the memory of its smallest device, in bytes; the speed of its slowest device in float32,
+        relative to the slowest one of the mesh, for which a `CostModel` of the whole mesh prices; the bandwidth of the
+        slowest link to the next rank.
+
+    Raises:
+        MeshError: the cluster has fewer devices.
+
+    Source: Whale 3.3.2: work in proportion to speed, under the memory of every device.
+    """
+    reference = cluster.slowest(range(mesh.whole.size)).peak(torch.float32)
+    ranks = [mesh.members(rank) for rank in range(mesh.ranks)]
+    devices = []
+    for members, following in itertools.zip_longest(ranks, ranks[1:], fillvalue=()):
+        slowest = cluster.slowest(members)
+        links = [cluster.link(source, target).bandwidth for source, target in zip(members, following, strict=False)]
+        speed = slowest.peak(torch.float32) / reference
+        devices.append(StageDevice(min(links, default=math.inf), speed, slowest.memory))
+    return tuple(devices)

@@ -15,6 +15,7 @@ from autoshard.pipeline.assign.stage_problem import Assignment, StageDevice, Sta
 from autoshard.pipeline.assign.stage_program import StageProgram
 from autoshard.pipeline.graph.coarsen import coarsen
 from autoshard.pipeline.graph.stage_graph import StageGraph
+from autoshard.units import format_bytes
 
 __all__ = ["StageDevice", "Stages", "as_stages", "assign_layers", "assign_stages"]
 
@@ -238,9 +239,9 @@ def _budget_error(problem: StageProblem, nearest: Assignment, proved: bool) -> B
     """Return the error with the available memory and the memory that would be enough."""
     totals = problem.totals(nearest)
     held = problem.memory(totals)
-    available = ", ".join(_gib(device.memory) for device in problem.devices)
-    needed = ", ".join(map(_gib, held))
-    rest = ", ".join(map(_gib, totals.at_rest))
+    available = ", ".join(format_bytes(device.memory) for device in problem.devices)
+    needed = ", ".join(map(format_bytes, held))
+    rest = ", ".join(map(format_bytes, totals.at_rest))
     flights = ", ".join(str(count) for count in problem.in_flight)
     fits, the_nearest = ("fits", "the nearest") if proved else ("was found that fits", "the nearest found")
     return BudgetError(
@@ -250,10 +251,6 @@ def _budget_error(problem: StageProblem, nearest: Assignment, proved: bool) -> B
         "memory.",
         peak=max(held),
     )
-
-
-def _gib(amount: float) -> str:
-    return f"{amount / 2**30:.4g} GiB"
 
 
 def as_stages(problem: StageProblem, assignment: Assignment, bound: float, method: str) -> Stages:

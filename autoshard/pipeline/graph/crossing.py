@@ -18,6 +18,7 @@ def stages_of(
     exported: ExportedModule, stage_of: Mapping[str, int], stages: int, recompute: Recompute
 ) -> dict[fx.Node, int]:
     """Return the stage of every operator, in the order of the graph; parts of a result are where the operator is.
+
     Raises:
         PlanError: as for `cut`.
     """
@@ -76,6 +77,7 @@ def values_across(
     exported: ExportedModule, placed: Mapping[fx.Node, int], stages: int, recompute: Recompute
 ) -> list[tuple[fx.Node, ...]]:
     """Return the values that every stage receives from the one before, in the order of the graph.
+
     Args:
         exported, stages, recompute: as for `cut`.
         placed: the stage of every operator.

@@ -15,13 +15,12 @@ from autoshard.capture._torch import OpOverload
 from autoshard.capture.attention_operator import attention
 from autoshard.capture.capture_errors import node_line
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.effects import Effects
-from autoshard.capture.export import Exported, ExportedInput
+from autoshard.capture.export import Effects, Exported, ExportedInput
 from autoshard.capture.joint import capture_forward
+from autoshard.capture.nodes import is_random
 from autoshard.capture.python_calls import PythonCall, is_effect
 from autoshard.capture.recurrent_cell_operators import gru_cell, lstm_cell
 from autoshard.capture.rms_norm import rms_norm
-from autoshard.capture.simplify import is_random
 from autoshard.capture.task_graphs import TaskGraph, defaults_of, mark_defaults
 from autoshard.errors import CaptureError
 
@@ -175,8 +174,8 @@ def _gradient_groups(graph: fx.Graph) -> Iterator[set[fx.Node]]:
             tensors = operands[: node.target.history]
             _check_hook(node.target, tensors)
             # The call, its operands, and all nodes between operands, or between them and the call.
-            behind = _closure(tensors, lambda node: node.users)
-            ahead = _closure([node], lambda node: node.all_input_nodes)
+            behind = closure(tensors, lambda node: node.users)
+            ahead = ancestors([node])
             yield {between for between in behind & ahead if between.op == "call_function"}
 
 
@@ -193,9 +192,15 @@ def _check_hook(call: PythonCall, operands: list[fx.Node]) -> None:
         )
 
 
-def _closure(nodes: list[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return nodes with all nodes that they depend on."""
+    return closure(nodes, lambda node: node.all_input_nodes)
+
+
+def closure(nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return nodes with all nodes that can be reached from them."""
     reached = set(nodes)
-    waiting = list(nodes)
+    waiting = list(reached)
     while waiting:
         new = [node for node in following(waiting.pop()) if node not in reached]
         reached.update(new)

@@ -245,23 +245,29 @@ def _copy_node(graph: fx.Graph, node: fx.Node, op: str, target: str) -> fx.Node:
 
 def _register(module: fx.GraphModule, path: str, whole: nn.Module, source: ExportedInput) -> None:
     """Register the tensor of `source` in `module`, under one of its names in the whole module."""
-    *owners, name = path.split(".")
-    first = (*owners, name)[0]
+    first = path.partition(".")[0]
     if hasattr(fx.GraphModule, first):
         raise CaptureError(
             f"{source.kind} {path}: a stage of {type(whole).__name__} is a torch.fx.GraphModule, which has an "
             f"attribute `{first}` of its own. Give the model's another name."
         )
-    owner: nn.Module = module
-    for part in owners:
-        if part not in dict(owner.named_children()):
-            owner.add_module(part, nn.Module().train(module.training))
-        owner = owner.get_submodule(part)
+    owner, name = owner_of(module, path)
     if source.kind == "parameter":
         owner.register_parameter(name, whole.get_parameter(path))
     elif source.kind == "buffer":
-        persistent = is_persistent(whole.get_submodule(".".join(owners)), name)
+        persistent = is_persistent(whole.get_submodule(path.rpartition(".")[0]), name)
         owner.register_buffer(name, whole.get_buffer(path), persistent)
     else:  # a constant: a GraphModule keeps tensors in no other way than as buffers
         value = source.value if source.value is not None else _meta_tensor(source.fake, False)
         owner.register_buffer(name, value, persistent=False)
+
+
+def owner_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Return the submodule that holds the tensor of a path, created if necessary, and the tensor's name there."""
+    *parts, name = path.split(".")
+    owner = module
+    for part in parts:
+        if part not in owner._modules:
+            owner.add_module(part, nn.Module().train(module.training))
+        owner = owner.get_submodule(part)
+    return owner, name

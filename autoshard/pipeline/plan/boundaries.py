@@ -50,11 +50,11 @@ class Boundaries:
         inputs, outputs = self._input_placements(stage), self._output_placements(stage.index, len(stage.passed))
         if stage.index:
             sent = self._output_placements(stage.index - 1, len(stage.received))
-            for value, left, taken in zip(stage.received, sent, inputs, strict=True):
-                if left != taken and not all(place.is_replicate() for place in (*left, *taken)):
+            for value, sent_as, taken_as in zip(stage.received, sent, inputs, strict=True):
+                if sent_as != taken_as and not all(place.is_replicate() for place in (*sent_as, *taken_as)):
                     raise PlanError(
-                        f"stage {stage.index - 1} leaves {value.name} as {Spec.of(*left)}, and stage {stage.index} "
-                        f"takes it as {Spec.of(*taken)}: plan them so that they agree."
+                        f"stage {stage.index - 1} leaves {value.name} as {Spec.of(*sent_as)}, and stage {stage.index} "
+                        f"takes it as {Spec.of(*taken_as)}: plan them so that they agree."
                     )
         returned = self._local_tensors(stage.index, stage.passed, outputs) if stage.passed else stage.returned
         return self._local_tensors(stage.index, stage.received, inputs), returned

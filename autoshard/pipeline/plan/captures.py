@@ -1,14 +1,10 @@
-"""What planning a model as a pipeline captures: the forward graph of microbatches, and stages, each once."""
+"""The graphs that are captured to plan a model as a pipeline, each once: of microbatches, and of stages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture.joint import JointGraph, capture
@@ -17,7 +13,7 @@ from autoshard.cluster.cost import CostModel
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
 from autoshard.pipeline.graph.forward_graph import read_stage_graph
-from autoshard.pipeline.graph.microbatch import batch_sizes, microbatches
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.pipeline.plan.stage_reuse import has_same_names, rename_capture, structural_text
@@ -25,21 +21,11 @@ from autoshard.planner import hints as hint_rules
 from autoshard.specs.axes import MeshShape
 
 
-@dataclass(frozen=True, slots=True)
-class BatchCall:
-    """What is called, and how: a module, a call with the whole batch, and the dim that counts samples of each input."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    batch_dims: Mapping[str, int | None] | None
-
-
 class StageCaptures:
-    """The captured steps of stages of one model: of stages that are alike but for names, one is captured.
+    """The captured steps of stages of one model; of stages that are equal but for names, one is captured.
 
     Args:
-        mp_policy: the precisions that the stages have.
+        mp_policy: the precisions of the stages.
     """
 
     def __init__(self, mp_policy: MixedPrecisionPolicy | None = None) -> None:
@@ -47,13 +33,13 @@ class StageCaptures:
         self._known: dict[tuple[str, bool], list[tuple[StageModule, JointGraph]]] = {}
 
     def joint_graph(self, stage: StageModule, dynamic: bool = False) -> JointGraph:
-        """The step of a stage with one microbatch; whatever size of the stage may be dynamic is so only if told."""
+        """Return the step of a stage with one microbatch, with the stage's dynamic sizes if `dynamic`."""
         known = self._known.setdefault((structural_text(stage), dynamic), [])
-        for other, graph in known:
-            if has_same_names(other, stage):
+        for like, graph in known:
+            if has_same_names(like, stage):
                 return graph
-        made = rename_capture(known[0][1], known[0][0], stage) if known else None
-        known.append((stage, made or self._capture(stage, dynamic)))
+        renamed = rename_capture(known[0][1], known[0][0], stage) if known else None
+        known.append((stage, renamed or self._capture(stage, dynamic)))
         return known[-1][1]
 
     def _capture(self, stage: StageModule, dynamic: bool) -> JointGraph:
@@ -65,13 +51,13 @@ class PipelineCaptures:
     """The forward graphs of one call, for all meshes, and the captured steps of the stages that they are cut into.
 
     Args:
-        call: what is planned.
-        options: as the user gave them.
-        dynamic: whether the number of samples in a microbatch is a dynamic size of the graphs.
+        call: the call that is planned.
+        target: as the user gave it.
+        dynamic: True if the number of samples in a microbatch is a dynamic size of the graphs.
 
     Attributes:
         call: as given.
-        stages: the captured steps.
+        stage_captures: the captured steps.
     """
 
     def __init__(self, call: BatchCall, target: Target, dynamic: bool = False) -> None:
@@ -85,22 +71,21 @@ class PipelineCaptures:
 
     @property
     def with_dynamic_batch(self) -> PipelineCaptures:
-        """The same call with a dynamic size for the samples of a microbatch, which ranks can take shares of."""
+        """The captures of the same call with dynamic samples of a microbatch, which ranks can take shares of."""
         if self._with_dynamic_batch is None:
             self._with_dynamic_batch = PipelineCaptures(self.call, self._target, dynamic=True)
         return self._with_dynamic_batch
 
     def export(self, number: int) -> ExportedModule:
-        """The forward graph of one of so many microbatches."""
+        """Return the forward graph of one of `number` microbatches."""
         if number not in self._exported:
-            call = self.call
-            args, kwargs = microbatches(call.module, call.args, call.kwargs, number, call.batch_dims)[0]
-            sizes = batch_sizes(call.module, args, kwargs, call.batch_dims) if self._dynamic else None
-            hinted = hint_rules.task_graphs(self._target.hints, [name for name, _ in call.module.named_modules()])
+            part = self.call.split(number)[0]
+            sizes = part.dynamic_sizes if self._dynamic else None
+            hinted = hint_rules.task_graphs(self._target.hints, [name for name, _ in part.module.named_modules()])
             self._exported[number] = export_forward(
-                call.module,
-                args,
-                kwargs,
+                part.module,
+                part.args,
+                part.kwargs,
                 grad=torch.is_grad_enabled(),
                 task_graphs=hinted,
                 mp_policy=self._target.options.mp_policy,
@@ -109,7 +94,7 @@ class PipelineCaptures:
         return self._exported[number]
 
     def stage_graph(self, number: int, cluster: Cluster) -> StageGraph:
-        """The same to be assigned to stages, by the prices of a cluster of equal devices."""
+        """Return the graph to assign to stages, by the prices of a cluster of equal devices."""
         priced = self._graphs.setdefault(number, [])
         for known, graph in priced:
             if known == cluster:
@@ -120,5 +105,5 @@ class PipelineCaptures:
         return graph
 
     def nearest_number(self, number: int) -> int:
-        """Of the numbers of microbatches whose graph is there, the one nearest to some number."""
+        """Return the number of microbatches nearest to `number` whose graph has been exported."""
         return min(self._exported, key=lambda known: (abs(math.log(known / number)), known))

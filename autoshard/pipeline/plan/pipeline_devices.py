@@ -1,4 +1,4 @@
-"""Where a pipeline's stages lie: the mesh of one stage, the cluster as that mesh sees it, and the graph that is cut."""
+"""The devices of a pipeline's stages: checks of the pipeline's axis and options, clusters and targets of stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.fingerprint import fingerprint
+from autoshard.capture.joint_graph import fingerprint
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.measurements import Grouping
 from autoshard.errors import MeshError, PlanError
@@ -20,7 +20,7 @@ from autoshard.specs.axes import MeshShape
 
 
 def check_axis(mesh: MeshShape, axis: str) -> None:
-    """`MeshError` unless the mesh has an axis of that name, with two ranks or more."""
+    """Raise `MeshError` unless the mesh has an axis of that name with two ranks or more."""
     if axis not in mesh.names:
         raise MeshError(
             f"the mesh has no axis {axis!r} for a pipeline; its axes are {mesh}. Name one of them, or add an axis."
@@ -33,11 +33,9 @@ def check_axis(mesh: MeshShape, axis: str) -> None:
 
 
 def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
-    """The cluster, of equal devices, as the ranks of one stage see it, which need not be neighbours.
+    """Return a cluster of equal devices for the ranks of one stage, which need not be neighbours.
 
-    Of every host, a stage has as many devices as lie together there; where that differs from host to host, so many as
-    divide all of these numbers, so that no link is taken for a faster one than it is. Measured collectives are found
-    under the strides that the stage's own mesh has.
+    Measured collectives have the strides of the stage's own mesh.
     """
     place = mesh.index(axis)
     inner = math.prod(mesh.sizes[place + 1 :])
@@ -47,6 +45,8 @@ def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
         ranks = [rank for rank in range(mesh.size) if rank // inner % size == stage]
         hosts = [len(list(group)) for _, group in itertools.groupby(ranks, lambda rank: rank // block)]
         runs.update(hosts if len(hosts) > 1 else ())
+    # Of every host, a stage has the devices that lie together there. Where that differs from host to host, the greatest
+    # common divisor makes no link faster than it is.
     per_host = math.gcd(*runs) if runs else max(block, mesh.size)
     measured = cluster.measured
     if measured is not None:
@@ -61,12 +61,12 @@ def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
 
 
 def slowest_cluster(cluster: Cluster, devices: int) -> Cluster:
-    """A cluster of equal devices: each is the slowest of the first so many, whose prices are those at speed 1."""
+    """Return a cluster of equal devices: the slowest of the first `devices`, which has speed 1."""
     return replace(cluster.first(devices), stretches=())
 
 
 def stage_clusters(cluster: Cluster, mesh: PipelineMesh) -> tuple[Cluster, ...]:
-    """For every rank of a pipeline, the cluster as the devices there see it: of their kind, with their memory."""
+    """Return for every rank of a pipeline the cluster of its devices: of their kind, with their memory."""
     if not cluster.stretches and max(mesh.devices) == 1:
         return (stage_cluster(cluster, mesh.whole, mesh.axis),) * mesh.ranks
     whole = cluster.first(mesh.whole.size)
@@ -74,12 +74,12 @@ def stage_clusters(cluster: Cluster, mesh: PipelineMesh) -> tuple[Cluster, ...]:
 
 
 def forward_fingerprint(exported: ExportedModule) -> str:
-    """A hash that tells forward graphs apart, the same on all ranks and in all runs."""
+    """Return a hash of a forward graph that is the same on all ranks and in all runs."""
     return fingerprint(exported.forward.inputs, (), exported.graph)
 
 
 def check_pipeline_options(target: Target) -> None:
-    """`PlanError` if an option is one that a pipeline can not have."""
+    """Raise `PlanError` if a pipeline can not have an option."""
     refused = {
         "dynamic": target.dynamic is not None and "the sizes of what stages send each other are fixed",
         "inputs": target.inputs != "global" and "every rank is given the whole batch",
@@ -97,29 +97,33 @@ def stage_target(
     names: Collection[str] = (),
     dynamic: Dynamic | None = None,
 ) -> Target:
-    """The options that one stage is planned with, and run with.
+    """Return the target with which one stage is planned and run.
 
     Args:
-        options: as the user gave them for the whole model; hints are resolved there, and pin what a stage holds.
-        cluster: as the stage's ranks see it (`stage_clusters`).
-        plan: of the stage, once there is one: what it says of inputs and outputs holds.
-        names: of what the stage takes in the calls that it is to run, which may be less than it was planned for.
-        dynamic: the dims of these that are dynamic sizes, where its ranks take shares of their own.
+        target: of the whole model.
+        cluster: of the stage's ranks (`stage_clusters`).
+        plan: of the stage, if it is planned: its placements of inputs and outputs hold.
+        names: of the stage's inputs in the calls that it will run, which may be fewer than it was planned for.
+        dynamic: the dims of these inputs that are dynamic sizes, where its ranks take unequal shares.
     """
-    free: dict[str, object] = {
-        "hints": None,
-        "inputs": "global",
-        "input_placements": {},
-        "output_placements": None,
-        "shares": None,
-    }
-    mine = replace(target, cluster=cluster, **free)  # type: ignore[arg-type]
+    # Hints are resolved in the whole model; there they pin the parameters of stages.
+    stage = replace(
+        target,
+        cluster=cluster,
+        hints=None,
+        inputs="global",
+        input_placements={},
+        output_placements=None,
+        shares=None,
+    )
     if plan is None:
-        return mine
+        return stage
     if plan.shares:
-        mine = replace(mine, shares=plan.shares, dynamic=dynamic)
+        stage = replace(stage, shares=plan.shares, dynamic=dynamic)
     if plan.options.get("inputs") == "local":
-        known = {name: row for name, row in plan.input_placements.items() if name in names}
-        mine = replace(mine, inputs="local", input_placements=known)
-    parted = any(not one.is_replicate() for row in plan.output_placements.values() for one in row)
-    return replace(mine, output_placements=plan.output_placements) if parted else mine
+        known = {name: placements for name, placements in plan.input_placements.items() if name in names}
+        stage = replace(stage, inputs="local", input_placements=known)
+    passes_shards = any(
+        not placement.is_replicate() for placements in plan.output_placements.values() for placement in placements
+    )
+    return replace(stage, output_placements=plan.output_placements) if passes_shards else stage

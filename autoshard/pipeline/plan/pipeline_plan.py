@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.plan import plan_tables
-from autoshard.pipeline.plan.plan_data import PIPELINE
 from autoshard.pipeline.schedule.actions import Action, Schedule
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
@@ -19,12 +19,59 @@ from autoshard.pipeline.schedule.simulation import Simulation, simulate
 from autoshard.pipeline.schedule.tasks import step_task_graph
 from autoshard.plans import plan_file, plan_text
 from autoshard.plans.gantt import gantt
+from autoshard.plans.plan_file import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
 from autoshard.plans.plan_rows import shares_text
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.plans.trace import trace
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
+
+_SIZE = {"type": "integer", "minimum": 1}
+_OPTIONAL = {"type": ["number", "null"]}
+_SCHEMA = record(
+    mesh={**table(_SIZE), "minProperties": 1},
+    axis=TEXT,
+    stage_of=table(COUNT),
+    recomputed=table(list_of(COUNT)),
+    schedule=record(name=TEXT, microbatches=_SIZE, orders=list_of(list_of(TEXT))),
+    stages=list_of(SHARDING.schema),
+    reduced=list_of({"enum": ["step", "microbatch"]}),
+    modules=list_of({**list_of(TEXT), "minItems": 2, "maxItems": 2}),
+    costs=list_of(
+        record(**{item.name: NUMBER if item.type == "float" else COUNT for item in dataclasses.fields(StageCosts)})
+    ),
+    step_seconds=NUMBER,
+    bubble=NUMBER,
+    peaks=list_of(COUNT),
+    capacities=list_of(COUNT),
+    table=list_of(
+        record(
+            schedule=TEXT,
+            microbatches=_SIZE,
+            virtual=_SIZE,
+            seconds=_OPTIONAL,
+            bubble=_OPTIONAL,
+            peak=_OPTIONAL,
+            verdict=TEXT,
+        )
+    ),
+    cluster=TEXT,
+    contention=NUMBER,
+    fingerprint=TEXT,
+    timings=table(NUMBER),
+    versions=table(TEXT),
+    devices=list_of(_SIZE),
+)
+
+
+def _check_stages(data: Mapping[str, Any], what: str) -> None:
+    for index, stage in enumerate(data["stages"]):
+        SHARDING.check(stage, f"stage {index} of {what}")
+
+
+_FORMAT = Format("autoshard pipeline plan", 2, "a pipeline's plan", _SCHEMA, _check_stages)
+"""The file of a `PipelinePlan`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +224,7 @@ class PipelinePlan:
         return lines
 
     def _schedule_text(self) -> str:
-        """Such as `"1F1B, 8 microbatches, 1 stage per rank"`."""
+        """Return `"1F1B, 8 microbatches, 1 stage per rank"`."""
         stages = "1 stage" if self.virtual == 1 else f"{self.virtual} stages"
         batches = "1 microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
         return f"{self.schedule.name}, {batches}, {stages} per rank"
@@ -284,7 +331,7 @@ class PipelinePlan:
             "versions": dict(self.versions),
             "devices": list(self.devices),
         }
-        return plan_file.encode(data, PIPELINE)
+        return plan_file.encode(data, _FORMAT)
 
     @staticmethod
     def from_json(text: str, what: str = "the plan") -> PipelinePlan:
@@ -294,7 +341,7 @@ class PipelinePlan:
             PlanError: the text is cut short, was edited, is of another format or version, or is no pipeline's plan.
             PipelineError: the orders are those of no schedule.
         """
-        data = plan_file.decode(text, what, PIPELINE)
+        data = plan_file.decode(text, what, _FORMAT)
         schedule = data["schedule"]
         orders = tuple(tuple(map(Action.parse, order)) for order in schedule["orders"])
         attributes = dict(data) | {

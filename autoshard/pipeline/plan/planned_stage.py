@@ -1,4 +1,4 @@
-"""What a planned stage costs in a pipeline: `StageCosts` from the program that its plan stands for."""
+"""The costs of a planned stage in a pipeline: `StageCosts` from the program of its plan."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.memory.footprint import Allocation, peak
 from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.pipeline.graph.forward_export import ancestors
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.planner.allocations import allocations
@@ -35,11 +36,11 @@ _AT_REST = ("parameter", "optimizer", "buffer")
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What joins the ranks of a pipeline, and what a message over it costs.
+    """The links between the ranks of a pipeline, and the prices of messages over them.
 
     Attributes:
         cost: prices on the whole mesh.
-        axis: the pipeline's, by position.
+        axis: the position of the pipeline's axis.
     """
 
     cost: CostModel
@@ -47,27 +48,28 @@ class Links:
 
     @staticmethod
     def of(cluster: Cluster, mesh: MeshShape, axis: str) -> Links:
-        """The links along an axis of a mesh on a cluster."""
+        """Return the links along an axis of a mesh on a cluster."""
         return Links(CostModel(cluster, mesh), mesh.index(axis))
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of one device to its next."""
+        """Bytes per second from one device to the next."""
         return self.cost.axis_link(self.axis).bandwidth
 
     def send(self, bytes: int) -> float:
-        """Seconds of a message to the next rank, at the slowest link of the axis: all devices of a stage send one."""
+        """Return the seconds of a message to the next rank."""
+        # All devices of a stage send one at once, so the slowest link of the axis counts.
         return self.cost.collective("shift", bytes, self.axis) if bytes else 0.0
 
     def sum(self, bytes: int, ranks: int) -> float:
-        """Seconds of a sum of gradients of `bytes` over some of the ranks: an all-reduce round a ring of them."""
+        """Return the seconds of an all-reduce of gradients over some of the ranks, in a ring."""
         if ranks < 2 or not bytes:
             return 0.0
         latency = self.cost.axis_link(self.axis).latency
         return 2 * (ranks - 1) * latency + bytes * self.sum_per_byte(ranks)
 
     def sum_per_byte(self, ranks: int) -> float:
-        """What every byte of such gradients adds to that, in seconds."""
+        """Return the seconds of `sum` per byte, without latency."""
         return 2 * (ranks - 1) / ranks / self.bandwidth
 
 
@@ -76,10 +78,10 @@ class PlannedStage:
     """A stage with its plan.
 
     Attributes:
-        stage: its module, and what it takes and gives.
+        stage: its module, its inputs and its outputs.
         graph: its captured step with one microbatch.
         planner: the planner of that graph.
-        plan: what was decided.
+        plan: the decisions.
     """
 
     stage: StageModule
@@ -101,7 +103,7 @@ class PlannedStage:
 
     @property
     def modules(self) -> tuple[str, str]:
-        """Paths of the first and the last module that it runs operators of, of those with parameters if there are."""
+        """Paths of the first and the last module that the stage runs operators of, of those with parameters if any."""
         forward = [node for node in self.graph.graph.nodes if self.graph.phase(node) == "forward"]
         paths = [self.graph.module_path(node) for node in forward if node.op == "call_function"]
         held = {name.rpartition(".")[0] for name, _ in self.stage.module.named_parameters(remove_duplicate=False)}
@@ -110,24 +112,24 @@ class PlannedStage:
 
 
 def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of: Iterable[int] = ()) -> StageCosts:
-    """What a planned stage costs.
+    """Return the costs of a planned stage.
 
-    Seconds are those of the two halves of its program, each replayed on its own: whatever they communicate is in them.
-    Gradients that are added up over the microbatches are reduced by the last backward, which is replayed likewise: what
-    it takes longer than the others counts once per step. Where a schedule splits backward, the half for inputs runs
-    what the gradients of what the stage received need, and the half for weights the rest: all of it on the first stage.
-    Their seconds are those of the whole backward, shared out by what the operations of each take one by one.
+    Seconds are those of the forward and the backward program, each replayed on its own, communication included.
+    Gradients that are added up over the microbatches are reduced by the last backward, which is replayed likewise; its
+    additional time counts once per step. Where a schedule splits backward, the half for inputs computes the gradients
+    of the received tensors, and the half for weights the rest, which is all of it on the first stage. The seconds of
+    the whole backward are divided in proportion to the operations of each half.
 
-    Bytes are those of the program's account: what both halves need is saved, and with it what the stage returns, which
-    the schedule keeps; parameters, gradients, optimizer state, buffers, and the stage's part of the model's inputs for
-    all microbatches are there all the time. Gradients have the size in which they are added up; from the second
-    microbatch on, new ones are held beside the sums of those before, until they are added.
+    Bytes are those of the program's account. Saved are the tensors that both programs need, and the outputs of the
+    stage, which the schedule keeps. Parameters, gradients, optimizer state, buffers, and the stage's part of the
+    model's inputs for all microbatches are held all the time. Gradients have the size in which they are added up; from
+    the second microbatch on, new gradients are held beside the sums until they are added.
 
     Args:
         planned: the stage.
         links: along the pipeline.
         microbatches: of one step.
-        ranks_of: pipeline ranks of all stages that share parameters with this one, by their stages.
+        ranks_of: the pipeline rank of every stage; empty if no parameter is tied.
 
     Returns:
         The costs. The optimizer's update takes no time here, as in `ShardingPlan.step_seconds`.
@@ -138,9 +140,9 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
     program = planner.program(flow, reduced)
     forward, backward = (_seconds(planner, half) for half in (program.forward.graph, program.backward.graph))
     held = _stage_memory(planned, planner, flow, program, microbatches)
-    halves = _BackwardHalves.of(planner, program, {name for name, like in planned.received if like.requires_grad})
+    trained = [(name, like) for name, like in planned.received if like.requires_grad]
+    halves = _BackwardHalves.of(planner, program, {name for name, _ in trained})
     sent = _local_bytes(planned.passed, planned.plan.output_placements, planned.plan.mesh)
-    trained = [one for one in planned.received if one[1].requires_grad]
     arriving = planned.plan.input_placements if planned.plan.options.get("inputs") == "local" else {}  # else whole
     returned = _local_bytes(trained, arriving, planned.plan.mesh)
     return StageCosts(
@@ -162,7 +164,7 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
 
 
 def _flow(planned: PlannedStage) -> tuple[Flow, Planner]:
-    """The decisions of a plan on the graph that they were made for, which may run layers again."""
+    """Return the decisions of a plan on the graph that they were made for, which may recompute layers."""
     planner, plan = planned.planner, planned.plan
     if plan.recomputed:
         graph = recompute_layers(planned.graph, plan.recomputed)
@@ -171,68 +173,64 @@ def _flow(planned: PlannedStage) -> tuple[Flow, Planner]:
 
 
 def _seconds(planner: Planner, half: fx.Graph) -> float:
-    """Of one half of a program, what communication takes from the compute beside it included."""
+    """Return the seconds of one half of a program, with the contention between communication and compute."""
     issued = operations([half], planner.mesh.names, planner.prices)
     return replay(issued).seconds_with_contention(planner.cluster.contention)
 
 
 def _reduction_seconds(planner: Planner, program: PredictedProgram, backward: float) -> float:
-    """What the backward half takes longer where it reduces what others have left, of which it takes so many seconds."""
+    """Return the seconds that the last backward, which reduces gradients, takes beyond the `backward` of the others."""
     if program.unreduced is None:
         return 0.0
     places = program.unreduced.places
     last = reduce_with_sums(program.backward.graph, program.unreduced, places)
     sums = last.find_nodes(op="placeholder")[-len(places) :]
-    # Every backward adds its gradients to those before, which is left out of the seconds of all.
-    added = sum(planner.prices.seconds(addition) for one in sums for addition in one.users)
+    # Every backward adds its gradients to those before; the seconds of `backward` leave that out.
+    added = sum(planner.prices.seconds(addition) for gradient in sums for addition in gradient.users)
     return max(0.0, _seconds(planner, last) - added - backward)
 
 
 def _storage_bytes(node: fx.Node) -> int:
-    """Bytes of the memory that a node's tensor lies in, which is its own."""
+    """Return the bytes of a node's tensor, which has memory of its own."""
     val = node.meta.get("val")
     return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _BackwardHalves:
-    """Backward in two halves: the share of its seconds that is for inputs, and the bytes that the other half needs."""
+    """Backward in two halves: the share of seconds of the half for inputs, and the bytes kept for that for weights."""
 
     share: float
     kept: int
 
     @staticmethod
     def of(planner: Planner, program: PredictedProgram, inputs: set[str]) -> _BackwardHalves:
-        """The halves of a program's backward, `inputs` being those whose gradients the first makes."""
+        """Return the halves of a program's backward; the first computes the gradients of `inputs`."""
         graph, saved = program.backward.graph, program.backward.saved
-        first = _ancestors(
-            [node for (kind, name), node in program.outputs.items() if kind == "gradient" and name in inputs]
+        first = ancestors(
+            node for (kind, name), node in program.outputs.items() if kind == "gradient" and name in inputs
         )
         issued = operations([graph], planner.mesh.names, planner.prices)
         names = {node.name for node in first}
-        every = sum(one.seconds for one in issued)
-        share = sum(one.seconds for one in issued if one.name in names) / every if every else 0.0
+        total = sum(operation.seconds for operation in issued)
+        share = sum(operation.seconds for operation in issued if operation.name in names) / total if total else 0.0
         second = [node for node in graph.nodes if node.op == "call_function" and node not in first]
         read = {storage_root(source) for node in second for source in node.all_input_nodes} - set(second)
         kept = [node for node in read if node not in saved or storage_root(saved[node]).op != "placeholder"]
-        sizes = (one.meta["val"] for one in kept if isinstance(one.meta["val"], torch.Tensor))
+        sizes = (node.meta["val"] for node in kept if isinstance(node.meta["val"], torch.Tensor))
         return _BackwardHalves(share, sum(val.untyped_storage().nbytes() for val in sizes))
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all that they are made of."""
-    found = set(nodes)
-    waiting = list(nodes)
-    while waiting:
-        new = set(waiting.pop().all_input_nodes) - found
-        found |= new
-        waiting += new
-    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _StageMemory:
-    """Bytes of one device: all the time; of one microbatch; beside these in a computation, and in the update."""
+    """Bytes of one device.
+
+    Attributes:
+        rest: all the time.
+        saved: for one microbatch, between its forward and its backward.
+        working: beside these, in a forward or a backward.
+        application: beside `rest`, in the optimizer's update.
+    """
 
     rest: int
     saved: int
@@ -247,55 +245,55 @@ def _stage_memory(
     forward = sum(graph.phase(node) == "forward" for node in operators)
     end = len(operators)  # the moment of the optimizer's step
     parameters = {source.name for source in graph.inputs if source.kind == "parameter"}
-    every = list(allocations(flow, program, planner.settings.optimizer))
-    rest = sum(one.bytes for one in every if one.kind in _AT_REST)
+    held = list(allocations(flow, program, planner.settings.optimizer))
+    rest = sum(item.bytes for item in held if item.kind in _AT_REST)
     rest += sum(_gradient_bytes(flow, program, parameters))
     rest += microbatches * sum(like.numel() * like.element_size() for _, like in planned.stage.inputs.values())
-    moving = [one for one in every if one.kind != "input" and not _is_kept_all_step(one, parameters)]
-    fresh = [one for one in every if one.kind == "gradient" and one.name in parameters and microbatches > 1]
-    saved = sum(one.bytes for one in moving if one.start < forward < one.end)
-    in_forward = peak(one for one in moving if one.start < forward)[0]
-    in_backward = peak(_allocations_within([*moving, *fresh], forward, end))[0]
-    application = sum(one.bytes for one in moving if one.kind == "temporary" and one.start >= end)
+
+    def is_sum(item: Allocation) -> bool:
+        # Gradients of parameters are kept through the step; gradients of inputs are sent and freed.
+        return item.kind == "gradient" and item.name in parameters
+
+    moving = [item for item in held if item.kind not in ("input", *_AT_REST) and not is_sum(item)]
+    new_gradients = [item for item in held if is_sum(item) and microbatches > 1]
+    saved = sum(item.bytes for item in moving if item.start < forward < item.end)
+    in_forward = peak(item for item in moving if item.start < forward)[0]
+    in_backward = peak(_allocations_within([*moving, *new_gradients], forward, end))[0]
+    application = sum(item.bytes for item in moving if item.kind == "temporary" and item.start >= end)
     return _StageMemory(rest, saved, max(in_forward, in_backward, saved) - saved, application)
 
 
-def _is_kept_all_step(one: Allocation, parameters: set[str]) -> bool:
-    """Whether it is there all through the step of a pipeline; gradients of inputs are sent and gone."""
-    return one.kind in _AT_REST or (one.kind == "gradient" and one.name in parameters)
-
-
 def _gradient_bytes(flow: Flow, program: PredictedProgram, parameters: set[str]) -> Iterator[int]:
-    """Of every trained parameter, the bytes of its gradient: as its part here, or as what is added up if it is more."""
+    """Yield the bytes of every trained parameter's gradient: of this rank's part, or of the sum if that is larger."""
     for source in flow.graph.inputs:
         if source.name in parameters and ("gradient", source.name) in program.outputs:
-            part, made = program.inputs[source.node.name], program.outputs["gradient", source.name]
-            yield max(_storage_bytes(part), _storage_bytes(made))
+            part, total = program.inputs[source.node.name], program.outputs["gradient", source.name]
+            yield max(_storage_bytes(part), _storage_bytes(total))
 
 
-def _allocations_within(every: Sequence[Allocation], start: int, end: int) -> Iterable[Allocation]:
-    """What is held at some moment from `start` until before `end`, as far as it is held then."""
-    for one in every:
-        first, last = max(one.start, start), min(one.end, end)
+def _allocations_within(held: Sequence[Allocation], start: int, end: int) -> Iterable[Allocation]:
+    """Yield allocations clipped to the moments from `start` until before `end`."""
+    for item in held:
+        first, last = max(item.start, start), min(item.end, end)
         if first < last:
-            yield Allocation(one.name, one.bytes, first, last, one.kind)
+            yield Allocation(item.name, item.bytes, first, last, item.kind)
 
 
 def _local_bytes(
-    values: Sequence[tuple[str, torch.Tensor]], placed: dict[str, tuple[Placement, ...]], mesh: MeshShape
+    values: Sequence[tuple[str, torch.Tensor]], placements: dict[str, tuple[Placement, ...]], mesh: MeshShape
 ) -> int:
-    """What one device holds of tensors; those that are placed nowhere are whole."""
+    """Return the bytes that one device holds of tensors; those without placements are whole."""
     total = 0
     for name, like in values:
         shape: Sequence[int] = like.shape
-        if name in placed:
-            shape = local_shape(tuple(like.shape), Spec.of(*placed[name]), mesh)
+        if name in placements:
+            shape = local_shape(tuple(like.shape), Spec.of(*placements[name]), mesh)
         total += math.prod(shape) * like.element_size()
     return total
 
 
 def _tied_gradient_seconds(planned: PlannedStage, links: Links, placement: Sequence[int]) -> float:
-    """Seconds in which gradients of tied parameters are summed over the ranks whose stages hold them, once a step."""
+    """Return the seconds per step in which gradients of tied parameters are summed over the ranks that hold them."""
     seconds = 0.0
     for name, stages in planned.stage.shared.items():
         parameter = planned.stage.module.get_parameter(name)

@@ -16,21 +16,21 @@ from autoshard.program.localize import localize
 from autoshard.specs.axes import MeshShape
 
 RankShares = Mapping[str, tuple[int, ...]]
-"""For one axis of a stage's mesh by name, what its ranks take of a microbatch; empty for equal shares."""
+"""The name of one axis of a stage's mesh, and the samples of a microbatch per rank; empty for equal shares."""
 
 
 def proportional_shares(planned: PlannedStage, cluster: Cluster, mesh: MeshShape, samples: int) -> RankShares:
-    """Shares of a microbatch in proportion to speed.
+    """Return shares of a microbatch in proportion to speed.
 
     Args:
-        planned: a stage with equal shares: devices are as fast as they would compute what it has to.
+        planned: a stage with equal shares; speeds are those of its computation.
         cluster: of the stage's ranks.
         mesh: of the stage.
         samples: in a microbatch.
 
     Returns:
-        The shares along the first axis whose ranks have devices of different kinds; none where all are equal, or one
-        would get no sample.
+        The shares along the first axis whose ranks have devices of different kinds; empty where all would be equal, or
+        a rank would get no sample.
 
     Source: Whale 3.3.1, Formula 1.
     """
@@ -44,12 +44,12 @@ def proportional_shares(planned: PlannedStage, cluster: Cluster, mesh: MeshShape
 
 
 def memory_share(given: RankShares, cluster: Cluster, mesh: MeshShape, limit: float) -> float:
-    """How much a stage's devices hold of a microbatch, in times of an equal share, for the smallest memory of them.
+    """Return the part of a microbatch that the smallest memory is planned for, relative to an equal share.
 
-    What fits the smallest memory with so much of it, fits every device with its own share.
+    A plan that fits the smallest memory of the stage with this part fits every device with its own share.
 
     Args:
-        given: what the ranks take.
+        given: the shares of the ranks.
         cluster, mesh: of the stage.
         limit: bytes that no device may exceed.
     """
@@ -62,12 +62,12 @@ def memory_share(given: RankShares, cluster: Cluster, mesh: MeshShape, limit: fl
 
 
 def scale_to_shares(costs: StageCosts, given: RankShares, part: float) -> StageCosts:
-    """Costs of a stage whose devices take such shares, planned as if they were equal.
+    """Return the costs of a stage with its ranks' shares.
 
     Args:
-        costs: of the stage; its seconds of compute are those of the device that is done last.
-        given: what its ranks take.
-        part: what they hold of a microbatch (`memory_share`).
+        costs: of the stage as if shares were equal; its seconds of compute are those of the last device to finish.
+        given: the shares of the ranks.
+        part: of a microbatch that they hold (`memory_share`).
     """
     if not given:
         return costs
@@ -81,23 +81,22 @@ def scale_to_shares(costs: StageCosts, given: RankShares, part: float) -> StageC
         backward_send_seconds=costs.backward_send_seconds * largest,
         saved_bytes=math.ceil(costs.saved_bytes * part),
         weight_saved_bytes=math.ceil(costs.weight_saved_bytes * part),
-        # Parameters that are gathered are among these, and do not grow or shrink.
+        # Gathered parameters are among these bytes, and do not shrink with a share.
         working_bytes=math.ceil(costs.working_bytes * max(part, 1.0)),
     )
 
 
 def check_uneven_programs(planned: Iterable[PlannedStage]) -> None:
-    """`PlanError` if some operator of a stage can't have shares of its own as the stage's plan has it."""
+    """Raise `PlanError` if some operator of a stage can't have unequal shares as the stage's plan has it."""
     seen: set[str] = set()
-    for one in planned:
-        if one.plan.shares and one.plan.fingerprint not in seen:
-            planner = one.planner
-            localize(
-                flow_of(planner, one.plan), planner.resharder, planner.mesh.names, shared=planner.constraints.shared
-            )
-            seen.add(one.plan.fingerprint)
+    for stage in planned:
+        if stage.plan.shares and stage.plan.fingerprint not in seen:
+            planner = stage.planner
+            flow = flow_of(planner, stage.plan)
+            localize(flow, planner.resharder, planner.mesh.names, shared=planner.constraints.shared)
+            seen.add(stage.plan.fingerprint)
 
 
 def has_sample_per_rank(given: RankShares, samples: int) -> bool:
-    """Whether every rank has something of a microbatch of so many samples."""
+    """Return True if every rank has a sample of a microbatch of so many samples."""
     return all(samples > 1 and min(apportion(samples, counts)) > 0 for counts in given.values())

@@ -1,4 +1,4 @@
-"""Stages that do not fit: what planning them again is told, so that they may."""
+"""Budgets with less memory for stages that do not fit: limits, recomputation, and earlier reductions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.pipeline.schedule.costs import StageCosts, rest_bytes
 from autoshard.pipeline.schedule.schedules import placement
 
 _LIMITS = 4
-"""Different limits of stages that are alike, at most."""
+"""The most limits among stages that are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,12 @@ class RelaxedFit:
 
     Attributes:
         planned: the stages.
-        costs: of these.
-        flights: for every stage, how many microbatches are under way in it.
+        costs: of the stages.
+        flights: the number of microbatches under way in every stage.
         microbatches: of one step.
         memories: bytes of a device of every pipeline rank.
-        halves: the part of what a microbatch may keep more between the halves of backward that there is to be room for.
+        halves: between the halves of its backward a microbatch may keep more bytes than before; the part of these
+            bytes that limits leave room for.
     """
 
     planned: Sequence[PlannedStage]
@@ -36,128 +37,127 @@ class RelaxedFit:
     memories: Sequence[float]
     halves: float = 0.0
 
-    def limit_budgets(self, rooms: Sequence[StageBudget]) -> list[StageBudget]:
-        """The rooms, with limits for the stages of ranks that have too little memory.
-
-        Stages of a rank share its memory as they need it. Of that goes what is received for all microbatches, and what
-        else a pipeline's step holds beside what the stage's plan counts.
-        """
-        at = placement(len(self.memories), len(self.costs) // len(self.memories))
-        received = rest_bytes(at, self.microbatches, [replace(cost, rest_bytes=0) for cost in self.costs])
+    def limit_budgets(self, budgets: Sequence[StageBudget]) -> list[StageBudget]:
+        """Return the budgets, with limits for the stages of ranks that have too little memory."""
+        ranks = placement(len(self.memories), len(self.costs) // len(self.memories))
+        received = rest_bytes(ranks, self.microbatches, [replace(cost, rest_bytes=0) for cost in self.costs])
         needs = [_needed_bytes(cost, count, self.halves) for cost, count in zip(self.costs, self.flights, strict=True)]
-        given = list(rooms)
-        for stage, rank in enumerate(at):
-            need = sum(one for one, where in zip(needs, at, strict=True) if where == rank)
+        limited = list(budgets)
+        for stage, rank in enumerate(ranks):
+            rank_need = sum(need for need, holder in zip(needs, ranks, strict=True) if holder == rank)
             room = self.memories[rank] - received[rank]
-            if need > room:
-                further = (self.flights[stage] - rooms[stage].under_way) * self.costs[stage].saved_bytes
-                more = needs[stage] - self.planned[stage].plan.memory.peak - further
-                limit = math.floor(needs[stage] / need * room) - more
-                given[stage] = replace(rooms[stage], limit=limit, under_way=self.flights[stage])
-        return given
+            if rank_need > room:
+                # The stages of a rank share its memory in proportion to their needs. The limit is one of the bytes
+                # that the stage's plan counts, so it is less by what else a pipeline's step holds.
+                further = (self.flights[stage] - budgets[stage].under_way) * self.costs[stage].saved_bytes
+                beside = needs[stage] - self.planned[stage].plan.memory.peak - further
+                limit = math.floor(needs[stage] / rank_need * room) - beside
+                limited[stage] = replace(budgets[stage], limit=limit, under_way=self.flights[stage])
+        return limited
 
 
 def _needed_bytes(cost: StageCosts, flights: int, halves: float) -> int:
-    """Bytes of a stage with some microbatches under way."""
+    """Return the bytes of a stage with some microbatches under way."""
     kept = cost.saved_bytes + math.ceil(halves * max(cost.weight_saved_bytes - cost.saved_bytes, 0))
     return cost.rest_bytes + max(flights * kept + cost.working_bytes, cost.application_bytes)
 
 
 Relaxation = Callable[[RelaxedFit, Sequence[StageBudget]], Sequence[StageBudget]]
-"""From what was planned in some rooms to the rooms to try next."""
+"""Returns the budgets to try after those that some stages were planned in."""
 
 
 def relaxations(recompute: str) -> list[Relaxation]:
-    """Ways to make stages leaner, to be tried in turn where nothing fits.
+    """Return ways to make stages leaner, in the order in which to try them where nothing fits.
 
-    A limit with room for twice the microbatches under way, which schedules without bubbles have, nothing run again, or
-    for as many more as can be; lower limits, with part or all of what these may keep between the halves of backward;
-    a limit; all layers run again; gradients that are reduced with every microbatch where that makes them smaller, so
-    that none is kept whole; and a limit with all that.
+    * A limit with room for twice the microbatches under way, which schedules without bubbles have, or for as many as
+      possible. Nothing is recomputed.
+    * Lower limits, with room for half or all of what these microbatches keep between the halves of backward.
+    * A limit for the microbatches under way in a 1F1B schedule.
+    * All layers recomputed.
+    * Gradients reduced with every microbatch where that makes them smaller, so that none is kept whole.
+    * A limit together with these.
 
     Args:
-        recompute: what the user allows to be run again, as `autoshard.plan` takes it.
+        recompute: what the user allows to recompute, as `autoshard.plan` takes it.
 
     Source: P. Qi et al., "Zero Bubble Pipeline Parallelism", 2.2: with about twice the memory there is no bubble.
     """
 
     def limit_with_headroom(halves: float) -> Relaxation:
-        def relax(fitted: RelaxedFit, rooms: Sequence[StageBudget]) -> Sequence[StageBudget]:
-            twice = [min(2 * count, fitted.microbatches) for count in fitted.flights]
-            lean = replace(fitted, flights=twice, halves=halves).limit_budgets(rooms)
-            return _change_limited(rooms, lean, lambda room: replace(room, or_leanest=True), possible=True)
+        def relax(fit: RelaxedFit, budgets: Sequence[StageBudget]) -> Sequence[StageBudget]:
+            twice = [min(2 * count, fit.microbatches) for count in fit.flights]
+            limited = replace(fit, flights=twice, halves=halves).limit_budgets(budgets)
+            return _change_limited(budgets, limited, lambda budget: replace(budget, or_leanest=True), possible=True)
 
         return relax
 
-    def limit(fitted: RelaxedFit, rooms: Sequence[StageBudget]) -> Sequence[StageBudget]:
-        lean = fitted.limit_budgets(rooms)
-        return _change_limited(
-            rooms, lean, lambda room: replace(room, recompute=_recompute_mode(room, recompute)), possible=True
-        )
+    def limit(fit: RelaxedFit, budgets: Sequence[StageBudget]) -> Sequence[StageBudget]:
+        def allow_recompute(budget: StageBudget) -> StageBudget:
+            # A stage whose layers are all recomputed already stays so.
+            return budget if budget.recompute == "full" else replace(budget, recompute=recompute)
 
-    def recompute_layers(fitted: RelaxedFit, rooms: Sequence[StageBudget]) -> Sequence[StageBudget]:
-        return _change_limited(rooms, fitted.limit_budgets(rooms), lambda room: _without_limit(room, recompute="full"))
+        return _change_limited(budgets, fit.limit_budgets(budgets), allow_recompute, possible=True)
 
-    def reduce_per_microbatch(fitted: RelaxedFit, rooms: Sequence[StageBudget]) -> Sequence[StageBudget]:
-        if fitted.microbatches == 1:
-            return rooms
-        return _change_limited(
-            rooms, fitted.limit_budgets(rooms), lambda room: _without_limit(room, reduced="microbatch")
-        )
+    def recompute_layers(fit: RelaxedFit, budgets: Sequence[StageBudget]) -> Sequence[StageBudget]:
+        limited = fit.limit_budgets(budgets)
+        return _change_limited(budgets, limited, lambda budget: _without_limit(budget, recompute="full"))
+
+    def reduce_per_microbatch(fit: RelaxedFit, budgets: Sequence[StageBudget]) -> Sequence[StageBudget]:
+        if fit.microbatches == 1:
+            return budgets
+        limited = fit.limit_budgets(budgets)
+        return _change_limited(budgets, limited, lambda budget: _without_limit(budget, reduced="microbatch"))
 
     first = [limit_with_headroom(0.0), limit_with_headroom(0.5), limit_with_headroom(1.0), limit]
-    return (
-        [*first, recompute_layers, reduce_per_microbatch, limit]
-        if recompute == "auto"
-        else [*first, reduce_per_microbatch, limit]
-    )
+    return [*first, *([recompute_layers] if recompute == "auto" else []), reduce_per_microbatch, limit]
 
 
 def _change_limited(
-    rooms: Sequence[StageBudget],
+    budgets: Sequence[StageBudget],
     limited: Sequence[StageBudget],
     change: Callable[[StageBudget], StageBudget],
     *,
     possible: bool = False,
 ) -> list[StageBudget]:
-    """The rooms, with a change to those of stages that have to be limited; if told, where any limit is left at all."""
-
-    def needs_change(room: StageBudget, less: StageBudget) -> bool:
-        return less != room and less.limit is not None and (less.limit > 0 or not possible)
-
-    return [change(less) if needs_change(room, less) else room for room, less in zip(rooms, limited, strict=True)]
-
-
-def _without_limit(room: StageBudget, **changes: Any) -> StageBudget:
-    return replace(room, limit=None, under_way=1, **changes)
-
-
-def merge_limits(rooms: Sequence[StageBudget], texts: Sequence[Hashable]) -> list[StageBudget]:
-    """Rooms in which stages that are alike have no more than a few limits: those that are near have the least of them.
-
-    A pipeline is as fast as its slowest stage, which most often has the least room: what others could do with more of
-    it is of little use, and every other limit takes another plan.
+    """Return the budgets, with a change to the limited ones of stages that have to be limited.
 
     Args:
-        rooms: of all stages.
-        texts: equal ones of stages that are alike.
+        budgets: of all stages.
+        limited: the same with limits.
+        change: of a limited budget.
+        possible: True to leave stages alone whose limit is not above 0.
     """
-    given = list(rooms)
+
+    def is_changed(budget: StageBudget, less: StageBudget) -> bool:
+        return less != budget and less.limit is not None and (less.limit > 0 or not possible)
+
+    return [change(less) if is_changed(budget, less) else budget for budget, less in zip(budgets, limited, strict=True)]
+
+
+def _without_limit(budget: StageBudget, **changes: Any) -> StageBudget:
+    return replace(budget, limit=None, under_way=1, **changes)
+
+
+def merge_limits(budgets: Sequence[StageBudget], texts: Sequence[Hashable]) -> list[StageBudget]:
+    """Return budgets in which stages that are alike have few different limits.
+
+    Args:
+        budgets: of all stages.
+        texts: one per stage, equal for stages that are alike.
+    """
+    merged = list(budgets)
     groups: dict[Hashable, list[int]] = {}
-    for stage, (room, text) in enumerate(zip(rooms, texts, strict=True)):
-        if room.limit is not None:
-            groups.setdefault((text, _without_limit(room)), []).append(stage)
+    for stage, (budget, text) in enumerate(zip(budgets, texts, strict=True)):
+        if budget.limit is not None:
+            groups.setdefault((text, _without_limit(budget)), []).append(stage)
+    # Stages with similar limits all get the least of these. Every limit takes another plan, and a pipeline is as fast
+    # as its slowest stage, which most often has the least memory: more of it in other stages gains little.
     for stages in groups.values():
-        stages.sort(key=lambda stage: (rooms[stage].limit or 0) / rooms[stage].under_way)
+        stages.sort(key=lambda stage: (budgets[stage].limit or 0) / budgets[stage].under_way)
         size = math.ceil(len(stages) / _LIMITS)
         for near in (stages[first : first + size] for first in range(0, len(stages), size)):
-            limit = min(rooms[stage].limit or 0 for stage in near)
-            under_way = max(rooms[stage].under_way for stage in near)
+            limit = min(budgets[stage].limit or 0 for stage in near)
+            under_way = max(budgets[stage].under_way for stage in near)
             for stage in near:
-                given[stage] = replace(rooms[stage], limit=limit, under_way=under_way)
-    return given
-
-
-def _recompute_mode(room: StageBudget, recompute: str) -> str:
-    """What a stage with a limit may run again: all of its layers where that was asked for before."""
-    return "full" if room.recompute == "full" else recompute
+                merged[stage] = replace(budgets[stage], limit=limit, under_way=under_way)
+    return merged

@@ -1,4 +1,4 @@
-"""One size of a pipeline, so many microbatches and stages per rank: its stages assigned, cut, planned, and fitted."""
+"""Plan one shape of a pipeline, so many microbatches and stages per rank: assign, cut, plan and fit its stages."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.assign.stages import Method, StageDevice, Stages, assign_layers, assign_stages
 from autoshard.pipeline.graph.forward_export import ExportedModule
 from autoshard.pipeline.graph.stage_graph import StageGraph
-from autoshard.pipeline.graph.stage_modules import StageModule, cut
+from autoshard.pipeline.graph.stage_modules import cut
 from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_devices import slowest_cluster, stage_clusters, stage_target
 from autoshard.pipeline.plan.planned_stage import Links, PlannedStage, stage_costs
 from autoshard.pipeline.plan.rank_shares import RankShares, memory_share, scale_to_shares
 from autoshard.pipeline.plan.relaxed_fit import RelaxedFit, merge_limits, relaxations
-from autoshard.pipeline.plan.stage_plans import BoundaryMode, Pins, StageBudget, StagePlanner, StageTarget
+from autoshard.pipeline.plan.stage_plans import Pins, StageBudget, StagePlanner, StageTarget
 from autoshard.pipeline.plan.stage_reuse import structural_text
-from autoshard.pipeline.plan.stopping import Stopping
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_bounds import least_bytes
 from autoshard.pipeline.schedule.schedules import placement
@@ -36,17 +35,30 @@ from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes
 
 TOLERANCES = (0.02, 0.1)
-"""How unequal stages may be: where less crosses the boundaries of less equal ones, either may be faster."""
+"""The tolerances of balance that are tried: less equal stages may exchange fewer bytes, so either may be faster."""
 
 MIN_GAIN = 0.01
 """Stages are planned for less memory where that may make the step shorter by more than this share."""
 
 _MIN_STAGE_SECONDS = 1.0
-"""What begins is planned to its end: the search of one stage's plan has that much time, however late it is."""
+"""The time limit of one stage's plan is at least this, however late it is: a shape is always planned to its end."""
+
+
+@dataclass(slots=True)
+class Stopping:
+    """Limits of a search for a pipeline, and whether Ctrl-C ended it.
+
+    Attributes:
+        deadline: `time.monotonic()` seconds at which the search ends, even without a plan.
+        interrupted: True if Ctrl-C ended the search; the plan is the best one until then.
+    """
+
+    deadline: float = math.inf
+    interrupted: bool = False
 
 
 class PipelineShape(NamedTuple):
-    """Microbatches of a step, and stages per rank."""
+    """The number of microbatches of a step, and of stages per rank."""
 
     microbatches: int
     virtual: int
@@ -57,9 +69,9 @@ class MicrobatchGraph:
     """The forward graph of one microbatch.
 
     Attributes:
-        exported: to be cut.
-        graph: to be assigned to stages, priced for the slowest device.
-        speeds: of the devices of every pipeline rank, in times of that one.
+        exported: the graph that is cut.
+        graph: the graph that is assigned to stages, priced for the slowest device.
+        speeds: the speed of every pipeline rank's devices, relative to the slowest device.
     """
 
     exported: ExportedModule
@@ -69,16 +81,16 @@ class MicrobatchGraph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedShape:
-    """The stages of one size.
+    """The planned stages of one shape.
 
     Attributes:
-        size: microbatches and stages per rank.
-        forward: what was cut.
-        stages: how it was.
+        shape: microbatches and stages per rank.
+        microbatch_graph: the graph that was cut.
+        stages: the assignment by which it was cut.
         planned: the stages with their plans.
-        costs: of these.
-        free_seconds: of a step of stages that are planned without a limit on memory, if they are others.
-        took: seconds in which the stages were captured and planned for the first time, before any leaner ones.
+        costs: of the planned stages.
+        free_seconds: of a step if memory had no limit.
+        took: seconds in which the stages were captured and planned for the first time, before any leaner plans.
     """
 
     shape: PipelineShape
@@ -91,18 +103,17 @@ class PlannedShape:
 
 
 class ShapePlanner:
-    """Plans sizes of one pipeline.
+    """Plans shapes of one pipeline.
 
     Args:
         captured: of the call that is planned.
-        mesh: all axes, and what of them every pipeline rank has.
-        options: as the user gave them.
-        devices: of every pipeline rank: memory in bytes; and speed in times of the cluster's device, which counts where
-            that has one kind.
-        boundaries: how what goes from stage to stage lies (`StagePlanner`).
-        seconds_of: the fastest schedule of a size with such stages, of those that fit or of all; infinite if none is.
-        stopping: when the search ends before its end.
-        shares: what the devices of every pipeline rank take of a microbatch; equal shares by default.
+        mesh: all axes, and the part of every pipeline rank.
+        target: as the user gave it.
+        devices: speed and memory in bytes of the devices of every pipeline rank.
+        seconds_of: returns the seconds of the fastest schedule of a shape with stages of given costs, of the schedules
+            that fit or of all; infinity if there is none.
+        stopping: further limits of the search.
+        shares: the shares of a microbatch for the devices of every pipeline rank; empty for equal shares.
     """
 
     def __init__(
@@ -111,10 +122,9 @@ class ShapePlanner:
         mesh: PipelineMesh,
         target: Target,
         devices: Sequence[StageDevice],
-        boundaries: BoundaryMode,
         seconds_of: Callable[[PipelineShape, Sequence[StageCosts], bool], float],
         stopping: Stopping,
-        shares: Sequence[RankShares] = (),
+        shares: Sequence[RankShares],
     ) -> None:
         self.start = time.monotonic()
         self.captures = captured
@@ -124,129 +134,133 @@ class ShapePlanner:
         self.devices = tuple(devices)
         self.links = Links.of(target.cluster, mesh.whole, mesh.axis)
         self.target = target
-        self.boundaries = boundaries
         self.seconds_of = seconds_of
         self.stopping = stopping
         self.cluster = slowest_cluster(target.cluster, mesh.whole.size)
         clusters = stage_clusters(target.cluster, mesh)
-        self.shares = tuple(shares) or ({},) * self.ranks
+        self.shares = tuple(shares)
         limit = target.settings.memory_limit or math.inf
-        of_ranks = list(zip(self.shares, clusters, self.meshes, strict=True))
-        self.memory_shares = [memory_share(given, cluster, shape, limit) for given, cluster, shape in of_ranks]
-        each = [
+        rank_data = list(zip(self.shares, clusters, self.meshes, strict=True))
+        self.memory_shares = [memory_share(given, cluster, shape, limit) for given, cluster, shape in rank_data]
+        targets = [
             StageTarget(with_shares(stage_target(target, cluster), shape, given), shape)
-            for given, cluster, shape in of_ranks
+            for given, cluster, shape in rank_data
         ]
-        self.targets = [one for place, one in enumerate(each) if one not in each[:place]]
-        self.target_of = [self.targets.index(one) for one in each]
+        self.targets = [stage for place, stage in enumerate(targets) if stage not in targets[:place]]
+        self.target_of = [self.targets.index(stage) for stage in targets]
         self.seconds: dict[str, float] = {"capture": 0.0, "stages": 0.0}
         self._planner: StagePlanner | None = None
 
     @property
     def seconds_left(self) -> float:
-        """Seconds of the search, captures aside."""
+        """The seconds that are left to the search; captures do not count."""
         now = time.monotonic()
-        mine = self.target.settings.time_limit + self.seconds["capture"] - (now - self.start)
-        return min(mine, self.stopping.deadline - now)
+        left = self.target.settings.time_limit + self.seconds["capture"] - (now - self.start)
+        return min(left, self.stopping.deadline - now)
 
     @property
     def is_over(self) -> bool:
-        """Whether the search ends, be there a plan that fits or not."""
+        """True if the search ends even where no plan fits."""
         return time.monotonic() > self.stopping.deadline
 
     def microbatch_graph(self, number: int) -> MicrobatchGraph:
-        """The forward graph of one of so many microbatches."""
+        """Return the forward graph of one of `number` microbatches."""
         start = time.perf_counter()
-        one, graph = self.captures.export(number), self.captures.stage_graph(number, self.cluster)
-        forward = MicrobatchGraph(one, graph, self._speeds(number, graph))
+        exported, graph = self.captures.export(number), self.captures.stage_graph(number, self.cluster)
+        forward = MicrobatchGraph(exported, graph, self._speeds(number, graph))
         self.seconds["capture"] += time.perf_counter() - start
         return forward
 
     def _speeds(self, number: int, graph: StageGraph) -> tuple[float, ...]:
-        """As given; or, where the cluster tells kinds of device apart, by what the operators take on each.
+        """Return the speed of every pipeline rank, by the seconds that the operators take on its kind of device.
 
-        A rank with more devices than another is so many times as fast.
+        A rank with twice as many devices as another is twice as fast.
         """
-        many = [shape.size / min(other.size for other in self.meshes) for shape in self.meshes]
+        fewest = min(shape.size for shape in self.meshes)
+        counts = [shape.size / fewest for shape in self.meshes]
         if self.target.cluster.is_uniform or not graph.seconds:
-            return tuple(device.speed * count for device, count in zip(self.devices, many, strict=True))
-        clusters = [replace(kind.target.cluster, stretches=()) for kind in self.targets]
+            return tuple(device.speed * count for device, count in zip(self.devices, counts, strict=True))
+        clusters = [replace(stage.target.cluster, stretches=()) for stage in self.targets]
         seconds = [self.captures.stage_graph(number, cluster).seconds for cluster in clusters]
-        return tuple(graph.seconds / seconds[kind] * count for kind, count in zip(self.target_of, many, strict=True))
+        return tuple(
+            graph.seconds / seconds[index] * count for index, count in zip(self.target_of, counts, strict=True)
+        )
 
     def stage_marks(self, forward: MicrobatchGraph) -> dict[str, int]:
-        """The stages of operators in contexts of `forward` with devices of their own, where several follow another."""
+        """Return the stage of every operator in a marked context with a number of devices; empty for one context."""
         counted_in = task_graphs_with_counts(forward.exported.graph)
-        order = sorted({int(one.place) for one in counted_in.values()})
+        order = sorted({int(task_graph.place) for task_graph in counted_in.values()})
         if len(order) < 2:
             return {}
-        return {name: order.index(int(one.place)) for name, one in counted_in.items()}
+        return {name: order.index(int(task_graph.place)) for name, task_graph in counted_in.items()}
 
     def device_counts(self, forward: MicrobatchGraph) -> tuple[int, ...]:
-        """How many devices the contexts of `forward` that ask for numbers of them want, in order."""
-        found = {
-            int(one.place): one.primitive.devices for one in task_graphs_with_counts(forward.exported.graph).values()
-        }
-        return tuple(devices for _, devices in sorted(found.items()) if isinstance(devices, int))
+        """Return the numbers of devices that marked contexts of `forward` ask for, in order."""
+        task_graphs = task_graphs_with_counts(forward.exported.graph).values()
+        counts = {int(task_graph.place): task_graph.primitive.devices for task_graph in task_graphs}
+        return tuple(devices for _, devices in sorted(counts.items()) if isinstance(devices, int))
 
-    def stage_assignments(self, size: PipelineShape, forward: MicrobatchGraph, method: Method = "auto") -> list[Stages]:
-        """The stages of a size, for every tolerance; equal ones once; as they are marked, where they are.
+    def stage_assignments(
+        self, shape: PipelineShape, forward: MicrobatchGraph, method: Method = "auto"
+    ) -> list[Stages]:
+        """Return the different assignments to stages, for all tolerances of balance; or the marked stages.
 
         Args:
-            size: how many stages there are, and how many microbatches are under way in them.
-            forward: whose graph is assigned.
+            shape: the number of stages, and of microbatches under way in them.
+            forward: the graph that is assigned.
             method: of `assign_stages`.
 
         Raises:
-            HintError: `forward` marks another number of stages, or marks contradict the way of the data.
-            PlanError: the model has fewer operators than the size has stages.
+            HintError: `forward` marks another number of stages, or marks contradict the order of the data.
+            PlanError: the model has fewer operators than the shape has stages.
             BudgetError: parameters, gradients and optimizer state alone do not fit.
         """
         start = time.perf_counter()
-        at = placement(self.ranks, size.virtual)
-        held = [shape.size / size.virtual for shape in self.meshes]  # of a device's memory, with nothing held twice
+        ranks = placement(self.ranks, shape.virtual)
+        # Memory of all devices of a rank per stage: what stages hold if no device holds what another one does.
+        device_counts = [mesh.size / shape.virtual for mesh in self.meshes]
         devices = [
-            StageDevice(self.links.bandwidth, forward.speeds[rank], self.devices[rank].memory * held[rank])
-            for rank in at
+            StageDevice(self.links.bandwidth, forward.speeds[rank], self.devices[rank].memory * device_counts[rank])
+            for rank in ranks
         ]
-        marks = self._validate_marks(self.stage_marks(forward), forward, len(at))
+        marks = self._validate_marks(self.stage_marks(forward), forward, len(ranks))
 
         def assign(tolerance: float, graph: StageGraph, flights: Sequence[int]) -> Stages:
             if marks:
                 return marked_stages(graph, devices, flights, marks)
             return assign_stages(graph, devices, flights, tolerance=tolerance, method=method)
 
-        whole = None if marks else self._assign_whole_layers(forward.graph, devices, self.in_flight(size))
+        whole = None if marks else self._assign_whole_layers(forward.graph, devices, self.in_flight(shape))
         if whole is not None:
             self.seconds["stages"] += time.perf_counter() - start
             return [whole]
-        found: list[Stages] = []
+        assignments: list[Stages] = []
         try:
             for tolerance in TOLERANCES[-1:] if marks else TOLERANCES:
-                if found and found[-1].tolerance > tolerance / 2:
+                if assignments and assignments[-1].tolerance > tolerance / 2:
                     continue  # there were no stages much more equal than that
-                one = self._assign_with_fallback(
-                    forward.graph, self.in_flight(size), functools.partial(assign, tolerance)
+                stages = self._assign_with_fallback(
+                    forward.graph, self.in_flight(shape), functools.partial(assign, tolerance)
                 )
-                if all(one.stage_of != other.stage_of for other in found):
-                    found.append(one)
+                if all(stages.stage_of != known.stage_of for known in assignments):
+                    assignments.append(stages)
         except BudgetError as error:
             memories = ", ".join(dict.fromkeys(format_bytes(device.memory) for device in self.devices))
-            peak = None if error.peak is None else math.ceil(error.peak / max(held))
-            counts = " or ".join(dict.fromkeys(str(shape.size) for shape in self.meshes))
+            peak = None if error.peak is None else math.ceil(error.peak / max(device_counts))
+            counts = " or ".join(dict.fromkeys(str(mesh.size) for mesh in self.meshes))
             raise BudgetError(
-                f"{len(at)} pipeline stages do not fit in {memories} per device, even if the {counts} devices of each "
-                f"rank hold nothing twice; of what they hold together: {error}",
+                f"{len(ranks)} pipeline stages do not fit in {memories} per device, even if the {counts} devices of "
+                f"each rank hold nothing twice; of what they hold together: {error}",
                 peak,
             ) from error
         finally:
             self.seconds["stages"] += time.perf_counter() - start
-        return found
+        return assignments
 
     def _assign_whole_layers(
         self, graph: StageGraph, devices: Sequence[StageDevice], flights: Sequence[int]
     ) -> Stages | None:
-        """Stages that part no layer, as equal as is asked for; what they save may be recomputed."""
+        """Return stages of whole layers within the smallest tolerance, whose saved tensors may be recomputed."""
         keeping = assign_layers(graph, devices, flights, tolerance=TOLERANCES[0])
         if keeping is not None or self.target.settings.recompute == "none":
             return keeping
@@ -258,18 +272,17 @@ class ShapePlanner:
         try:
             return assign(graph, flights)
         except BudgetError:
-            # What is saved may be recomputed, or there may be a schedule with one microbatch under way at a time.
+            # Saved tensors may be recomputed, or there may be a schedule with one microbatch under way at a time.
             if self.target.settings.recompute != "none":
                 graph = replace(graph, nodes=tuple(replace(node, saved_bytes=0) for node in graph.nodes))
             return assign(graph, [1] * len(flights))
 
     def _validate_marks(self, marks: dict[str, int], forward: MicrobatchGraph, stages: int) -> dict[str, int]:
-        """The marks; `HintError` where they are not of so many stages."""
+        """Return the marks; raise `HintError` if they are of another number of stages."""
         marked = max(marks.values(), default=-1) + 1
         if marked not in (0, stages):
-            primitives = dict.fromkeys(
-                map(str, (one.primitive for one in task_graphs_with_counts(forward.exported.graph).values()))
-            )
+            task_graphs = task_graphs_with_counts(forward.exported.graph).values()
+            primitives = dict.fromkeys(str(task_graph.primitive) for task_graph in task_graphs)
             per_rank = stages // self.ranks
             raise HintError(
                 f"forward marks {marked} task graphs with numbers of devices ({', '.join(primitives)}), each of which "
@@ -280,9 +293,9 @@ class ShapePlanner:
             )
         return marks
 
-    def in_flight(self, size: PipelineShape) -> list[int]:
-        """Microbatches under way in every stage, as one forward and one backward in turn have it (Rhino 6.2)."""
-        ranks, (number, virtual) = self.ranks, size
+    def in_flight(self, shape: PipelineShape) -> list[int]:
+        """Return the microbatches under way in every stage of a 1F1B schedule (Rhino 6.2)."""
+        ranks, (number, virtual) = self.ranks, shape
         if virtual == 1:
             return [min(number, ranks - rank) for rank in range(ranks)]
         counts = []
@@ -293,52 +306,62 @@ class ShapePlanner:
             counts.append(max(1, min(number, rounds * ranks + min(max(left - turn * ranks, 0), ranks))))
         return counts
 
-    def plan(self, size: PipelineShape, stages: Stages, known: float = math.inf) -> PlannedShape:
-        """Cut and plan the stages of a size; leaner where memory costs seconds, or nothing fits otherwise.
+    def plan(self, shape: PipelineShape, stages: Stages, known: float = math.inf) -> PlannedShape:
+        """Cut and plan the stages of a shape; leaner where memory costs seconds, or nothing fits otherwise.
 
         Args:
-            size: microbatches and stages per rank.
+            shape: microbatches and stages per rank.
             stages: the assignment.
-            known: seconds of a step of another size: where memory without end makes none shorter, no leaner stages do.
+            known: seconds of a step of another shape. Leaner stages are not planned where this shape is no faster even
+                without a limit on memory.
 
         Raises:
-            BudgetError: no plan of some stage was found at all.
+            BudgetError: some stage has no plan at all.
         """
         start = time.perf_counter()
-        forward = self.microbatch_graph(size.microbatches)
+        forward = self.microbatch_graph(shape.microbatches)
         cutting = time.perf_counter()
         parts = cut(forward.exported, stages.stage_of, len(stages.seconds), stages.recomputed)
         self.seconds["stages"] += time.perf_counter() - cutting
         planner = self._stage_planner(forward.exported)
-        first = "full" if self.target.settings.recompute == "full" else "none"
-        at = placement(self.ranks, size.virtual)
-        rooms = [StageBudget(None, first, self.target_of[rank], size.microbatches) for rank in at]
-        free_of_limits = best = self._plan_stages(planner, size, forward, stages, parts, rooms)
+        recompute = "full" if self.target.settings.recompute == "full" else "none"
+        ranks = placement(self.ranks, shape.virtual)
+        budgets = [StageBudget(None, recompute, self.target_of[rank], shape.microbatches) for rank in ranks]
+
+        def plan_stages(budgets: Sequence[StageBudget]) -> PlannedShape:
+            planner.time_limit = max(self.seconds_left, _MIN_STAGE_SECONDS)
+            planned = tuple(planner.plan(parts, budgets, ranks))
+            costs = tuple(
+                self._costs_on_rank(stage_costs(stage, self.links, shape.microbatches, ranks), rank)
+                for stage, rank in zip(planned, ranks, strict=True)
+            )
+            return PlannedShape(shape, forward, stages, planned, costs)
+
+        unlimited = best = plan_stages(budgets)
         took = time.perf_counter() - start
-        free, least = self.seconds_of(size, best.costs, False), self._merit(size, best.costs)
+        free, least = self.seconds_of(shape, best.costs, False), self._merit(shape, best.costs)
         memories = [device.memory for device in self.devices]
         texts = [structural_text(part) for part in parts]
-        for rung in relaxations(self.target.settings.recompute):
+        for relax in relaxations(self.target.settings.recompute):
             late = self.is_over or (self.seconds_left <= 0 and least[0] < math.inf)
             if least[0] <= free * (1 + MIN_GAIN) or free >= known or late or self.stopping.interrupted:
                 break
-            last = free_of_limits
-            fitted = RelaxedFit(last.planned, last.costs, self.in_flight(size), size.microbatches, memories)
-            leaner = merge_limits(rung(fitted, rooms), texts)
-            if leaner == rooms:
+            fit = RelaxedFit(unlimited.planned, unlimited.costs, self.in_flight(shape), shape.microbatches, memories)
+            leaner = merge_limits(relax(fit, budgets), texts)
+            if leaner == budgets:
                 continue
-            # Where a stage has no plan within its limit, the next rung may still help.
+            # Where a stage has no plan within its limit, the next relaxation may still help.
             with contextlib.suppress(BudgetError), self._keep_on_interrupt(least[0]):
-                last = self._plan_stages(planner, size, forward, stages, parts, leaner)
-                if self._merit(size, last.costs) < least:
-                    best, least = last, self._merit(size, last.costs)
-                if all(room.limit is None for room in leaner):
-                    free_of_limits, rooms = last, leaner
+                candidate = plan_stages(leaner)
+                if self._merit(shape, candidate.costs) < least:
+                    best, least = candidate, self._merit(shape, candidate.costs)
+                if all(budget.limit is None for budget in leaner):
+                    unlimited, budgets = candidate, leaner
         return replace(best, free_seconds=free, took=took)
 
     @contextlib.contextmanager
     def _keep_on_interrupt(self, seconds: float) -> Iterator[None]:
-        """Ctrl-C ends the search with the stages that there are, if they fit: if their step takes finite seconds."""
+        """Let Ctrl-C end the search with the present stages, if they fit: if their step takes finite seconds."""
         try:
             yield
         except KeyboardInterrupt:
@@ -346,63 +369,34 @@ class ShapePlanner:
             if seconds == math.inf:
                 raise
 
-    def _merit(self, size: PipelineShape, costs: Sequence[StageCosts]) -> tuple[float, float]:
-        """Seconds of the fastest schedule that fits, and what the tightest rank needs of its memory at least."""
-        needs = least_bytes(costs, placement(self.ranks, size.virtual), size.microbatches)
+    def _merit(self, shape: PipelineShape, costs: Sequence[StageCosts]) -> tuple[float, float]:
+        """Return the seconds of the fastest schedule that fits, and the share of memory that the tightest rank uses."""
+        needs = least_bytes(costs, placement(self.ranks, shape.virtual), shape.microbatches)
         tightest = max(need / device.memory for need, device in zip(needs, self.devices, strict=True))
-        return self.seconds_of(size, costs, True), tightest
+        return self.seconds_of(shape, costs, True), tightest
 
-    def _plan_stages(
-        self,
-        planner: StagePlanner,
-        size: PipelineShape,
-        forward: MicrobatchGraph,
-        stages: Stages,
-        parts: Sequence[StageModule],
-        rooms: Sequence[StageBudget],
-    ) -> PlannedShape:
-        planner.time_limit = max(self.seconds_left, _MIN_STAGE_SECONDS)
-        at = placement(self.ranks, size.virtual)
-        planned = tuple(planner.plan(parts, rooms, at))
-        costs = tuple(
-            self._costs_on_device(stage_costs(one, self.links, size.microbatches, at), rank)
-            for one, rank in zip(planned, at, strict=True)
-        )
-        return PlannedShape(size, forward, stages, planned, costs)
-
-    def _costs_on_device(self, costs: StageCosts, rank: int) -> StageCosts:
-        """Costs at the speed of a rank's devices, where that is not in them: a cluster of equal devices knows none."""
-        costs = scale_to_shares(self._scale_send_seconds(costs, rank), self.shares[rank], self.memory_shares[rank])
-        if not self.target.cluster.is_uniform:
-            return costs
-        speed = self.devices[rank].speed
-        return replace(
+    def _costs_on_rank(self, costs: StageCosts, rank: int) -> StageCosts:
+        """Return a stage's costs with its rank's shares, and messages to each device that a device sends to."""
+        before, here, behind = ([0, *self.mesh.devices, 0][rank + step] for step in range(3))
+        costs = replace(
             costs,
-            forward_seconds=costs.forward_seconds / speed,
-            input_backward_seconds=costs.input_backward_seconds / speed,
-            weight_backward_seconds=costs.weight_backward_seconds / speed,
+            forward_send_seconds=costs.forward_send_seconds * max(math.ceil(behind / here), 1),
+            backward_send_seconds=costs.backward_send_seconds * max(math.ceil(before / here), 1),
         )
+        return scale_to_shares(costs, self.shares[rank], self.memory_shares[rank])
 
-    def _scale_send_seconds(self, costs: StageCosts, rank: int) -> StageCosts:
-        """Costs with messages to as many devices as each of a rank's has to send to on the ranks before and after."""
-        before, own, behind = ([0, *self.mesh.devices, 0][rank + step] for step in range(3))
-        return replace(
-            costs,
-            forward_send_seconds=costs.forward_send_seconds * max(math.ceil(behind / own), 1),
-            backward_send_seconds=costs.backward_send_seconds * max(math.ceil(before / own), 1),
-        )
-
-    def _stage_planner(self, one: ExportedModule) -> StagePlanner:
+    def _stage_planner(self, exported: ExportedModule) -> StagePlanner:
         if self._planner is None:
             hints, captures = self.target.hints, self.captures.stage_captures
-            pinned = [self._pinned_placements(one, kind.mesh) for kind in self.targets]
-            self._planner = StagePlanner(self.targets, pinned, hints, self.boundaries, captures, self.links)
+            pinned = [self._pinned_placements(exported, stage.mesh) for stage in self.targets]
+            self._planner = StagePlanner(self.targets, pinned, hints, captures, self.links)
             self.seconds = self._planner.seconds = {**self._planner.seconds, **self.seconds}
         return self._planner
 
-    def _pinned_placements(self, one: ExportedModule, mesh: MeshShape) -> Pins:
-        """What the user's hints pin, in the model as a whole: in a single stage most would match nothing."""
+    def _pinned_placements(self, exported: ExportedModule, mesh: MeshShape) -> Pins:
+        """Return what the user's hints pin."""
+        # Hints are resolved in the whole model: in a single stage most of them would match nothing.
         module = self.captures.call.module
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         names = [name for name, _ in module.named_modules()]
-        return hint_rules.resolve(self.target.hints, shapes, one.forward.aliases, names, mesh)
+        return hint_rules.resolve(self.target.hints, shapes, exported.forward.aliases, names, mesh)

@@ -1,4 +1,4 @@
-"""What stages that nobody planned may cost, judged by those that were planned: it says which to plan next."""
+"""Estimated costs of stages that are not planned, by those that are: they decide which shape to plan next."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from autoshard.pipeline.schedule.costs import StageCosts
 
 @dataclass(frozen=True, slots=True)
 class StageTotals:
-    """What all stages cost together with one microbatch, one device of each; times on devices of speed 1.
+    """The costs of all stages together for one microbatch, on one device of each stage; times on devices of speed 1.
 
     Attributes:
         forward, backward: seconds.
-        weights: those of them in which backward makes gradients of parameters.
+        weights: the seconds of backward in which gradients of parameters are computed.
         saved: bytes that a microbatch keeps.
         rest: bytes held all the time.
         working: the most bytes beside these of any stage.
         application: bytes held during the optimizer's update.
-        sent: what a device sends of what crosses a boundary.
+        sent: the part that one device sends of the bytes that cross a boundary.
         reduction: seconds in which gradients are reduced, once per step, on devices of any speed.
     """
 
@@ -38,7 +38,7 @@ class StageTotals:
 
     @staticmethod
     def without_communication(graph: StageGraph, devices: int) -> StageTotals:
-        """Those of the operators of a graph, if a stage's devices shared them without saying a word."""
+        """Return the totals of a graph's operators, if a stage's devices shared them without communication."""
         backward = sum(node.backward_seconds for node in graph.nodes) / devices
         return StageTotals(
             forward=sum(node.forward_seconds for node in graph.nodes) / devices,
@@ -52,7 +52,7 @@ class StageTotals:
 
     @staticmethod
     def of(costs: Sequence[StageCosts], speeds: Sequence[float], crossing: int) -> StageTotals:
-        """Those of planned stages; `crossing` is what crosses all boundaries in whole tensors, in bytes."""
+        """Return the totals of planned stages; whole tensors of `crossing` bytes cross all their boundaries."""
         return StageTotals(
             forward=sum(cost.forward_seconds * speed for cost, speed in zip(costs, speeds, strict=True)),
             backward=sum(cost.backward_seconds * speed for cost, speed in zip(costs, speeds, strict=True)),
@@ -67,50 +67,41 @@ class StageTotals:
 
 
 def totals_at(samples: int, known: Mapping[int, StageTotals]) -> StageTotals:
-    """Totals of a microbatch of some samples: on the line through the nearest two that are known, or in proportion.
+    """Return totals of a microbatch of some samples, on the line through the two nearest known ones.
 
-    What does not grow with the microbatch, such as latencies and gathers of parameters, is where that line starts.
+    The line has an offset: costs that do not grow with the microbatch, such as latencies and gathers of parameters.
+    With one known microbatch, the totals grow in proportion.
     """
-    first, *others = sorted(known, key=lambda one: (abs(one - samples), one))
+    first, *others = sorted(known, key=lambda count: (abs(count - samples), count))
     near = known[first]
     if samples == first:
         return near
     if not others:
-        grown = samples / first
-        return StageTotals(
-            near.forward * grown,
-            near.backward * grown,
-            near.weights * grown,
-            near.saved * grown,
-            near.rest,
-            near.working * grown,
-            near.application,
-            near.sent,
-            near.reduction,
-        )
-    other = known[others[0]]
+        scale = samples / first
+        scaled = {name: getattr(near, name) * scale for name in ("forward", "backward", "weights", "saved", "working")}
+        return replace(near, **scaled)
+    next_near = known[others[0]]
     along = (samples - first) / (others[0] - first)
-    line = {
-        one.name: max(0.0, getattr(near, one.name) + along * (getattr(other, one.name) - getattr(near, one.name)))
-        for one in fields(StageTotals)
-    }
+
+    def on_line(name: str) -> float:
+        start: float = getattr(near, name)
+        return max(0.0, start + along * (getattr(next_near, name) - start))
+
+    line = {item.name: on_line(item.name) for item in fields(StageTotals)}
     return replace(StageTotals(**line), reduction=near.reduction)
 
 
 def estimate_stage_costs(
-    stages: Stages, graph: StageGraph, totals: StageTotals, grown: float, links: Links
+    stages: Stages, graph: StageGraph, totals: StageTotals, scale: float, links: Links
 ) -> list[StageCosts]:
-    """Costs of stages that were assigned and not planned.
+    """Return estimated costs of assigned stages: each has its share of the totals, by its share of the graph.
 
     Args:
         stages: the assignment.
-        graph: what was assigned.
+        graph: the graph that was assigned.
         totals: of one microbatch.
-        grown: samples of that microbatch, in times of those that the graph was exported with.
+        scale: samples of that microbatch, relative to those that the graph was exported with.
         links: along the pipeline.
-
-    Returns:
-        For every stage its share of the totals, by its share of the graph's seconds and bytes.
     """
     work, kept, rest = graph.seconds, sum(stages.saved), sum(stages.at_rest)
     costs = []
@@ -121,16 +112,16 @@ def estimate_stage_costs(
         saved = stages.saved[index] / kept if kept else 0.0
         sent = stages.forward_bytes[index] if index + 1 < len(stages.seconds) else 0
         returned = stages.backward_bytes[index - 1] if index else 0
-        forth, back = (int(amount * grown * totals.sent) for amount in (sent, returned))
+        forward_bytes, backward_bytes = (int(amount * scale * totals.sent) for amount in (sent, returned))
         costs.append(
             StageCosts(
                 forward_seconds=totals.forward * share,
                 input_backward_seconds=totals.backward * share - weights,
                 weight_backward_seconds=weights,
-                forward_bytes=forth,
-                forward_send_seconds=links.send(forth),
-                backward_bytes=back,
-                backward_send_seconds=links.send(back),
+                forward_bytes=forward_bytes,
+                forward_send_seconds=links.send(forward_bytes),
+                backward_bytes=backward_bytes,
+                backward_send_seconds=links.send(backward_bytes),
                 rest_bytes=int(totals.rest * at_rest),
                 saved_bytes=int(totals.saved * saved),
                 working_bytes=int(totals.working),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed.tensor import Placement, Replicate
 
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.layers import Layer
 from autoshard.capture.layers import layers as layers_of
 from autoshard.capture.recomputation import recompute_layers
 from autoshard.errors import BudgetError, PlanError
@@ -30,27 +29,27 @@ from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
-BoundaryMode = Literal["whole", "planned"]
 Pins = Mapping[str, tuple[Placement | None, ...]]
+"""Placements of parameters, by their first names."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageBudget:
-    """What planning a stage is told of its devices, and of what else it shares with the rest of the step.
+    """The devices and the memory that a stage is planned for.
 
     Attributes:
         limit: bytes that the stage's step may reach; None for no limit.
-        under_way: microbatches that are under way then, each of which holds what it saves.
         recompute: what its backward half may run again, as `autoshard.plan` takes it.
-        kind: of the devices, by its place among the options of the `StagePlanner`.
-        microbatches: over which its gradients are added up.
-        reduced: which of these are reduced once.
-        or_leanest: whether the leanest plan found will do where none keeps the limit.
+        target: the index of its devices among the targets of the `StagePlanner`.
+        microbatches: the number over which its gradients are added up.
+        reduced: the gradients that are reduced once per step.
+        under_way: microbatches under way at once, each of which holds what it saves.
+        or_leanest: True if the leanest plan will do where no plan keeps the limit.
     """
 
     limit: int | None
     recompute: str
-    kind: int = 0
+    target: int = 0
     microbatches: int = 1
     reduced: DeferredReduction = "step"
     under_way: int = 1
@@ -59,10 +58,10 @@ class StageBudget:
 
 @dataclass(frozen=True, slots=True)
 class StageTarget:
-    """What a stage may run on, and how it is planned there.
+    """The target and the mesh of a stage.
 
     Attributes:
-        options: their cluster is that of its ranks, and they have no hints of their own.
+        target: with the cluster of the stage's ranks, and without hints.
         mesh: of one stage.
     """
 
@@ -71,100 +70,94 @@ class StageTarget:
 
 
 class StagePlanner:
-    """Plans stages, equal ones once.
+    """Plans stages; equal ones once.
 
     Args:
-        kinds: of devices that there are.
-        pinned: for each of them placements of parameters by their first names, as hints pin them.
-        hints: of the user, as the plans of stages tell them.
-        boundaries: `"whole"`: what goes from stage to stage is whole on all devices; `"planned"`: it lies as the
-            earlier one makes it.
+        targets: for every kind of devices.
+        pinned: for every target, the placements that hints pin.
+        hints: of the user, as the plans of stages record them.
         captures: of stages of the same model that were planned before.
-        links: along the pipeline, over which gradients of tied parameters are added up; free by default.
+        links: along the pipeline, over which gradients of tied parameters are summed; free by default.
 
     Attributes:
-        seconds: that captures and plans took.
-        time_limit: seconds of the search of one stage's plan.
+        seconds: of captures and of planning.
+        time_limit: seconds of the search for one stage's plan.
     """
 
     def __init__(
         self,
-        kinds: Sequence[StageTarget],
+        targets: Sequence[StageTarget],
         pinned: Sequence[Pins],
         hints: Hints | None,
-        boundaries: BoundaryMode,
         captures: StageCaptures | None = None,
         links: Links | None = None,
     ) -> None:
         self.links = links
-        self.targets = tuple(kinds)
-        self.time_limit = kinds[0].target.settings.time_limit
+        self.targets = tuple(targets)
+        self.time_limit = targets[0].target.settings.time_limit
         self.pinned = tuple(pinned)
         self.hints = hints
-        self.has_planned_boundaries = boundaries == "planned"
         self.seconds: dict[str, float] = {"capture": 0.0, "plan": 0.0}
         self._captures = captures or StageCaptures()
-        # What one works out for operators and reshards serves others: of the same devices, that price reductions so.
+        # A planner's operators and reshards serve later planners of the same devices and price of reductions.
         self._planner_by_target: dict[tuple[int, int], Planner] = {}
         self._known_stages: dict[Any, PlannedStage] = {}
-        self._earlier_planners: dict[Any, Planner] = {}  # those that planned a stage with another limit, or none
-        self._smallest_peaks: dict[StageBudget, int] = {}  # smallest peaks found in rooms that were too small
+        self._earlier_planners: dict[Any, Planner] = {}  # of the same stage, with another limit or no limit
+        self._smallest_peaks: dict[StageBudget, int] = {}  # smallest peaks found under limits that were too low
 
     def plan(
-        self, stages: Sequence[StageModule], rooms: Sequence[StageBudget], ranks_of: Sequence[int] = ()
+        self, stages: Sequence[StageModule], budgets: Sequence[StageBudget], ranks_of: Sequence[int] = ()
     ) -> list[PlannedStage]:
         """Plan all stages of a cut.
 
-        Parameters that several stages hold lie on all of them as the last of these would have them, which most often
-        is the output layer that computes most with it: their gradients are added shard by shard, which counts there,
-        once per step. Where boundaries are
-        planned, what a stage hands on lies as it comes out, and the next one takes it so: whatever it takes to have it
-        otherwise is part of the next one's plan, on the links inside a stage (Whale's bridge).
+        A stage passes tensors on in the placements in which it computes them, and the next stage takes them so. A
+        reshard that the next stage needs is part of its own plan, on the links inside a stage (Whale's bridge). Tied
+        parameters have the same placements on all stages that hold them.
 
         Args:
             stages: in their order.
-            rooms: memory of every stage.
-            ranks_of: pipeline ranks of all stages; one each by default.
+            budgets: one per stage.
+            ranks_of: the pipeline rank of every stage; by default each stage has its own.
 
         Raises:
-            BudgetError: a stage can't be planned within its room.
-            KeyboardInterrupt: Ctrl-C, be there a plan of the stage that is being planned or not.
+            BudgetError: a stage can't be planned within its budget.
+            KeyboardInterrupt: Ctrl-C, whether or not the current stage has a plan already.
         """
-        pins = self._pin_tied_parameters(stages, rooms, ranks_of or range(len(stages)))
+        pins = self._pin_tied_parameters(stages, budgets, ranks_of or range(len(stages)))
         planned: list[PlannedStage] = []
-        kinds = [self.targets[room.kind] for room in rooms]
-        taken = None
+        targets = [self.targets[budget.target] for budget in budgets]
+        received = None
         for stage in stages:
             here = stage.index
-            # What lies in other shares than the next stage has, or on another mesh, is whole where it crosses.
-            leaves = (
-                self.has_planned_boundaries and bool(stage.passed) and _can_pass_shards(kinds[here], kinds[here + 1])
-            )
-            one = self._plan_stage(stage, rooms[here], pins, taken, leaves)
-            planned.append(one)
-            taken = [one.plan.output_placements[name] for name, _ in one.passed] if leaves else None
+            # Stages with other shares, or on another mesh, exchange whole tensors.
+            passes_shards = bool(stage.passed) and _can_pass_shards(targets[here], targets[here + 1])
+            result = self._plan_stage(stage, budgets[here], pins, received, passes_shards)
+            planned.append(result)
+            received = [result.plan.output_placements[name] for name, _ in result.passed] if passes_shards else None
         return planned
 
     def _pin_tied_parameters(
-        self, stages: Sequence[StageModule], rooms: Sequence[StageBudget], ranks_of: Sequence[int]
+        self, stages: Sequence[StageModule], budgets: Sequence[StageBudget], ranks_of: Sequence[int]
     ) -> dict[str, tuple[Placement, ...]]:
-        """Placements of the parameters that several stages hold."""
-        settled: dict[str, tuple[Placement, ...]] = {}
+        """Return placements of the parameters that several stages hold: as the last of these stages would have them."""
+        pins: dict[str, tuple[Placement, ...]] = {}
+        # The last holder is most often the output layer, which computes most with the parameter. Gradients are summed
+        # over the holders shard by shard, once per step; that counts in the last holder's plan.
         for stage in reversed(stages):
             new = [name for name, holders in stage.shared.items() if holders[-1] == stage.index]
             if new:
-                room = rooms[stage.index]
-                self._check_same_mesh(stage, rooms)
+                budget = budgets[stage.index]
+                self._check_same_mesh(stage, budgets)
                 ranks = {name: len({ranks_of[holder] for holder in stage.shared[name]}) for name in new}
-                summed = {name: self._seconds_per_byte(count) / room.microbatches for name, count in ranks.items()}
-                alone = self._plan_or_relax(stage, room, settled, self.targets[room.kind].target, summed)
-                settled.update({name: alone.plan.placements[name] for name in new})
-        return settled
+                summed = {name: self._seconds_per_byte(count) / budget.microbatches for name, count in ranks.items()}
+                alone = self._plan_or_relax(stage, budget, pins, self.targets[budget.target].target, summed)
+                pins.update({name: alone.plan.placements[name] for name in new})
+        return pins
 
-    def _check_same_mesh(self, stage: StageModule, rooms: Sequence[StageBudget]) -> None:
-        """`PlanError` where stages share parameters, and do not lie on meshes of the same shape."""
+    def _check_same_mesh(self, stage: StageModule, budgets: Sequence[StageBudget]) -> None:
+        """Raise `PlanError` if stages share parameters and lie on meshes of different shapes."""
         for name, holders in stage.shared.items():
-            meshes = [self.targets[rooms[holder].kind].mesh for holder in holders]
+            meshes = [self.targets[budgets[holder].target].mesh for holder in holders]
             if len(set(meshes)) > 1:
                 raise PlanError(
                     f"parameter {name} is tied: stages {', '.join(map(str, holders))} hold it, which have the meshes "
@@ -178,124 +171,130 @@ class StagePlanner:
     def _plan_stage(
         self,
         stage: StageModule,
-        room: StageBudget,
+        budget: StageBudget,
         pins: Pins,
-        taken: Sequence[tuple[Placement, ...]] | None,
-        leaves: bool,
+        received: Sequence[tuple[Placement, ...]] | None,
+        passes_shards: bool,
     ) -> PlannedStage:
-        """The plan of a stage that receives tensors as they are `taken`, or whole; others it `leaves` as they come."""
-        options, mesh = self.targets[room.kind].target, self.targets[room.kind].mesh
-        if taken is not None:
-            options = self._receiving_target(stage, taken, options, mesh)
-        if not leaves:
-            return self._plan_or_relax(stage, room, pins, options)
-        options = replace(options, output_placements="planned")
-        one = self._plan_or_relax(stage, room, pins, options)
-        placed = {name: one.plan.output_placements[name] for name, _ in one.passed}
-        # Messages have one size, or hold a rank's share of the samples: what would lie in other unequal parts is whole.
-        shared = one.planner.constraints.shared
-        shapes = {name: value.shape for (name, _), value in zip(one.passed, stage.passed, strict=True)}
+        """Plan a stage that receives tensors in given placements, or whole, and passes on shards, or whole tensors."""
+        target, mesh = self.targets[budget.target].target, self.targets[budget.target].mesh
+        if received is not None:
+            target = self._receiving_target(stage, received, target, mesh)
+        if not passes_shards:
+            return self._plan_or_relax(stage, budget, pins, target)
+        target = replace(target, output_placements="planned")
+        planned = self._plan_or_relax(stage, budget, pins, target)
+        placements = {name: planned.plan.output_placements[name] for name, _ in planned.passed}
+        # Messages have one size on all ranks, or hold a rank's share of the samples: tensors in other unequal parts
+        # are passed on whole.
+        shared = planned.planner.constraints.shared
+        shapes = {name: value.shape for (name, _), value in zip(planned.passed, stage.passed, strict=True)}
         uneven = [
-            name for name, row in placed.items() if not parts_are_equal(shapes[name], Spec.of(*row), mesh, shared)
+            name for name, row in placements.items() if not parts_are_equal(shapes[name], Spec.of(*row), mesh, shared)
         ]
-        if uneven:
-            whole = dict.fromkeys(uneven, (Replicate(),) * mesh.ndim)
-            one = self._plan_or_relax(stage, room, pins, replace(options, output_placements={**placed, **whole}))
-        return one
+        if not uneven:
+            return planned
+        whole = dict.fromkeys(uneven, (Replicate(),) * mesh.ndim)
+        return self._plan_or_relax(stage, budget, pins, replace(target, output_placements={**placements, **whole}))
 
     def _receiving_target(
-        self, stage: StageModule, taken: Sequence[tuple[Placement, ...]], target: Target, mesh: MeshShape
+        self, stage: StageModule, received: Sequence[tuple[Placement, ...]], target: Target, mesh: MeshShape
     ) -> Target:
-        """The options of a stage that receives tensors so; the model's inputs are whole everywhere."""
+        """Return the target of a stage that receives tensors in given placements; the model's inputs are whole."""
         graph = self._graph(stage, target)
         names = [leaf for leaf in graph.call.leaves if isinstance(leaf, str)]
         known = {source.name for source in graph.inputs if source.kind == "input"}
-        whole = [(Replicate(),) * mesh.ndim] * (len(names) - len(taken))
-        pinned = {name: row for name, row in zip(names, [*taken, *whole], strict=True) if name in known}
+        whole = [(Replicate(),) * mesh.ndim] * (len(names) - len(received))
+        pinned = {name: row for name, row in zip(names, [*received, *whole], strict=True) if name in known}
         return replace(target, inputs="local", input_placements=pinned)
 
     def _plan_or_relax(
         self,
         stage: StageModule,
-        room: StageBudget,
+        budget: StageBudget,
         pins: Pins,
         target: Target,
         summed: Mapping[str, float] | None = None,
     ) -> PlannedStage:
-        """A plan within the room, or the leanest there is where that will do; `summed` as in `Constraints`."""
-        if room in self._smallest_peaks:
-            room = replace(room, limit=self._smallest_peaks[room])
+        """Plan a stage within its budget, or as lean as possible where the budget allows that.
+
+        `summed` is as in `Constraints`.
+        """
+        if budget in self._smallest_peaks:
+            budget = replace(budget, limit=self._smallest_peaks[budget])
         try:
-            return self._plan_within_budget(stage, room, pins, target, summed)
+            return self._plan_within_budget(stage, budget, pins, target, summed)
         except BudgetError as error:
-            if not room.or_leanest or error.peak is None:
+            if not budget.or_leanest or error.peak is None:
                 raise
-            self._smallest_peaks[room] = error.peak
-            return self._plan_within_budget(stage, replace(room, limit=error.peak), pins, target, summed)
+            self._smallest_peaks[budget] = error.peak
+            return self._plan_within_budget(stage, replace(budget, limit=error.peak), pins, target, summed)
 
     def _plan_within_budget(
-        self, stage: StageModule, room: StageBudget, pins: Pins, target: Target, summed: Mapping[str, float] | None
+        self, stage: StageModule, budget: StageBudget, pins: Pins, target: Target, summed: Mapping[str, float] | None
     ) -> PlannedStage:
-        """A plan, or that of a stage that is alike and asked the same."""
+        """Plan a stage; where an equal request was planned before, reuse its decisions."""
         graph = self._graph(stage, target)
         start = time.perf_counter()
         held = {source.name for source in graph.inputs if source.kind == "parameter"}
-        known = {**self.pinned[room.kind], **pins}
+        known = {**self.pinned[budget.target], **pins}
         pinned = {name: placements for name, placements in known.items() if name in held}
-        asked = {**pinned, **target.input_placements}
+        placements = {**pinned, **target.input_placements}
         summed = summed or {}
-        places = [(str(asked.get(source.name)), summed.get(source.name)) for source in graph.inputs]
         key = (
             structural_fingerprint(graph),
             task_graph_marks(graph),
-            tuple(places),
+            tuple((str(placements.get(source.name)), summed.get(source.name)) for source in graph.inputs),
             str(target.output_placements),
             target.inputs,
-            room,
+            budget,
         )
         settings = replace(
             target.settings,
-            memory_limit=room.limit,
-            recompute=room.recompute,
-            gradient_steps=room.microbatches,
-            under_way=room.under_way,
-            reduced=room.reduced,
+            memory_limit=budget.limit,
+            recompute=budget.recompute,
+            gradient_steps=budget.microbatches,
+            under_way=budget.under_way,
+            reduced=budget.reduced,
             time_limit=self.time_limit,
         )
         target = replace(target, settings=settings)
-        serves = room.kind, settings.runs_per_reduction
+        prices = budget.target, settings.runs_per_reduction
         planner = planner_for(
-            stage.module, graph, self.targets[room.kind].mesh, target, like=self._planner_by_target.get(serves)
+            stage.module, graph, self.targets[budget.target].mesh, target, like=self._planner_by_target.get(prices)
         )
-        self._planner_by_target.setdefault(serves, planner)
+        self._planner_by_target.setdefault(prices, planner)
         planner.constraints = replace(
             planner.constraints, pinned={**planner.constraints.pinned, **pinned}, summed=summed
         )
-        free = *key[:-1], replace(room, limit=None, or_leanest=False)
-        earlier = self._earlier_planners.get(free)
+        unlimited_key = *key[:-1], replace(budget, limit=None, or_leanest=False)
+        earlier = self._earlier_planners.get(unlimited_key)
         if earlier is not None and earlier.graph is graph:
             planner.plan_cache, planner.unlimited = earlier.plan_cache, earlier.unlimited
-        self._earlier_planners.setdefault(free, planner)
-        one = PlannedStage(stage, graph, planner, self._sharding_plan(planner, self._known_stages.get(key), target))
+        self._earlier_planners.setdefault(unlimited_key, planner)
+        plan = self._sharding_plan(planner, self._known_stages.get(key), target)
+        planned = PlannedStage(stage, graph, planner, plan)
         if planner.interrupted:
             raise KeyboardInterrupt
-        self._known_stages.setdefault(key, one)
+        self._known_stages.setdefault(key, planned)
         self.seconds["plan"] += time.perf_counter() - start
-        return one
+        return planned
 
     def _sharding_plan(self, planner: Planner, alike: PlannedStage | None, target: Target) -> ShardingPlan:
-        said = replace(target, hints=self.hints)
+        """Run a planner, or give its graph the decisions of a stage that is alike."""
+        target = replace(target, hints=self.hints)
         if alike is None:
-            # Where a limit is too low, others are tried: nobody asks what would help.
-            return run_planner(planner, 0.0, said, planner.unlimited, explained=target.settings.memory_limit is None)
-        made = alike.graph
-        if alike.plan.recomputed:
-            layers = dict(zip(map(_name, layers_of(made)), map(_name, layers_of(planner.graph)), strict=True))
-            made = recompute_layers(made, alike.plan.recomputed)
-            planner = recomputing_planner(planner, [layers[name] for name in alike.plan.recomputed])
-        decisions = rename_decisions(Decisions.from_data(alike.plan.decisions), made, planner.graph)
-        found = planner.evaluate(decisions, alike.plan.cost, alike.plan.lower_bound, alike.plan.method)
-        return with_provenance(planner.describe(found), planner, 0.0, said)
+            # After a limit that is too low others are tried, so an error need not say what would help.
+            return run_planner(planner, 0.0, target, planner.unlimited, explained=target.settings.memory_limit is None)
+        source, plan = alike.graph, alike.plan
+        if plan.recomputed:
+            pairs = zip(layers_of(source), layers_of(planner.graph), strict=True)
+            names = {layer.name: like.name for layer, like in pairs}
+            source = recompute_layers(source, plan.recomputed)
+            planner = recomputing_planner(planner, [names[name] for name in plan.recomputed])
+        decisions = rename_decisions(Decisions.from_data(plan.decisions), source, planner.graph)
+        candidate = planner.evaluate(decisions, plan.cost, plan.lower_bound, plan.method)
+        return with_provenance(planner.describe(candidate), planner, 0.0, target)
 
     def _graph(self, stage: StageModule, target: Target) -> JointGraph:
         start = time.perf_counter()
@@ -304,10 +303,6 @@ class StagePlanner:
         return graph
 
 
-def _can_pass_shards(one: StageTarget, other: StageTarget) -> bool:
-    """Whether what stages of one kind leave in parts can be taken so by those of the other."""
-    return one.mesh.size > 1 and (one.mesh, one.target.shares) == (other.mesh, other.target.shares)
-
-
-def _name(layer: Layer) -> str:
-    return layer.name
+def _can_pass_shards(sender: StageTarget, receiver: StageTarget) -> bool:
+    """Return True if stages on two targets have equal meshes and shares, so that shards can cross between them."""
+    return sender.mesh.size > 1 and (sender.mesh, sender.target.shares) == (receiver.mesh, receiver.target.shares)

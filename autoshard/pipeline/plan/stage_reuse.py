@@ -10,8 +10,7 @@ from torch import fx
 
 from autoshard.capture._torch import pytree
 from autoshard.capture.export import named_tensors
-from autoshard.capture.fingerprint import fingerprint
-from autoshard.capture.joint_graph import JointGraph
+from autoshard.capture.joint_graph import JointGraph, fingerprint
 from autoshard.capture.recomputation import copy_graph
 from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.graph.stage_modules import StageModule

@@ -1,8 +1,8 @@
-"""What serves one kind of call: its stages on this rank, parallelised, and torch's runtime of them."""
+"""Calls of one kind prepared to run: the parallelised stages of this rank, and torch's runtime of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import PipelineError
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.microbatch import batch_sizes, microbatches
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
 from autoshard.pipeline.plan.boundaries import Boundaries, input_names
 from autoshard.pipeline.plan.pipeline_devices import stage_clusters, stage_target
@@ -27,20 +27,21 @@ from autoshard.pipeline.run.state_entries import StateEntry, relink_entries, sta
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.call_tensors import describe_call
 from autoshard.runtime.parallelizer import Parallelizer
-from autoshard.runtime.rank_agreement import on_all_ranks
+from autoshard.runtime.rank_agreement import check_ranks_agree, on_all_ranks
 from autoshard.specs.axes import MeshShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
-    """One kind of call.
+    """A kind of call that can be run.
 
     Attributes:
-        calls: how such calls look.
-        stages: all stages; those of this rank alone, once it is in use.
-        runtime: runs those of this rank.
-        entries: where what those hold is in the pipeline module.
+        call_format: of such calls.
+        stages: all stages; once it is in use, those of this rank.
+        runtime: runs the stages of this rank.
+        entries: the parameters and buffers of these stages in the pipeline module.
     """
 
     call_format: CallFormat
@@ -50,17 +51,17 @@ class PreparedCall:
 
 
 class CallCache:
-    """Makes what serves calls.
+    """Prepares kinds of calls.
 
     Args:
-        model: the model; it may be without numbers once it has been served first.
+        model: the model; it may be on the meta device once its first kind of call is prepared.
         device_mesh: all axes.
         plan: the stages, for all calls.
-        options: how calls that the plan does not know are planned.
-        batch_dims: as `microbatches` takes them.
+        target: for the stages of calls that the plan does not have.
+        batch_dims: as of `BatchCall`.
 
     Attributes:
-        without_numbers: names of what is to be initialised: the model had it on the meta device from the start.
+        uninitialized_names: of parameters and buffers that the model had on the meta device from the start.
     """
 
     def __init__(
@@ -82,25 +83,41 @@ class CallCache:
         self._target = target
         self._cluster = stage_clusters(target.cluster, plan.layout)[self.rank]
         self._batch_dims = batch_dims
-        everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        self.uninitialized_names = frozenset(name for name, tensor in everything if tensor.is_meta)
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.uninitialized_names = frozenset(name for name, tensor in tensors if tensor.is_meta)
+
+    def compare_calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Check that all ranks make the same call.
+
+        Raises:
+            InputError: they do not; raised on every rank.
+        """
+        check_ranks_agree(
+            self.device_mesh,
+            describe_call(self.model, args, kwargs, torch.is_grad_enabled()),
+            "All ranks call the pipeline alike, each with the whole batch.",
+        )
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PreparedCall:
-        """The stages of a call with a whole batch; nothing is parallelised yet.
+        """Cut a call with a whole batch into stages; nothing is parallelised yet.
 
         Raises:
             InputError: the batch does not divide, or an input requires a gradient.
-            PipelineError: it runs operators that the plan has no stage for.
+            PipelineError: the call runs operators that the plan has no stage for.
         """
         plan, number = self.plan, self.plan.schedule.microbatches
         hinted = hint_rules.task_graphs(self._target.hints, [name for name, _ in self.model.named_modules()])
-        part = microbatches(self.model, args, kwargs, number, self._batch_dims)[0]
-        sizes = batch_sizes(self.model, *part, self._batch_dims) if plan.in_shares else None
+        part = BatchCall(self.model, args, kwargs, self._batch_dims).split(number)[0]
         graph = export_forward(
-            self.model, *part, task_graphs=hinted, mp_policy=self._target.options.mp_policy, dynamic=sizes
+            self.model,
+            part.args,
+            part.kwargs,
+            task_graphs=hinted,
+            mp_policy=self._target.options.mp_policy,
+            dynamic=part.dynamic_sizes if plan.in_shares else None,
         )
-        calls = CallFormat(self.model, graph, number, self._batch_dims)
-        calls.check()
+        call_format = CallFormat(self.model, graph, number, self._batch_dims)
+        call_format.check()
         names = {node.name for node in graph.operators}
         unknown = names - plan.stage_of.keys()
         if unknown:
@@ -109,39 +126,39 @@ class CallCache:
                 f"plan was made for another kind of call. Make the pipeline with an example of this one."
             )
         stage_of = {name: stage for name, stage in plan.stage_of.items() if name in names}
-        again = {name: stages for name, stages in plan.recomputed.items() if name in names}
-        stages = tuple(cut(graph, stage_of, plan.schedule.stages, again))
-        device = _current_device(self.device_mesh)
+        recomputed = {name: stages for name, stages in plan.recomputed.items() if name in names}
+        stages = tuple(cut(graph, stage_of, plan.schedule.stages, recomputed))
         held = [(stage, self._boundaries.messages(stage)) for stage in self.own_stages(stages)]
-        return PreparedCall(calls, stages, PipelineRuntime(held, plan.schedule, self._position, device, calls.loss()))
+        device = _current_device(self.device_mesh)
+        runtime = PipelineRuntime(held, plan.schedule, self._position, device, call_format.loss())
+        return PreparedCall(call_format, stages, runtime)
 
-    def own_stages(self, stages: tuple[StageModule, ...]) -> tuple[StageModule, ...]:
-        """Those of this rank."""
+    def own_stages(self, stages: Sequence[StageModule]) -> tuple[StageModule, ...]:
+        """Return the stages of this rank."""
         return tuple(stage for stage in stages if self.plan.schedule.placement[stage.index] == self.rank)
 
-    def parallelize(self, serving: PreparedCall) -> None:
-        """Shard the stages of this rank as the plan has it; in one of them on every rank, or in none."""
+    def parallelize(self, prepared: PreparedCall) -> None:
+        """Shard the stages of this rank as planned; on every rank, or on none if one fails."""
 
         def parallelize_stages() -> None:
-            for stage in self.own_stages(serving.stages):
-                plan = self.plan.stages[stage.index]
-                parallelizer = self._parallelizer(serving, stage, plan)
+            for stage in self.own_stages(prepared.stages):
+                parallelizer = self._parallelizer(prepared, stage, self.plan.stages[stage.index])
                 parallelizer.start(*stage.example)
                 parallelizer.runtime.only_call = stage.example
 
         on_all_ranks(self.device_mesh, parallelize_stages)
 
-    def _parallelizer(self, serving: PreparedCall, stage: StageModule, plan: ShardingPlan | None) -> Parallelizer:
-        runtime, index = serving.runtime, stage.index
-        options = stage_target(
+    def _parallelizer(self, prepared: PreparedCall, stage: StageModule, plan: ShardingPlan | None) -> Parallelizer:
+        runtime, index = prepared.runtime, stage.index
+        target = stage_target(
             self._target, self._cluster, self.plan.stages[index], input_names(stage), stage.dynamic or None
         )
         steps, reduced = self.plan.microbatches, self.plan.reduced_at(index)
-        options = replace(options, settings=replace(options.settings, gradient_steps=steps, reduced=reduced))
+        target = replace(target, settings=replace(target.settings, gradient_steps=steps, reduced=reduced))
         return Parallelizer(
             stage.module,
             self._mesh,
-            ModulePlanner(stage.module, MeshShape.of(self._mesh), options),
+            ModulePlanner(stage.module, MeshShape.of(self._mesh), target),
             plan,
             index,
             later=runtime.second_halves.get(index),
@@ -150,19 +167,19 @@ class CallCache:
         )
 
     def prepare(self, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PreparedCall:
-        """What serves another kind of call on the parameters of `whole`, where they lie.
+        """Prepare another kind of call, on the parameters of `whole` with their present placements.
 
         Raises:
-            PipelineError: as for `cut`, or a stage reads what its rank does not hold.
+            PipelineError: as for `cut`, or a stage reads a parameter that its rank does not hold.
         """
-        serving = self.cut(args, kwargs)
-        found = self.state_entries(serving, whole)
-        relink_entries(found)
+        prepared = self.cut(args, kwargs)
+        entries = self.state_entries(prepared, whole)
+        relink_entries(entries)
         grad = torch.is_grad_enabled()
 
         def parallelize_stages() -> None:
-            for stage in self.own_stages(serving.stages):
-                parallelizer = self._parallelizer(serving, stage, None)
+            for stage in self.own_stages(prepared.stages):
+                parallelizer = self._parallelizer(prepared, stage, None)
                 parallelizer.placed = {
                     name: tuple(parameter.placements)
                     for name, parameter in stage.module.named_parameters()
@@ -175,19 +192,19 @@ class CallCache:
                 parallelizer.runtime.only_call = example
 
         on_all_ranks(self.device_mesh, parallelize_stages)
-        return replace(serving, stages=self.own_stages(serving.stages), entries=found)
+        return replace(prepared, stages=self.own_stages(prepared.stages), entries=entries)
 
-    def state_entries(self, serving: PreparedCall, whole: nn.Module) -> tuple[StateEntry, ...]:
-        """Where what the stages of this rank hold is in `whole`."""
-        constants = serving.call_format.constants
+    def state_entries(self, prepared: PreparedCall, whole: nn.Module) -> tuple[StateEntry, ...]:
+        """Return the entries in `whole` of the parameters and buffers of this rank's stages."""
+        constants = prepared.call_format.constants
         return tuple(
             entry
-            for stage in self.own_stages(serving.stages)
+            for stage in self.own_stages(prepared.stages)
             for entry in state_entries(stage.module, whole, constants)
         )
 
 
 def _current_device(device_mesh: DeviceMesh) -> torch.device:
-    """The device of this rank, by its number: a thread that another device is current in means the same by it."""
+    """Return the device of this rank with its index: threads may have another current device."""
     kind = device_mesh.device_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,4 +1,4 @@
-"""Calls of a whole model as inputs of microbatches, and their outputs as those of the model."""
+"""Conversion of calls of a whole model to inputs of microbatches, and of their outputs to those of the model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from autoshard.capture.export import ExportedInput
 from autoshard.capture.python_state import PythonState
 from autoshard.errors import InputError, PipelineError
 from autoshard.pipeline.graph.forward_export import ExportedModule
-from autoshard.pipeline.graph.microbatch import microbatches
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.run.loss_counts import target_count
 from autoshard.pipeline.run.stage_runtime import Inputs, Loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallFormat:
-    """How calls of a model look.
+    """The inputs, outputs and state of one kind of call of a model.
 
     Attributes:
-        model: whose `forward` names the arguments.
+        model: the model; its `forward` names the arguments.
         graph: of one microbatch.
         number: of microbatches.
-        batch_dims: as `microbatches` takes them.
+        batch_dims: as of `BatchCall`.
     """
 
     model: nn.Module
@@ -41,11 +41,11 @@ class CallFormat:
 
     @property
     def state(self) -> PythonState:
-        """The flags, numbers, submodules and hooks of the model that the graph depends on, and what it leaves there."""
+        """The Python state of the model that the graph depends on, and its effects on that state."""
         return self.graph.forward.state
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Inputs]:
-        """The inputs of every microbatch of a call such as the graph is of.
+        """Return the inputs of every microbatch of a call of this kind.
 
         Raises:
             InputError: the batch does not divide.
@@ -54,13 +54,13 @@ class CallFormat:
         names = [leaf for leaf in layout.leaves if isinstance(leaf, str)]
         read = [source.name for source in self._inputs]
         batch: list[Inputs] = []
-        for part_args, part_kwargs in microbatches(self.model, args, kwargs, self.number, self.batch_dims):
-            inputs = dict(zip(names, layout.flatten(part_args, part_kwargs), strict=True))
+        for part in BatchCall(self.model, args, kwargs, self.batch_dims).split(self.number):
+            inputs = dict(zip(names, layout.flatten(part.args, part.kwargs), strict=True))
             batch.append({name: inputs[name] for name in read})
         return batch
 
     def check(self) -> None:
-        """`InputError` if an input requires a gradient."""
+        """Raise `InputError` if an input requires a gradient."""
         for source in self._inputs:
             if source.fake.requires_grad:
                 raise InputError(
@@ -73,19 +73,19 @@ class CallFormat:
         return [source for source in self.graph.forward.inputs if source.kind == "input"]
 
     def join_outputs(self, outputs: Sequence[Sequence[torch.Tensor]], loss: torch.Tensor | None) -> Any:
-        """What the model returns, of what it returned for every microbatch, and the loss of the batch if it has one."""
+        """Return the result of the model for a batch: the outputs of all microbatches joined, and its loss."""
         sizes = {source.fake.shape[0] for source in self._inputs if source.fake.ndim}
         joined = [_join_chunks(tensors, sizes) for tensors in zip(*outputs, strict=True)]
-        differentiated = self.loss()
-        if differentiated is not None and loss is not None:
-            joined[differentiated.place] = loss
+        output = self.loss()
+        if output is not None and loss is not None:
+            joined[output.place] = loss
         return self.graph.forward.result.unflatten(joined)
 
     def loss(self) -> Loss | None:
-        """The output that training differentiates: the one called `loss`, or the only floating one without dims.
+        """Return the output that training differentiates: the one called `loss`, or the only floating scalar.
 
         Raises:
-            PipelineError: there are several.
+            PipelineError: there are several floating scalars, and none is called `loss`.
         """
         forward = self.graph.forward
         scalars = {

@@ -24,16 +24,14 @@ def total_norm(
     norm_type: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The norm of the norms of all gradients of a model, of which ranks hold different ones and parts of them.
-
-    Every rank says what its own parts add, of replicas only the first; one reduction per mesh axis adds that up.
+    """Return the norm of all gradients of a model, whose gradients and shards lie on different ranks.
 
     Args:
-        gradients: those that are counted here, by the places of their parameters in the model.
-        parameters: how many the model has.
+        gradients: that this rank counts, by the index of their parameter in the model.
+        parameters: the number of parameters of the model.
         device_mesh: all ranks.
         norm_type: p of the p-norm.
-        dtype: in which norms are taken; the same on every rank.
+        dtype: of the norms; the same on every rank.
 
     Returns:
         The norm, on every rank.
@@ -42,12 +40,13 @@ def total_norm(
         InputError: `norm_type` is negative.
     """
     if not norm_type >= 0:
-        raise InputError(f"norm_type={norm_type}: the norm of gradients in parts needs one that is at least 0.")
+        raise InputError(f"norm_type={norm_type}: the norm of sharded gradients needs one that is at least 0.")
+    # Every rank has the norms of its own shards, of replicas only the first. One reduction per mesh axis sums them up.
     norms = torch.zeros(parameters, dtype=dtype, device=device_mesh.device_type)
-    for place, gradient in gradients.items():
+    for index, gradient in gradients.items():
         local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
         if local.numel() and _is_first_replica(gradient):
-            norms[place] = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
+            norms[index] = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
     adds_powers = 0 < norm_type < math.inf
     if adds_powers:
         norms = norms**norm_type
@@ -61,14 +60,14 @@ def total_norm(
 
 @torch.no_grad()
 def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients of this norm down to `max_norm`, in place; they stay where they are smaller."""
+    """Scale gradients of this norm down to `max_norm`, in place; gradients of a smaller norm stay as they are."""
     factor = (max_norm / (norm + _ROUNDING)).clamp(max=1.0)
     for gradient in gradients:
         (local_of(gradient) if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
 
 def _is_first_replica(tensor: torch.Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part."""
+    """Return True if this rank is the first of the ranks that hold the same shard."""
     if not isinstance(tensor, DTensor):
         return True
     coordinate = tensor.device_mesh.get_coordinate()

@@ -1,18 +1,17 @@
-"""From what a user asked of a mesh with a pipeline axis to its plan, and to the module that runs it."""
+"""The entry to pipelines from `plan` and `parallelize`: a mesh with a pipeline axis, its plan, and its module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import InputError, MeshError, PlanError
 from autoshard.names import suggestion
 from autoshard.options import Pipeline
 from autoshard.options.target import Target
+from autoshard.pipeline.graph.microbatch import BatchCall
+from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.run.pipeline_module import PipelineModule, build_pipeline_module
@@ -21,7 +20,7 @@ from autoshard.runtime.rank_agreement import check_ranks_agree, from_first_rank
 from autoshard.specs.axes import MeshShape
 
 PIPELINE_AXIS = "pp"
-"""Name of the mesh axis that is a pipeline where nothing else is said."""
+"""The default name of the mesh axis along which stages lie."""
 
 
 def resolve_pipeline(mesh: MeshShape, pipeline: Pipeline) -> Pipeline | None:
@@ -46,69 +45,41 @@ def resolve_pipeline(mesh: MeshShape, pipeline: Pipeline) -> Pipeline | None:
     return None
 
 
-def plan_with_options(
-    module: nn.Module,
-    mesh: MeshShape,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    pipeline: Pipeline,
-    target: Target,
-) -> PipelinePlan:
-    """The plan that `plan_pipeline` makes.
+def plan_with_options(call: BatchCall, mesh: MeshShape, pipeline: Pipeline, target: Target) -> PipelinePlan:
+    """Return the plan of `plan_pipeline` for a resolved pipeline.
 
     Raises:
         InputError: there is no example call.
         AutoshardError: as for `plan_pipeline`.
     """
-    _check_example(args, kwargs)
-    assert pipeline.axis is not None, "of a pipeline that was resolved"
-    with show_progress(target.options.search.verbose, f"planning of {type(module).__name__} as a pipeline"):
-        return plan_pipeline(
-            module,
-            mesh,
-            args,
-            kwargs,
-            axis=pipeline.axis,
-            schedule=pipeline.schedule,
-            microbatches=pipeline.microbatches,
-            virtual=pipeline.virtual,
-            target=target,
-            batch_dims=pipeline.batch_dims,
-        )
+    _check_example(call)
+    with show_progress(target.options.search.verbose, f"planning of {type(call.module).__name__} as a pipeline"):
+        return plan_pipeline(PipelineCaptures(call, target), mesh, pipeline, target)
 
 
 def parallelize_pipeline(
-    module: nn.Module,
-    device_mesh: DeviceMesh,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    pipeline: Pipeline,
-    target: Target,
-    *,
-    plan: object = None,
+    call: BatchCall, device_mesh: DeviceMesh, pipeline: Pipeline, target: Target, *, plan: object = None
 ) -> PipelineModule:
-    """What is left of a module on this rank of a pipeline, by the plan given, or else by the first rank's.
+    """Return this rank's part of a module, by the given plan or else by the plan of the first rank.
 
     Raises:
         InputError: there is no example call.
-        PlanError: `plan` is none of a pipeline.
-        AutoshardError: as for `plan_pipeline` and `pipelined`; nothing was changed then.
+        PlanError: `plan` is not a pipeline's plan.
+        AutoshardError: as for `plan_pipeline` and `build_pipeline_module`; nothing was changed then.
     """
     check_ranks_agree(
         device_mesh,
         {
-            "whether an example call is given": "one" if args or kwargs else "none",
+            "whether an example call is given": "one" if call.args or call.kwargs else "none",
             "the plan that is given": "none" if plan is None else type(plan).__name__,
             "the options of the pipeline": str(pipeline),
         },
         "All ranks call autoshard.parallelize alike.",
     )
-    _check_example(args, kwargs)
+    _check_example(call)
     if plan is None:
         mesh = MeshShape.of(device_mesh)
-        text = from_first_rank(
-            device_mesh, lambda: plan_with_options(module, mesh, args, kwargs, pipeline, target).to_json()
-        )
+        text = from_first_rank(device_mesh, lambda: plan_with_options(call, mesh, pipeline, target).to_json())
         plan = PipelinePlan.from_json(text)
     if not isinstance(plan, PipelinePlan) or plan.axis != pipeline.axis:
         raise PlanError(
@@ -116,19 +87,11 @@ def parallelize_pipeline(
             f"{f'of the pipeline axis {plan.axis!r}' if isinstance(plan, PipelinePlan) else type(plan).__name__}: make "
             "one for this mesh by autoshard.plan."
         )
-    return build_pipeline_module(
-        module,
-        device_mesh,
-        args,
-        kwargs,
-        plan=plan,
-        target=target,
-        batch_dims=pipeline.batch_dims,
-    )
+    return build_pipeline_module(call, device_mesh, plan, target)
 
 
-def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if not args and not kwargs:
+def _check_example(call: BatchCall) -> None:
+    if not call.args and not call.kwargs:
         raise InputError(
             "a pipeline is planned before its first step: pass an example call with a whole batch, by example_args or "
             "example_kwargs."

@@ -1,4 +1,4 @@
-"""What every microbatch counts in a mean over what counts: tokens that are not to be ignored, and not sequences."""
+"""The weight of every microbatch in the loss of a batch: of a mean over targets, the number of targets that count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard.pipeline.graph.forward_export import ExportedModule
+from autoshard.pipeline.graph.forward_export import ExportedModule, ancestors
 
 aten = torch.ops.aten
 
@@ -19,29 +19,29 @@ _MEAN = 1
 _SAME = (aten.to.dtype, aten.alias.default, aten.view.default, aten.reshape.default, aten.contiguous.default)
 
 Count = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-"""From the inputs of a microbatch, by their names, how much counts in it."""
+"""Returns the number of targets that count in a microbatch, from its inputs by their names."""
 
 
 def target_count(graph: ExportedModule, loss: fx.Node) -> Count | None:
-    """How many targets count in a microbatch's loss, where that is their mean.
+    """Return a function that counts the targets of a microbatch's loss, where the loss is their mean.
 
     Args:
         graph: of one microbatch.
         loss: the output that is differentiated.
 
     Returns:
-        What counts them, where the loss is a cross-entropy or the like, without weights of classes, of targets that
-        come from inputs alone. None for all other losses.
+        The function, where the loss is a cross-entropy or negative log likelihood without weights of classes, and its
+        targets depend on inputs alone. None for all other losses.
     """
     while loss.target in _SAME:
         loss = loss.all_input_nodes[0]
     if loss.target not in _LOSSES:
         return None
-    said: dict[str, Any] = {**_DEFAULTS, **dict(zip(_ARGUMENTS, loss.args, strict=False)), **loss.kwargs}
-    target = said["target"]
-    if said["weight"] is not None or said["reduction"] != _MEAN or target.meta["val"].is_floating_point():
+    arguments: dict[str, Any] = {**_DEFAULTS, **dict(zip(_ARGUMENTS, loss.args, strict=False)), **loss.kwargs}
+    target = arguments["target"]
+    if arguments["weight"] is not None or arguments["reduction"] != _MEAN or target.meta["val"].is_floating_point():
         return None
-    program = _count_program(graph, target, said["ignore_index"])
+    program = _count_program(graph, target, arguments["ignore_index"])
     if program is None:
         return None
     read = {node.target for node in program.graph.find_nodes(op="placeholder")}
@@ -54,7 +54,7 @@ def target_count(graph: ExportedModule, loss: fx.Node) -> Count | None:
 
 
 def loss_shares(count: Count | None, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """What part of the whole batch's loss every microbatch's has: a vector whose sum is 1."""
+    """Return the share of every microbatch in the loss of the batch: a vector whose sum is 1."""
     if count is None:
         return torch.full((len(microbatches),), 1 / len(microbatches), dtype=torch.float64)
     counts = torch.stack([count(inputs) for inputs in microbatches]).double()
@@ -62,22 +62,16 @@ def loss_shares(count: Count | None, microbatches: Sequence[Mapping[str, torch.T
 
 
 def _count_program(graph: ExportedModule, target: fx.Node, ignored: int) -> fx.GraphModule | None:
-    """A program that makes the targets of inputs, and counts; None where they depend on anything else."""
-    needed, waiting = set[fx.Node](), [target]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    sources = graph.sources
+    """Return a program that computes targets from inputs and counts them; None where they depend on anything else."""
+    needed, sources = ancestors([target]), graph.sources
     fixed = any(node.op == "get_attr" or (node in sources and sources[node].kind != "input") for node in needed)
     if fixed or not graph.random.isdisjoint(node.name for node in needed):
         return None
     program = fx.Graph()
-    own: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         if node in needed:
-            own[node] = program.node_copy(node, own.__getitem__)
-    counts = program.call_function(aten.ne.Scalar, (own[target], ignored))
+            copies[node] = program.node_copy(node, copies.__getitem__)
+    counts = program.call_function(aten.ne.Scalar, (copies[target], ignored))
     program.output(program.call_function(aten.sum.default, (counts,)))
     return fx.GraphModule(nn.Module(), program)

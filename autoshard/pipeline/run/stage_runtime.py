@@ -1,4 +1,4 @@
-"""Running the stages of one rank, by torch's pipeline stages and its runtime of lists of actions."""
+"""Steps of the stages of one rank, by torch's pipeline stages and its runtime of lists of actions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autoshard.runtime.gradient_sums import GradientSums
 _FORWARD = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
 
 Inputs = Mapping[str, torch.Tensor]
-"""The inputs of one microbatch, by their names."""
+"""The inputs of one microbatch by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Loss:
     """The output that is differentiated.
 
     Attributes:
-        place: among the outputs.
+        place: the position among the outputs.
         dtype: its dtype.
-        count: how much counts in a microbatch, where the loss is a mean over what counts; else None.
+        count: the number of targets that count in a microbatch, where the loss is a mean over targets; else None.
     """
 
     place: int
@@ -41,14 +41,14 @@ class Loss:
     count: Count | None = None
 
     def share(self, outputs: Sequence[torch.Tensor], part: torch.Tensor) -> torch.Tensor:
-        """What one microbatch, which counts for a `part` of the batch, adds to the loss of the batch."""
+        """Return the loss of a microbatch times its `part` of the batch."""
         value = outputs[self.place]
-        # The mean over nothing is no number, and nothing of the batch's mean either.
+        # The mean over no targets is NaN; such a microbatch adds nothing to the batch's mean.
         return torch.where(part == 0, value.new_zeros(()), value * part)
 
 
 class StageCall(nn.Module):
-    """A stage as torch's runtime calls it: with what it receives, and with all inputs of the model by their names."""
+    """A stage as torch's runtime calls it: with received tensors, and with all inputs of the model by their names."""
 
     def __init__(self, stage: StageModule) -> None:
         super().__init__()
@@ -56,49 +56,48 @@ class StageCall(nn.Module):
         self.keywords = {keyword: name for name, (keyword, _) in stage.inputs.items()}
 
     def forward(self, *received: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        own = {keyword: inputs[name] for keyword, name in self.keywords.items()}
-        results = self.module(*received, **own)
-        return tuple(result.contiguous() for result in results)  # as it has to be to be sent
+        keywords = {keyword: inputs[name] for keyword, name in self.keywords.items()}
+        results = self.module(*received, **keywords)
+        return tuple(result.contiguous() for result in results)  # messages have to be contiguous
 
 
 class PipelineRuntime:
-    """Steps of the stages of this rank.
+    """Runs steps of the stages of this rank.
 
-    The order of every rank, messages included, is the schedule's own, for torch's schedules as for others: torch's
-    runtime runs a list of actions.
+    Torch's runtime runs a list of actions, so that every rank has the order of the schedule, messages included, whether
+    the schedule is one of torch's or not.
 
     Args:
-        stages: those of this rank, with what each receives and returns here, on the meta device.
+        stages: of this rank, with the tensors that each receives and returns here, on the meta device.
         schedule: the orders of all ranks.
-        station: this process's place in the pipeline.
-        device: where the stages run.
-        loss: which output of the model is differentiated; None where there is none.
+        position: of this process in the pipeline.
+        device: of the stages.
+        loss: the output of the model that is differentiated; None where there is none.
 
     Attributes:
-        later: where the schedule runs backward in two halves, by stage the list in which each backward of it has to put
-            what it leaves for the second half. (Torch parts backward by walking the autograd graph of a stage. That of
-            a parallelised stage is one operation, which torch would run twice, once for each half.)
-        sums: by stage, where its backwards add up the gradients that are reduced once per step, by the last of them;
-            none with a single microbatch. What that does not hide is awaited at the end of the step: other stages of
-            the rank compute meanwhile.
+        second_halves: if the schedule splits backward, the list of every stage to which its backwards append what they
+            leave for the second half. (Torch splits backward by walking the autograd graph of a stage. That of a
+            parallelised stage is one operation, which torch would run twice, once for each half.)
+        gradient_sums: of every stage, the gradients that its last backward reduces once per step; empty with a single
+            microbatch. The reductions are awaited at the end of the step: other stages of the rank compute meanwhile.
 
     Raises:
-        PipelineError: the ranks of the schedule wait for one another, or its last stage takes microbatches out of turn.
+        PipelineError: ranks of the schedule wait for one another, or its last stage takes microbatches out of order.
     """
 
     def __init__(
         self,
         stages: Sequence[tuple[StageModule, tuple[Tensors, Tensors]]],
         schedule: Schedule,
-        station: PipelinePosition,
+        position: PipelinePosition,
         device: torch.device,
         loss: Loss | None,
     ) -> None:
         self.schedule = schedule
         self.loss = loss
         self._calls = [(stage.index, StageCall(stage), messages) for stage, messages in stages]
-        self._position = station
-        self._group = station.group
+        self._position = position
+        self._group = position.group
         self._device = device
         self._orders = runtime_actions(schedule)
         self.second_halves: dict[int, list[Callable[[], None]]] = (
@@ -111,7 +110,7 @@ class PipelineRuntime:
         _check_microbatch_order(schedule)
 
     def train(self, microbatches: Sequence[Inputs]) -> torch.Tensor:
-        """Forward and backward of all microbatches; gradients of the batch's loss are added to `.grad`.
+        """Run forward and backward of all microbatches; gradients of the batch's loss are added to `.grad`.
 
         Args:
             microbatches: inputs of every microbatch.
@@ -120,7 +119,7 @@ class PipelineRuntime:
             The loss of the batch, on every rank of the group.
 
         Raises:
-            PipelineError: another rank died, or something else broke the step off: no step can follow.
+            PipelineError: the step failed, for example because another rank died; no step can follow.
         """
         assert self.loss is not None, "there is no loss to differentiate"
         if self._training is None:
@@ -130,14 +129,14 @@ class PipelineRuntime:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Inputs]) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, ...]]]:
-        """Forward of all microbatches.
+        """Run forward of all microbatches.
 
         Args:
             microbatches: inputs of every microbatch.
 
         Returns:
-            The loss of the batch, on every rank, or None where the model has none; and on the rank of the last stage
-            what it returned for each microbatch.
+            The loss of the batch, on every rank, or None where the model has no loss; and on the rank of the last stage
+            the outputs for each microbatch.
         """
         if self._evaluating is None:
             parts = [[part for action in order for part in action.computations] for order in self._orders]
@@ -150,7 +149,8 @@ class PipelineRuntime:
     def _step(
         self, runtime: ActionsRuntime, microbatches: Sequence[Inputs], backward: bool
     ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
-        """One step; what ends it is told in words, since ranks that wait for a dead one hear of closed connections."""
+        """Run one step."""
+        # Ranks that wait for a dead one fail with closed connections, so the error explains that.
         try:
             for sums in self.gradient_sums.values():
                 sums.clear()
@@ -170,7 +170,7 @@ class PipelineRuntime:
             ) from error
 
     def _build_runtime(self, orders: Sequence[Sequence[Action]]) -> ActionsRuntime:
-        """Torch's runtime of these orders; its stages have buffers of their own for what they receive."""
+        """Return torch's runtime of some orders; its stages have buffers of their own for received tensors."""
         stages = [
             MultiPeerStage(
                 call,
@@ -193,12 +193,12 @@ class PipelineRuntime:
         return ActionsRuntime(stages, self.schedule.placement, texts, self.schedule.microbatches, loss)
 
     def _microbatch_parts(self, microbatches: Sequence[Inputs]) -> torch.Tensor:
-        """For how much of the batch every microbatch counts in its loss; asked where the last stage runs."""
+        """Return the share of every microbatch in the loss of the batch; exact on the rank of the last stage."""
         last = self.schedule.placement[-1] == dist.get_rank(self._group)
         return loss_shares(self.loss.count if last and self.loss is not None else None, microbatches)
 
     def _sum_from_last_stage(self, loss: Loss, shares: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of the shares that the rank of the last stage has, on every rank."""
+        """Return on every rank the sum of the loss shares that the rank of the last stage has."""
         total = torch.zeros((), dtype=loss.dtype, device=self._device)
         for share in shares:
             total += share.detach()
@@ -212,12 +212,12 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _pop_second_half(later: list[Callable[[], None]]) -> Callable[[], None]:
-    """What the backward that has just run leaves for its second half."""
+    """Return the second half of the backward that has just run; it does nothing if there is none."""
     return later.pop() if later else lambda: None
 
 
 def _check_microbatch_order(schedule: Schedule) -> None:
-    """Refuse an order of which torch would take the loss of one microbatch for that of another."""
+    """Raise `PipelineError` for an order in which torch would confuse the losses of microbatches."""
     last = schedule.stages - 1
     parts = [part for action in schedule.orders[schedule.placement[last]] for part in action.computations]
     turns = [part.microbatch for part in parts if part.stage == last and part.kind == ActionKind.FORWARD]

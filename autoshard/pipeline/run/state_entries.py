@@ -8,21 +8,22 @@ from typing import Any
 from torch import nn
 
 from autoshard.errors import PipelineError
+from autoshard.pipeline.graph.stage_modules import owner_of
 
 StateEntry = tuple[dict[str, Any], dict[str, Any], str]
-"""A table of a stage, the table of the whole that has the same parameter or buffer, and its key in both."""
+"""The `_parameters` or `_buffers` of a module of a stage and of the whole, and the key of a tensor in both."""
 
 
 def register_stage_state(whole: nn.Module, stages: Sequence[nn.Module], constants: Collection[str]) -> None:
-    """Register what stages hold in `whole`, under the same paths.
+    """Register the parameters and buffers of stages in `whole`, under the same paths.
 
     Args:
-        whole: has none of it yet.
+        whole: a module without any of them.
         stages: modules whose parameters and buffers have the names of the model.
         constants: names of buffers of stages that are no buffers of the model.
 
     Raises:
-        PipelineError: a submodule, parameter or buffer of the model has the name of something that `whole` has itself.
+        PipelineError: a submodule, parameter or buffer of the model has the name of an attribute of `whole`.
     """
     for stage in stages:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
@@ -35,12 +36,12 @@ def register_stage_state(whole: nn.Module, stages: Sequence[nn.Module], constant
 
 
 def state_entries(stage: nn.Module, whole: nn.Module, constants: Collection[str]) -> list[StateEntry]:
-    """Where the parameters and buffers of a stage are in the whole, which has them all.
+    """Return the entries of the parameters and buffers of a stage in the whole.
 
     Raises:
-        PipelineError: the whole has not.
+        PipelineError: the whole lacks one of them.
     """
-    found: list[StateEntry] = []
+    entries: list[StateEntry] = []
     names = [("_parameters", name) for name, _ in stage.named_parameters(remove_duplicate=False)]
     names += [("_buffers", name) for name, _ in stage.named_buffers(remove_duplicate=False) if name not in constants]
     for kind, name in names:
@@ -54,13 +55,13 @@ def state_entries(stage: nn.Module, whole: nn.Module, constants: Collection[str]
                 f"this call reads {name} on a stage whose rank does not hold it: the pipeline was made for "
                 f"another one. Make it with an example of such a call."
             )
-        found.append((getattr(_holder(stage, name), kind), table, key))
-    return found
+        entries.append((getattr(_holder(stage, name), kind), table, key))
+    return entries
 
 
-def relink_entries(found: Sequence[StateEntry]) -> None:
-    """Let a stage hold what the whole holds: loading and materializing may have put other objects there."""
-    for stage, whole, key in found:
+def relink_entries(entries: Sequence[StateEntry]) -> None:
+    """Put the objects of the whole into the stages: loading and materializing may have replaced them."""
+    for stage, whole, key in entries:
         stage[key] = whole[key]
 
 
@@ -69,18 +70,11 @@ def _holder(module: nn.Module, name: str) -> nn.Module:
 
 
 def _owner(whole: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The submodule of the whole that is to hold something, made where it is not there yet, and the key in it."""
-    *path, key = name.split(".")
-    first = (*path, key)[0]
-    taken = (*whole._modules, *whole._parameters, *whole._buffers)
-    if hasattr(whole, first) and first not in taken:
+    """Return the submodule of the whole for a name, creating it if necessary, and the key in it."""
+    first = name.partition(".")[0]
+    if hasattr(whole, first) and first not in (*whole._modules, *whole._parameters, *whole._buffers):
         raise PipelineError(
             f"the model has something called {first!r}, and so has {type(whole).__name__}, which stands for it on a "
             f"pipeline: give the model's another name."
         )
-    owner = whole
-    for part in path:
-        if part not in owner._modules:
-            owner.add_module(part, nn.Module())
-        owner = owner.get_submodule(part)
-    return owner, key
+    return owner_of(whole, name)

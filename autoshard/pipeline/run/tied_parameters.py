@@ -1,4 +1,4 @@
-"""Parameters that several stages hold (tied ones): they start equal, and have one gradient."""
+"""Tied parameters, which several stages hold: they start equal, and have one gradient."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from autoshard.runtime.shards import local_of, set_tensor
 
 
 def check_same_placements(stages: Sequence[StageModule], plans: Sequence[ShardingPlan]) -> None:
-    """`PlanError` unless the plans of all stages that hold a parameter place it in the same way."""
+    """Raise `PlanError` unless the plans of all stages that hold a parameter place it in the same way."""
     for stage in stages:
         for name, holders in stage.shared.items():
-            first, own = (plans[index].placements.get(name) for index in (holders[0], stage.index))
-            if first != own:
+            first, here = (plans[index].placements.get(name) for index in (holders[0], stage.index))
+            if first != here:
                 raise PlanError(
                     f"parameter {name} is held by stages {', '.join(map(str, holders))} (it is tied); the plan of "
-                    f"stage {holders[0]} places it as {first}, that of stage {stage.index} as {own}. They have to "
+                    f"stage {holders[0]} places it as {first}, that of stage {stage.index} as {here}. They have to "
                     f"place it alike: pin it in the later stage, with a hint."
                 )
 
 
 def tie(stages: Sequence[StageModule]) -> None:
-    """Let stages of one rank that hold the same parameter hold one object: the first of them has it."""
+    """Make the stages of one rank that hold the same parameter hold one object, that of the first of them."""
     objects: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name in stage.shared:
-            kept = objects.setdefault(name, stage.module.get_parameter(name))
-            own = stage.module.get_parameter(name)
+            current = stage.module.get_parameter(name)
+            kept = objects.setdefault(name, current)
             for alias, parameter in list(stage.module.named_parameters(remove_duplicate=False)):
-                if parameter is own and own is not kept:
+                if parameter is current and current is not kept:
                     set_tensor(stage.module, alias, kept)
 
 
 @dataclass(frozen=True, slots=True)
 class _TiedParameter:
-    """A parameter that ranks share: its name, the group of these ranks, and which of them has the first stage."""
+    """A parameter that ranks share: its name, the group of these ranks, and the group rank with the first stage."""
 
     name: str
     group: dist.ProcessGroup
@@ -54,7 +54,7 @@ class TiedParameters:
     """The parameters that a rank holds in common with others along the pipeline axis.
 
     Args:
-        whole: has the parameters of this rank, by their names.
+        whole: the module with the parameters of this rank, by their names.
         stages: all stages of the model.
         placement: the rank of every stage.
         group: the process group along the pipeline axis; groups of some of its ranks are made here, once, in one order
@@ -69,50 +69,50 @@ class TiedParameters:
         self._stashed_gradients: list[torch.Tensor | None] = []
         holders = {name: held for stage in stages for name, held in stage.shared.items()}
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size(group))): group}
-        own = dist.get_rank(group)
+        this_rank = dist.get_rank(group)
         for name in sorted(holders):
             ranks = tuple(sorted({placement[stage] for stage in holders[name]}))
             if len(ranks) == 1:
                 continue
             if ranks not in groups:
-                # Torch names a group after its ranks and how many groups the process has: all have to have equally
-                # many, or the members of the next one do not meet. Who is not in this one makes one of its own.
-                members = ranks if own in ranks else (own,)
-                everywhere = [dist.get_global_rank(group, rank) for rank in members]
-                groups[ranks] = dist.new_group(everywhere, use_local_synchronization=True)
-            if own in ranks:
+                # Torch names a group after its ranks and the number of groups that the process has. All processes need
+                # equally many groups, so a process that is not in this one makes one with itself alone.
+                members = ranks if this_rank in ranks else (this_rank,)
+                global_ranks = [dist.get_global_rank(group, rank) for rank in members]
+                groups[ranks] = dist.new_group(global_ranks, use_local_synchronization=True)
+            if this_rank in ranks:
                 self._parameters.append(_TiedParameter(name, groups[ranks], ranks.index(placement[holders[name][0]])))
 
     @property
     def names_of_earlier_stages(self) -> frozenset[str]:
-        """Names of those whose first stage is another rank's."""
-        return frozenset(one.name for one in self._parameters if dist.get_rank(one.group) != one.first)
+        """Names of the tied parameters whose first stage lies on another rank."""
+        return frozenset(tied.name for tied in self._parameters if dist.get_rank(tied.group) != tied.first)
 
     @torch.no_grad()
     def broadcast_values(self) -> None:
-        """Give all the numbers that the first stage has, in place; what is on the meta device has none yet."""
-        for one in self._parameters:
-            local = _local(self._whole.get_parameter(one.name))
+        """Broadcast the values of the first stage in place, except for parameters on the meta device."""
+        for tied in self._parameters:
+            local = _local(self._whole.get_parameter(tied.name))
             if not local.is_meta:
-                dist.broadcast(local, group=one.group, group_src=one.first)
+                dist.broadcast(local, group=tied.group, group_src=tied.first)
 
     def stash_gradients(self) -> None:
-        """Before a step: put the gradients of earlier steps aside, so that only new ones are added up."""
-        parameters = [self._whole.get_parameter(one.name) for one in self._parameters]
+        """Put the gradients of earlier steps aside before a step, so that only new ones are summed."""
+        parameters = [self._whole.get_parameter(tied.name) for tied in self._parameters]
         self._stashed_gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """After a step: every rank gets the sum of the gradients of all ranks, beside those of earlier steps."""
-        for one, before in zip(self._parameters, self._stashed_gradients, strict=True):
-            parameter = self._whole.get_parameter(one.name)
+        """Sum the gradients of all ranks after a step, and add the gradients of earlier steps."""
+        for tied, before in zip(self._parameters, self._stashed_gradients, strict=True):
+            parameter = self._whole.get_parameter(tied.name)
             if not parameter.requires_grad:
                 continue
-            if parameter.grad is None:  # nothing on this rank's stages that leads to the loss reads it
+            if parameter.grad is None:  # the loss does not depend on it through this rank's stages
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(_local(parameter.grad), group=one.group)
+            dist.all_reduce(_local(parameter.grad), group=tied.group)
             if before is not None:
                 _local(parameter.grad).add_(_local(before))
         self._stashed_gradients = []

@@ -145,7 +145,7 @@ class _ListScheduler:
         self.stages_of = held = [
             [stage for stage, at in enumerate(placement) if at == rank] for rank in range(len(limit))
         ]
-        self.priorities = [[(kind, stage) for kind, step in priority for stage in mine[::step]] for mine in held]
+        self.priorities = [[(kind, stage) for kind, step in priority for stage in stages[::step]] for stages in held]
         self.free = [0.0] * len(limit)
         self.orders: list[list[Action]] = [[] for _ in limit]
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(limit))]

@@ -44,6 +44,7 @@ def least_seconds(costs: Sequence[StageCosts], placement: Sequence[int], microba
 
 def least_bytes(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
     """Return a lower bound of the bytes of every rank.
+
     Args:
         costs: one per stage.
         placement: the rank of every stage.

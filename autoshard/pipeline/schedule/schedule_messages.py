@@ -71,7 +71,7 @@ def runtime_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
 
 def _with_reductions(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """A rank's actions, with a reduction of the gradients of a stage behind its last backward."""
+    """Yield a rank's actions, with a reduction of the gradients of a stage behind its last backward."""
     through: Counter[int] = Counter()
     for action in schedule.orders[rank]:
         yield action
@@ -83,7 +83,7 @@ def _with_reductions(schedule: Schedule, rank: int) -> Iterator[Action]:
 
 
 def _messages(done: Action, schedule: Schedule) -> Iterator[Issued]:
-    """The send and the receive of a computation's result; none where the next stage is on the same rank."""
+    """Yield the send and the receive of a computation's result, unless the next stage is on the same rank."""
     if done.kind == ActionKind.FORWARD:
         to, send, receive = done.stage + 1, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD
     elif done.kind in _BACKWARDS:
@@ -127,7 +127,7 @@ def _missing_product(action: Action, stages: int, available: set[Product]) -> Pr
 
 
 def _deadlock_text(schedule: Schedule, following: list[Action | None], available: set[Product]) -> str:
-    """The chain of waiting ranks, from any that waits until it comes back to one of the chain."""
+    """Return the chain of ranks that wait for one another, up to the first repeated one, as a text."""
     links: list[str] = []
     placement = schedule.placement
     rank = next(rank for rank, action in enumerate(following) if action is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +16,7 @@ from autoshard.pipeline.schedule.schedule_bounds import least_bytes, least_secon
 from autoshard.pipeline.schedule.schedules import SCHEDULES, ScheduleFamily, placement, schedule
 from autoshard.pipeline.schedule.simulation import Simulation, simulate
 from autoshard.pipeline.schedule.tasks import step_task_graph
+from autoshard.solver.candidate_search import SAME, Candidate, CandidateSearch
 from autoshard.units import format_bytes, format_seconds
 
 CostsOf = Callable[[int, int], Sequence[StageCosts] | None]
@@ -30,8 +30,6 @@ _MICROBATCHES_PER_RANK = 16
 _REFUSED = "refused"
 _MIN_GAIN = 0.01
 """A custom schedule is taken where it is faster than torch's by more than this share."""
-_SAME = 1 + 1e-9
-"""Steps are equally long within this factor: the same sums, rounded in another order."""
 _CUSTOM_SIZES = 4
 """Number of sizes, those with the least bounds, for which custom schedules are made."""
 _CUSTOM_ORDERS = 3
@@ -61,43 +59,58 @@ class ScheduleCandidate:
     verdict: str
 
 
-@dataclass(frozen=True, slots=True)
-class _ScheduleOption:
-    """A candidate that may be simulated.
+@dataclass(slots=True, kw_only=True, eq=False)
+class ScheduleOption(Candidate):
+    """A schedule of one size that may be simulated.
 
     Attributes:
-        bound: lower bound of the seconds of its step.
-        least: lower bound of the bytes of every rank.
+        name: of the schedule.
+        microbatches: of one step.
+        virtual: stages per rank.
+        placement: the rank of every stage.
+        costs: of every stage.
+        least_bytes: lower bound of the bytes of every rank.
+        simulation: of the step; None before it is simulated.
     """
 
     name: str
     microbatches: int
+    virtual: int
     placement: tuple[int, ...]
     costs: Sequence[StageCosts]
-    bound: float
-    least: tuple[int, ...]
+    least_bytes: tuple[int, ...]
+    simulation: Simulation | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Microbatches of one step, and stages per rank."""
+        return self.microbatches, self.virtual
+
+    @property
+    def gain(self) -> float:
+        """The share by which it has to be faster than the best."""
+        return _MIN_GAIN if self.name == CUSTOM else 0.0
 
 
-class ScheduleSearch:
+class ScheduleSearch(CandidateSearch[ScheduleOption]):
     """Bounded best-first search: candidates whose lower bound exceeds the best step are not simulated.
 
     Args:
         costs_of: costs of the stages.
         ranks: of the pipeline.
-        rooms: bytes of memory of every rank.
+        memory_limits: bytes of memory of every rank.
         contention: seconds that a second of communication costs the computation beside it.
     """
 
-    def __init__(self, costs_of: CostsOf, ranks: int, rooms: tuple[int, ...], contention: float) -> None:
+    def __init__(self, costs_of: CostsOf, ranks: int, memory_limits: tuple[int, ...], contention: float) -> None:
+        super().__init__()
         self.costs_of = costs_of
         self.ranks = ranks
-        self.memory_limits = rooms
+        self.memory_limits = memory_limits
         self.contention = contention
-        self.best: Simulation | None = None
         self._costs: dict[tuple[int, int], Sequence[StageCosts] | None] = {}
-        self._options: list[_ScheduleOption] = []
-        self._table: list[ScheduleCandidate] = []
-        self._best_line = -1  # of the table
+        self._options: list[ScheduleOption] = []
+        self._refused: list[ScheduleCandidate] = []
 
     def add(self, name: str, microbatches: int, virtual: int) -> None:
         """Add a candidate, or a line of the table where there is no such schedule."""
@@ -106,15 +119,22 @@ class ScheduleSearch:
         costs = self._costs_of(microbatches, virtual) if refusal is None else None
         if costs is None:
             why = refusal or f"the model has no {self.ranks * virtual} stages"
-            self._table.append(ScheduleCandidate(name, microbatches, virtual, None, None, None, f"{_REFUSED}: {why}"))
+            verdict = f"{_REFUSED}: {why}"
+            self._refused.append(ScheduleCandidate(name, microbatches, virtual, None, None, None, verdict))
             return
         least = bytes_for_one_microbatch if name == CUSTOM else least_bytes
         turns = {False, virtual > 1} if name == CUSTOM else {family.turns}  # custom ones: round and round, and in a V
         for way in [placement(self.ranks, virtual, turn) for turn in sorted(turns)]:
-            bound = least_seconds(costs, way, microbatches, family.halves)
-            self._options.append(
-                _ScheduleOption(name, microbatches, way, costs, bound, least(costs, way, microbatches))
+            option = ScheduleOption(
+                least_seconds=least_seconds(costs, way, microbatches, family.halves),
+                name=name,
+                microbatches=microbatches,
+                virtual=virtual,
+                placement=way,
+                costs=costs,
+                least_bytes=least(costs, way, microbatches),
             )
+            self._options.append(option)
 
     def _costs_of(self, microbatches: int, virtual: int) -> Sequence[StageCosts] | None:
         size = microbatches, virtual
@@ -124,21 +144,82 @@ class ScheduleSearch:
 
     def run(self) -> None:
         """Simulate the candidates that may be the best, torch's own schedules first."""
-        by_bound = sorted(self._options, key=lambda option: (option.bound, option.microbatches, len(option.placement)))
-        for option in by_bound:
-            if option.name != CUSTOM:
-                self._try(option, 0.0)
-        customs = [option for option in by_bound if option.name == CUSTOM]
-        for option in customs[:_CUSTOM_SIZES]:
-            self._try(option, _MIN_GAIN)
-        for option in customs[_CUSTOM_SIZES:]:
-            self._drop(option, f"not tried: its bound, {format_seconds(option.bound)}, is not among the least")
+        ordered = self._ordered_options()
+        customs = [option for option in ordered if option.name == CUSTOM]
+        untried = set(customs[_CUSTOM_SIZES:])
+
+        def drop_reason(option: ScheduleOption) -> str | None:
+            if option in untried:
+                return f"not tried: its bound, {format_seconds(option.least_seconds)}, is not among the least"
+            if self._share(option.least_bytes) > 1:
+                return self._too_large(option.least_bytes, "at least ")
+            if self.cannot_win(option, gain=option.gain, ties=True):
+                return f"not simulated: it takes at least {format_seconds(option.least_seconds)}"
+            return None
+
+        self.evaluate_each(ordered, drop_reason, self._evaluate)
+
+    def _ordered_options(self) -> list[ScheduleOption]:
+        """Return the candidates in the order in which they are simulated: by lower bound, custom schedules last."""
+        return sorted(
+            self._options,
+            key=lambda option: (option.name == CUSTOM, option.least_seconds, option.microbatches, option.virtual),
+        )
+
+    def _evaluate(self, option: ScheduleOption) -> None:
+        """Simulate a candidate, of a custom schedule several orders."""
+        steps = [self._simulate(order, option) for order in self._schedules(option, self.memory_limits)]
+        step = min(steps, key=lambda step: (self._share(step.peaks) > 1, step.seconds))
+        option.simulation, option.seconds = step, step.seconds
+        if self._share(step.peaks) > 1:
+            option.verdict = self._too_large(step.peaks)
+        elif self._is_better(step, option.gain):
+            self.best = option
+
+    def _is_better(self, step: Simulation, gain: float) -> bool:
+        """Return True if a step is faster than the best by the share `gain`, or as fast and with less memory."""
+        if self.best is None:
+            return True
+        assert self.best.simulation is not None, "the best candidate was simulated"
+        limit = self.best.step_seconds * (1 - gain)
+        if gain or step.seconds * SAME < limit:
+            return step.seconds < limit
+        less = self._share(step.peaks) < self._share(self.best.simulation.peaks)
+        return less and step.seconds <= limit * SAME
+
+    def _schedules(self, option: ScheduleOption, memory_limits: Sequence[int]) -> Iterator[Schedule]:
+        if option.name == CUSTOM:
+            orders = list_schedules(option.costs, option.placement, option.microbatches, memory_limits)
+            yield from islice(orders, _CUSTOM_ORDERS)
+        else:
+            yield schedule(option.name, self.ranks, option.microbatches, option.virtual)
+
+    def _simulate(self, order: Schedule, option: ScheduleOption) -> Simulation:
+        return simulate(step_task_graph(order, option.costs), self.contention)
 
     def table(self) -> tuple[ScheduleCandidate, ...]:
         """Return all candidates with their verdicts: the fastest first, and those that were not simulated last."""
-        lines = [dataclasses.replace(line, verdict=self._verdict(i, line)) for i, line in enumerate(self._table)]
+        lines = [*self._refused, *map(self._line, self._ordered_options())]
         lines.sort(key=lambda line: (line.seconds is None, line.verdict.startswith(_REFUSED), line.seconds or 0.0))
         return tuple(lines)
+
+    def _line(self, option: ScheduleOption) -> ScheduleCandidate:
+        size, step, verdict = (option.name, option.microbatches, option.virtual), option.simulation, option.verdict
+        if step is None:
+            return ScheduleCandidate(*size, None, None, None, verdict)
+        if option is self.best:
+            verdict = "chosen"
+        elif not verdict and self.best is not None:
+            best = self.best.step_seconds
+            if step.seconds * SAME < best:
+                gained = 1 - step.seconds / best
+                verdict = f"{gained:.1%} faster, which is too little for a schedule that torch has not"
+            elif step.seconds <= best * SAME:
+                verdict = "as fast, with no less memory"
+            else:
+                verdict = self.slower_text(option)
+        peak = step.peaks[self._tightest(step.peaks)]
+        return ScheduleCandidate(*size, step.seconds, step.bubble, peak, verdict)
 
     def no_schedule_error(self) -> PipelineError | BudgetError:
         """Return the error where nothing was chosen: no schedule of such sizes, or the needs of the leanest one."""
@@ -146,7 +227,7 @@ class ScheduleSearch:
             reasons = "; ".join(
                 f"{line.schedule} with {line.microbatches} microbatches and {line.virtual} stages per rank: "
                 f"{line.verdict.removeprefix(f'{_REFUSED}: ')}"
-                for line in self._table[:4]
+                for line in self._refused[:4]
             )
             return PipelineError(
                 f"there is no schedule for {self.ranks} ranks of such sizes: {reasons}. Ask for other microbatches or "
@@ -154,15 +235,16 @@ class ScheduleSearch:
             )
         leanest: tuple[Schedule, Sequence[int]] | None = None
         # By lower bound, until no further candidate can need less than the leanest.
-        for option in sorted(self._options, key=lambda option: self._share(option.least)):
-            if leanest is not None and self._share(option.least) >= self._share(leanest[1]):
+        for option in sorted(self._options, key=lambda option: self._share(option.least_bytes)):
+            least = option.least_bytes
+            if leanest is not None and self._share(least) >= self._share(leanest[1]):
                 break
-            for candidate in islice(self._schedules(option, option.least), 1):
-                peaks = self._simulate(candidate, option).peaks
+            for order in islice(self._schedules(option, least), 1):
+                peaks = self._simulate(order, option).peaks
                 # A custom schedule is built within a limit that is sure to suffice: less is not known to be enough.
-                needs = tuple(map(max, peaks, option.least if option.name == CUSTOM else peaks))
+                needs = tuple(map(max, peaks, least if option.name == CUSTOM else peaks))
                 if leanest is None or self._share(needs) < self._share(leanest[1]):
-                    leanest = candidate, needs
+                    leanest = order, needs
         assert leanest is not None, "no candidate made a schedule"
         lean, most = leanest
         return BudgetError(
@@ -171,61 +253,6 @@ class ScheduleSearch:
             f"shard the stages over more devices.",
             most[self._tightest(most)],
         )
-
-    def _try(self, option: _ScheduleOption, worth: float) -> None:
-        """Simulate a candidate if it can fit and can be faster than the best by the share `worth`."""
-        if self._share(option.least) > 1:
-            self._drop(option, self._too_large(option.least, "at least "))
-        elif self.best is not None and option.bound > self.best.seconds * (1 - worth) * _SAME:
-            self._drop(option, f"not simulated: it takes at least {format_seconds(option.bound)}")
-        else:
-            simulated = [self._simulate(order, option) for order in self._schedules(option, self.memory_limits)]
-            self._judge(min(simulated, key=lambda step: (self._share(step.peaks) > 1, step.seconds)), worth)
-
-    def _schedules(self, option: _ScheduleOption, rooms: Sequence[int]) -> Iterator[Schedule]:
-        if option.name == CUSTOM:
-            orders = list_schedules(option.costs, option.placement, option.microbatches, rooms)
-            yield from islice(orders, _CUSTOM_ORDERS)
-        else:
-            yield schedule(option.name, self.ranks, option.microbatches, len(option.placement) // self.ranks)
-
-    def _simulate(self, order: Schedule, option: _ScheduleOption) -> Simulation:
-        return simulate(step_task_graph(order, option.costs), self.contention)
-
-    def _judge(self, simulation: Simulation, worth: float) -> None:
-        fits = self._share(simulation.peaks) <= 1
-        if fits and self._better(simulation, worth):
-            self.best, self._best_line = simulation, len(self._table)
-        order, peak = simulation.graph.schedule, simulation.peaks[self._tightest(simulation.peaks)]
-        verdict = "" if fits else self._too_large(simulation.peaks)
-        size = order.name, order.microbatches, order.virtual
-        self._table.append(ScheduleCandidate(*size, simulation.seconds, simulation.bubble, peak, verdict))
-
-    def _better(self, simulation: Simulation, worth: float) -> bool:
-        """Return True if it is faster than the best by the share `worth`, or as fast and with less memory."""
-        if self.best is None:
-            return True
-        limit = self.best.seconds * (1 - worth)
-        if worth or simulation.seconds * _SAME < limit:
-            return simulation.seconds < limit
-        less = self._share(simulation.peaks) < self._share(self.best.peaks)
-        return less and simulation.seconds <= limit * _SAME
-
-    def _drop(self, option: _ScheduleOption, why: str) -> None:
-        virtual = len(option.placement) // self.ranks
-        self._table.append(ScheduleCandidate(option.name, option.microbatches, virtual, None, None, None, why))
-
-    def _verdict(self, index: int, line: ScheduleCandidate) -> str:
-        if line.verdict or line.seconds is None or self.best is None:
-            return line.verdict
-        if index == self._best_line:
-            return "chosen"
-        best = self.best.seconds
-        if line.seconds * _SAME < best:
-            return f"{1 - line.seconds / best:.1%} faster, which is too little for a schedule that torch has not"
-        if line.seconds <= best * _SAME:
-            return "as fast, with no less memory"
-        return f"{line.seconds / best - 1:.1%} slower"
 
     def _tightest(self, peaks: Sequence[int]) -> int:
         """Return the rank that is nearest to its memory, or furthest above it."""

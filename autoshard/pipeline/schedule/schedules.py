@@ -50,13 +50,13 @@ class ScheduleFamily:
 
 
 def _gpipe(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
-    """All forwards, then all backwards, in the same order of microbatches."""
+    """Yield all forwards, then all backwards, in the same order of microbatches."""
     for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
         yield from (Action(rank, kind, microbatch) for microbatch in range(microbatches))
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
-    """A forward per rank from here to the last, then a backward and a forward in turn."""
+    """Yield a forward per rank from here to the last, then a backward and a forward in turn."""
     ahead = min(microbatches, ranks - rank)
     yield from (Action(rank, ActionKind.FORWARD, microbatch) for microbatch in range(ahead))
     for microbatch in range(microbatches):

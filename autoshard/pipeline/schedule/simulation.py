@@ -63,11 +63,12 @@ def simulate(graph: StepTaskGraph, contention: float = 0.0) -> Simulation:
 def _memory(
     graph: StepTaskGraph, starts: Sequence[float], ends: Sequence[float]
 ) -> tuple[tuple[tuple[float, int], ...], ...]:
-    """What every rank holds from when on. Its computations run one after another, in the order of their indices."""
+    """Return for every rank the moments at which its memory changes, with the bytes that it holds from then on."""
     moments = [[(0.0, rest)] for rest in graph.rest]
+    # The computations of a rank run one after another, in the order of their indices.
     for index, task in enumerate(graph.tasks):
         for moment, more in ((starts[index], task.takes), (ends[index], -task.frees)):
             if more:
-                mine = moments[task.ranks[0]]
-                mine.append((moment, mine[-1][1] + more))
+                rank_moments = moments[task.ranks[0]]
+                rank_moments.append((moment, rank_moments[-1][1] + more))
     return tuple(map(tuple, moments))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import PipelineError
@@ -87,20 +87,16 @@ class _TaskBuilder:
         if action.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
             self._send(rank, action)
         elif action.kind == ActionKind.REDUCE:
-            self.reduction_tasks[action.stage] = self._add(
-                f"reduce {action.stage}",
-                KIND_NAMES[action.kind],
-                REDUCTION,
-                (rank,),
-                self.costs[action.stage].reduction_seconds,
-                [self.last_compute[rank]],
-            )
+            name, seconds = f"reduce {action.stage}", self.costs[action.stage].reduction_seconds
+            needs = _indices([self.last_compute[rank]])
+            task = Task(name, KIND_NAMES[action.kind], REDUCTION, (rank,), seconds, needs)
+            self.reduction_tasks[action.stage] = self._append(task)
         elif action.kind not in (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD):  # part of the send's task
-            needs = [
+            needs = _indices(
                 self._providing_task(rank, need)
                 for part in action.computations
                 for need in required_products(part, len(self.costs))
-            ]
+            )
             for part in action.computations:
                 self._compute(rank, part, needs)
 
@@ -108,13 +104,13 @@ class _TaskBuilder:
         # A stage's gradients are applied when its rank has computed everything and they are reduced.
         for stage, rank in enumerate(self.schedule.placement):
             seconds, held = self.costs[stage].application_seconds, self.costs[stage].application_bytes
-            needs = [self.last_compute[rank], self.reduction_tasks[stage]]
-            self._add(f"apply {stage}", "application", COMPUTE, (rank,), seconds, needs, held, held)
+            needs = _indices([self.last_compute[rank], self.reduction_tasks[stage]])
+            self._append(Task(f"apply {stage}", "application", COMPUTE, (rank,), seconds, needs, held, held))
 
-    def _compute(self, rank: int, action: Action, needs: Sequence[int | None]) -> None:
+    def _compute(self, rank: int, action: Action, needs: tuple[int, ...]) -> None:
         cost = self.costs[action.stage]
         kept = cost.memory_change(action.kind)
-        index = self._add(
+        task = Task(
             str(action),
             KIND_NAMES[action.kind],
             COMPUTE,
@@ -125,7 +121,7 @@ class _TaskBuilder:
             cost.working_bytes + max(0, -kept),
             str(action.microbatch),
         )
-        self.last_compute[rank] = self.compute_tasks[product(action)] = index
+        self.last_compute[rank] = self.compute_tasks[product(action)] = self._append(task)
 
     def _send(self, rank: int, action: Action) -> None:
         cost = self.costs[action.stage]
@@ -134,25 +130,19 @@ class _TaskBuilder:
         to = self.schedule.placement[action.stage + 1 if forward else action.stage - 1]
         seconds = cost.forward_send_seconds if forward else cost.backward_send_seconds
         # The receiver posts its receive in its own order: the message waits for what the receiver issued before.
-        needs = [self.last_compute[rank], self.last_compute[to]]
-        self.message_tasks[carried] = self._add(str(action), KIND_NAMES[action.kind], LINK, (rank, to), seconds, needs)
+        needs = _indices([self.last_compute[rank], self.last_compute[to]])
+        task = Task(str(action), KIND_NAMES[action.kind], LINK, (rank, to), seconds, needs)
+        self.message_tasks[carried] = self._append(task)
 
     def _providing_task(self, rank: int, need: Product) -> int:
         """Return the task after which a rank has a result: the computation, or the message from another rank."""
         return (self.compute_tasks if self.schedule.placement[need[0]] == rank else self.message_tasks)[need]
 
-    def _add(
-        self,
-        name: str,
-        kind: str,
-        stream: str,
-        ranks: tuple[int, ...],
-        seconds: float,
-        needs: Sequence[int | None],
-        takes: int = 0,
-        frees: int = 0,
-        label: str = "",
-    ) -> int:
-        known = tuple(sorted({need for need in needs if need is not None}))
-        self.tasks.append(Task(name, kind, stream, ranks, seconds, known, takes, frees, label))
+    def _append(self, task: Task) -> int:
+        self.tasks.append(task)
         return len(self.tasks) - 1
+
+
+def _indices(needs: Iterable[int | None]) -> tuple[int, ...]:
+    """Return the tasks that are needed, each once, in order."""
+    return tuple(sorted({need for need in needs if need is not None}))

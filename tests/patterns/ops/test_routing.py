@@ -13,7 +13,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  (registers the product of groups)
 from torch import Tensor
 
-from autoshard.capture.routing_operators import routing
+from autoshard.capture.routing import routing
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.padding import emit_local

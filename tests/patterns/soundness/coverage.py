@@ -83,20 +83,20 @@ UNEXPLAINED = "not explained yet"
 HEAD = """\
 # Coverage: which operators have a rule, and how it was checked
 
-Written by `{command}`; a test sees that page and registry agree.
-Every function of torch's operator database (`torch.testing`), and some of our own with friendlier sizes, were run
-forward and backward, as a capture sees them, and every operator that they call was looked at. A rule's strategies are
-run on all ranks of axes of {sizes} and of a 2 × 2 mesh, and compared with the operator; of random operators
-the distribution is.
+Written by `{command}`; a test checks that page and registry agree.
+Every function of torch's operator database (`torch.testing`), and some of our own with more divisible sizes, were run
+forward and backward, as in a capture. The page lists every operator that they call. A rule's strategies are run on all
+ranks of axes of {sizes} and of a 2 × 2 mesh, and compared with the operator. Random operators are compared by
+distribution.
 
 {totals}
 
-* **rule**: `own`; `borrowed`: none of ours, but strategies in torch's registry, used as docs/rules.md says; `declines`
-  is added where there is none for some of the calls (they are replicated); `none`: replicated, with a warning that
-  names the operator.
-* **calls**: distinct calls met, by shapes and arguments; in brackets how many were checked, taken so that each adds a
+* **rule**: `own`: a rule of ours. `borrowed`: no rule of ours, but strategies of torch's registry, as docs/rules.md
+  describes. `declines` is added if some of the calls have no strategy; these are replicated. `none`: replicated, with
+  a warning that names the operator.
+* **calls**: distinct calls by shapes and arguments; in brackets the number that was checked, chosen so that each adds a
   strategy.
-* **strategies**: how many were run on all ranks and compared.
+* **strategies**: the number that was run on all ranks and compared.
 * **torch besides**: placements on one axis (operands → results) that torch's own registry (DTensor) offers, that hold
   when the operator is run on such shards, and that ours does not offer.
 
@@ -108,17 +108,17 @@ the distribution is.
 
 PEERS = """\
 torch also lets partial averages, maxima, minima or products pass through an operator ({passing} of its strategies on
-these calls). Ours passes partial sums only: these come of every contraction, the others seldom do, and are reduced at
-once. What torch offers and what does not hold when the operator is run unchanged ({unverified}) has an argument that
-speaks of the whole tensor, such as a shape, which torch changes on the way; it is not compared here. torch's registry
-knows {registry} functional operators that are not made of others; {missing} of these have no rule of ours: operators on
-lists, which optimizers are made of, and {others}. From these, what can be is borrowed."""
+these calls). Ours passes partial sums only: every contraction makes these; the others are rare and are reduced at once.
+{unverified} strategies of torch do not hold when the operator is run unchanged: an argument refers to the whole tensor,
+such as a shape, which torch changes on the way. They are not compared here. torch's registry has {registry} functional
+operators that are not made of others. {missing} of these have no rule of ours: operators on lists, which optimizers are
+made of, and {others}. Their strategies are borrowed where possible."""
 
 UNMET = """
 ## Rules of operators that no sample meets
 
-Overloads that the samples do not use, kernels of other devices, what only captures of modules give. What is tested of
-them is in `tests/patterns/ops`.
+These are overloads that the samples do not use, kernels of other devices, and operators that only captures of modules
+give. Their tests are in `tests/patterns/ops`.
 
 """
 

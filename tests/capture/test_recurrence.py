@@ -1,3 +1,5 @@
+"""Recurrent layers are one operator for each layer and direction, whatever the length of the sequence."""
+
 from __future__ import annotations
 
 import pytest
@@ -64,6 +66,14 @@ def test_the_graph_is_the_layer(name: str, given: bool) -> None:
         torch.testing.assert_close(gradient, arg.grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_the_parameters_that_a_layer_lists_are_no_outputs(kind: type[nn.RNNBase]) -> None:
+    """A layer makes its list of parameters anew when these are others, as they are in a capture."""
+    graph = capture(Weighted(kind(6, 8, dtype=F64)), (torch.randn(4, 5, 6, dtype=F64),), {})
+    assert [output.name for output in graph.outputs if output.kind == "output"] == ["output"]
+    assert not graph.state.mutations
+
+
 def test_a_sequence_without_a_batch_dim_and_inference() -> None:
     module, x = nn.LSTM(6, 8), torch.randn(5, 6)
     output, (h, c) = run_joint(capture(module, (x,), {}, grad=False), module, (x,)).output
@@ -76,7 +86,7 @@ def test_a_sequence_without_a_batch_dim_and_inference() -> None:
 def test_the_dropout_between_layers_is_captured(kind: type[nn.RNNBase]) -> None:
     x = torch.randn(4, 5, 6)
     for training in (True, False):
-        graph = capture(kind(6, 8, 3, dropout=0.5), (x,), {}, training=training)
+        graph = capture(kind(6, 8, 3, dropout=0.5).train(training), (x,), {})
         drops = [node for node in graph.graph.nodes if "dropout" in str(node.target) and graph.phase(node) == "forward"]
         assert len(drops) == (2 if training else 0)
 

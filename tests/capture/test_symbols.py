@@ -13,11 +13,11 @@ from torch import fx
 
 from autoshard.capture._torch import fake_mode
 from autoshard.capture.export import Exported, ExportedInput
-from autoshard.capture.flat_symbols import with_symbols
 from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.symbols import with_symbols
 from autoshard.errors import CaptureError
 from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.microbatch import batch_sizes
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_modules import cut
 from autoshard.size import DynamicSize, Ratio, evaluate, symbol
 from tests import models
@@ -40,7 +40,7 @@ def told(graph: JointGraph) -> list[Any]:
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_a_module_of_one_stage_is_captured_as_the_model_is(name: str) -> None:
     module, inputs = models.ZOO[name](batch=4)
-    sizes = batch_sizes(module, (), inputs)
+    sizes = BatchCall(module, (), inputs).dynamic_sizes
     whole = export_forward(module, (), inputs, dynamic=sizes)
     (stage,) = cut(whole, dict.fromkeys((node.name for node in whole.operators), 0), 1)
     flat = capture(stage.module, *stage.example, dynamic=stage.dynamic)

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from autoshard.capture import capture
-from autoshard.capture.fingerprint import fingerprint
+from autoshard.capture.joint_graph import fingerprint
 from tests import models
 from tests.workers import Workers
 

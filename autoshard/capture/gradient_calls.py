@@ -1,21 +1,25 @@
-"""Hooks that `forward` sets on tensors, and gradients that it takes: calls of Python code in the exported graph."""
+"""Code of `forward` that acts on gradients, as calls of Python code in the exported graph.
+
+Such code is functions with their own backward, hooks on tensors, and gradients that `forward` takes.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
-from autoshard.capture._torch import version_of
+from autoshard.capture._torch import apply_function, pytree, version_of
 from autoshard.capture.capture_errors import running_line
-from autoshard.capture.closures import FreeTensors, TensorScope
 from autoshard.capture.mutations import Mutations
-from autoshard.capture.python_calls import PythonCall, PythonCalls, tensors_of
+from autoshard.capture.python_calls import FreeTensors, PythonCall, PythonCalls, TensorScope, sizes_of, tensors_of
 from autoshard.errors import CaptureError
 
 Hook = Callable[..., Any]
@@ -94,7 +98,7 @@ def _set_hook(
             getattr(owner(tensors[0]), method)(run)
         return []
 
-    text, of_node = _text(calls, method, hook), owner is _grad_fn
+    text, of_node = _hook_text(calls, method, hook), owner is _grad_fn
     call = PythonCall(method, text, body, has_effect=True, history=1, shares_state=of_node)
     calls.add(call, [tensor])
     return handle
@@ -122,7 +126,7 @@ def _try_hook(run: Hook, tensor: Tensor, where: str, mutations: Mutations) -> No
         )
 
 
-def _text(calls: PythonCalls, method: str, hook: Hook) -> str:
+def _hook_text(calls: PythonCalls, method: str, hook: Hook) -> str:
     """Return the text of a hook in fingerprints."""
     # Plain functions without surroundings are told apart by their source line. All others may read anything: each has
     # a number of its own.
@@ -201,3 +205,72 @@ def take_gradients(
 
 def _as_list(values: Any) -> list[Any]:
     return list(values) if isinstance(values, Sequence) else [values]
+
+
+# The place of a tensor in the result of a function.
+_TENSOR = object()
+
+# Arguments whose text tells them apart.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
+
+
+def call_function(
+    calls: PythonCalls, function: type[Function], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Apply a function while its caller is exported, and return its result."""
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    returned: list[Any] = []
+
+    def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
+        remaining_tensors, remaining_sizes = iter(tensors), iter(sizes)
+        operands = [
+            next(remaining_tensors)
+            if isinstance(leaf, Tensor)
+            else next(remaining_sizes)
+            if isinstance(leaf, torch.SymInt)
+            else leaf
+            for leaf in leaves
+        ]
+        call_args, call_kwargs = structure.unflatten(operands)
+        with scope:
+            result = apply_function(_scoped_function(function, scope), call_args, call_kwargs)
+        # `calls.add` below runs this body once: the structure of the result is known then.
+        returned[:] = [pytree.tree_map_only(Tensor, lambda _: _TENSOR, result)]
+        return tensors_of(result)
+
+    call = PythonCall(function.__name__, _function_text(calls, function, leaves, structure), body)
+    results = iter(calls.add(call, tensors_of(leaves), sizes_of(leaves)))
+    return pytree.tree_map(lambda leaf: next(results) if leaf is _TENSOR else leaf, returned[0])
+
+
+def _scoped_function(function: type[Function], scope: TensorScope) -> type[Function]:
+    """Return a subclass of the function whose backward runs in a scope."""
+    backward = {
+        name: staticmethod(_in_scope(getattr(function, name), scope))
+        for name in ("backward", "vjp")
+        if getattr(function, name) is not getattr(Function, name)
+    }
+    names = {"__module__": function.__module__, "__qualname__": function.__qualname__}
+    kind: Any = type(function)
+    scoped: type[Function] = kind(function.__name__, (function,), {**backward, **names})
+    return scoped
+
+
+def _in_scope(backward: Callable[..., Any], scope: TensorScope) -> Callable[..., Any]:
+    @wraps(backward)
+    def run(*args: Any) -> Any:
+        scope.note(args)
+        with scope:
+            return backward(*args)
+
+    return run
+
+
+def _function_text(calls: PythonCalls, function: type[Function], leaves: list[Any], structure: Any) -> str:
+    """Return the text of a call: two calls with equal texts do the same."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    plain = all(isinstance(leaf, (Tensor, torch.SymInt, *_PLAIN)) for leaf in leaves)
+    texts = [repr(leaf) if isinstance(leaf, _PLAIN) else "_" for leaf in leaves]
+    # Other objects, and functions with closures, may differ though their texts are equal: every call has a number.
+    number = "" if plain and "<locals>" not in name else f"#{len(calls.calls)}"
+    return f"{name}{number}({', '.join(texts)}) {structure}"

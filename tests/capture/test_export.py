@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autoshard.capture.effects import Effects
-from autoshard.capture.export import Exported
+from autoshard.capture.export import Effects, Exported
 from autoshard.capture.joint import capture_forward
 
 
