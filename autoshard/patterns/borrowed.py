@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from autoshard.patterns._torch import FakeTensorMode, OpOverload, outside_modes, runs_unchanged
 from autoshard.patterns.build import build
 from autoshard.patterns.notation import REDUCTIONS
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta, specialize
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta, leaves, specialize
 from autoshard.patterns.torch_registry import TorchStrategy, is_registered, torch_strategies
 
 NOT_LINEAR = {"aten::linalg__powsum": "torch lets partial sums through, and takes powers of the terms"}
@@ -196,20 +196,13 @@ def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:
     arguments = [argument.name for argument in call.op._schema.arguments]
     owners = []
     for name, value in (*zip(arguments, call.args, strict=False), *call.kwargs):
-        owners += [name] * sum(1 for _ in _metas(value))
+        owners += [name] * sum(1 for _ in leaves(value, TensorMeta))
     taken: dict[str, int] = {}
     for loop in loops:
         operand = next(index for index, dim in enumerate(loop.operands) if dim is not None)
         name = f"{owners[operand]}{loop.operands[operand]}"
         taken[name] = taken.get(name, 0) + 1
         yield name if taken[name] == 1 else f"{name}_{taken[name]}"
-
-
-def _metas(value: Any) -> Iterator[TensorMeta]:
-    if isinstance(value, TensorMeta):
-        yield value
-    for item in value if isinstance(value, tuple) else ():
-        yield from _metas(item)
 
 
 def _rule_from_loops(

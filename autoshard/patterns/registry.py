@@ -26,7 +26,8 @@ from autoshard.patterns.notation import (
 )
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta, specialize
 
-Maker = Callable[[OpCall], Rule | None]
+Maker = Callable[..., Rule | None]
+"""Makes the rule of an `OpCall`, and of options by keyword; None where there is none."""
 
 OPERATOR_NAME = re.compile(r"(?P<namespace>\w+)(?:::|\.)(?P<name>\w+)(?:\.(?P<overload>\w+))?")
 
@@ -137,7 +138,7 @@ def _check_padding(
                 "or None where padding may hold anything."
             )
     operands, results = (
-        [[dim.names for dim in item] for item in side] for side in (notation.operands, notation.results)
+        [tuple(dim.names for dim in item) for item in side] for side in (notation.operands, notation.results)
     )
     kinds = {name: kinds_of(notation, name, kind) for name, kind in reduce.items()}
     sets = linear_sets(linear, notation.text, len(operands))

@@ -20,7 +20,7 @@ from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.padding import emit_local
 from autoshard.patterns.random_soundness import Draws, reference_draws
 from autoshard.patterns.registry import call_of, has_rule, rule_for
-from autoshard.patterns.rule import Factor, OpCall, Rule, refine
+from autoshard.patterns.rule import Factor, OpCall, Rule, leaves, refine
 from autoshard.patterns.sample import Operator, sample_call
 from autoshard.patterns.strategy import Choices, axis_choices, describe, fits, operand_spec, result_spec, uneven_axis
 from autoshard.patterns.variants import offered_factors
@@ -80,7 +80,7 @@ def check(
     rule = rule_for(call)
     if rule is None:
         raise RuleError(_no_rule_message(call))
-    operands = list(_tensors([*args, *keywords.values()]))
+    operands = list(leaves([*args, *keywords.values()], torch.Tensor))
     meshes = [MeshShape.of({"x": size}) for size in sizes] + [MeshShape.of({"x": 2, "y": 2})]
     return [
         Finding(str(overload), str(mesh), describe(refined, choices, mesh), problem)
@@ -284,11 +284,3 @@ def _tolerance(dtype: torch.dtype) -> float:
     eps = torch.finfo(dtype).eps
     # The terms of partial sums are larger than the sum, so that numbers of half precision lose several bits of it.
     return 1e-9 if eps < 1e-12 else 1e-4 if eps < 1e-6 else max(5e-2, 16 * eps)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
 aten = torch.ops.aten
 
@@ -54,6 +56,52 @@ def named_values(call: LocalCall) -> dict[str, Any]:
 def factor_names(prefix: str, count: int) -> list[str]:
     """Names of several factors: `n0`, `n1`, ..."""
     return [f"{prefix}{index}" for index in range(count)]
+
+
+def numbered_dims(shape: Sequence[int], prefix: str = "d") -> dict[str, int]:
+    """A factor for every dim of a tensor, by number, with its size."""
+    return dict(zip(factor_names(prefix, len(shape)), shape, strict=True))
+
+
+def same_dims_rule(call: OpCall, whole: Iterable[int] = (), **options: Any) -> Rule:
+    """The rule of an operator that keeps the dims of its operand, of which those in `whole` must be whole.
+
+    Args:
+        call: the call on whole tensors.
+        whole: numbers of dims, which may count from the end; a tensor without dims has none.
+        options: as in `build`.
+    """
+    sizes = numbered_dims(call.operands[0].shape)
+    dims = list(sizes)
+    results = [None if meta is None else dims for meta in call.results]
+    return build(sizes, [dims], results, whole=[dims[dim] for dim in whole if dims], **options)
+
+
+def if_sharded(
+    *names: str, by: Callable[[OpCall], Iterable[str]] | None = None
+) -> Callable[[LocalProgram], LocalProgram]:
+    """Decorate a local program that is needed where a factor is sharded; elsewhere the operator runs as it is.
+
+    Args:
+        names: the factors.
+        by: gives further ones for a call.
+    """
+
+    def decorate(program: LocalProgram) -> LocalProgram:
+        @functools.wraps(program)
+        def local(call: LocalCall) -> Any:
+            sharded = split_axes(call, [*names, *(by(call.call) if by is not None else ())])
+            return program(call) if sharded else call.run()
+
+        return local
+
+    return decorate
+
+
+@functools.cache
+def run_resized(argument: str, first: int = 0) -> LocalProgram:
+    """The program of an operator that is told the shape of its result, from the dim `first` on, by an argument."""
+    return lambda call: call.run(**{argument: list(call.result_shape()[first:])})
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -39,67 +39,98 @@ class Halo:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowDim:
-    """A dim of positions over which a window slides.
+class Windows:
+    """The dims of positions of two images, over which windows slide: one of the smaller image has a position for each.
 
     Attributes:
-        small: the dim in the smaller image, which has one position per window, in the notation of rules.
-        large: the dim in the larger one.
-        sizes: of the names in them.
-        halo: what the windows of a stretch need of the larger image besides the rows of the stretch; None where the
-            dim can not be sharded.
+        small: dims of positions of the smaller image, in the notation of rules.
+        large: those of the larger one.
+        sizes: sizes of the names in them.
+        halos: for every dim that can be sharded, what the windows of a stretch need of the larger image besides it.
     """
 
-    small: str
-    large: str
+    small: list[str]
+    large: list[str]
     sizes: dict[str, int]
-    halo: Halo | None
+    halos: list[Halo]
+
+    def sharded_halos(self, call: LocalCall) -> list[Halo]:
+        """The halos of those dims that are sharded here."""
+        return [halo for halo in self.halos if call.axes(halo.name)]
+
+    def exchanges(self, large: TensorMeta, tensors: int = 1) -> dict[str, list[Exchange]]:
+        """Bytes of exchanging the borders of every stretch, for so many tensors as large as `large`."""
+        return {
+            halo.name: [("gather_of_each", halo.rows * large.bytes // large.shape[halo.dim])] * tensors
+            for halo in self.halos
+        }
 
 
-def window_dim(place: int, dim: int, small: int, large: int, stride: int, before: int, reach: int) -> WindowDim:
-    """Return the factors of a dim of positions, which is sharded into stretches no shorter than the halo.
+def windows_over(
+    first: int,
+    small: Sequence[int],
+    large: Sequence[int],
+    strides: Sequence[int],
+    before: Sequence[int],
+    reaches: Sequence[int],
+) -> Windows:
+    """Return the factors of the dims of positions, which are sharded into stretches no shorter than the halo.
 
     The larger image must have exactly `stride` positions for each of the smaller one, so that a stretch of the one
     belongs to a stretch of the other.
 
     Args:
-        place: number of the dim among those of positions, for its names.
-        dim: the dim of both images.
-        small: size of the smaller image.
-        large: size of the larger one.
-        stride: by which the window moves.
+        first: the first dim of positions of both images.
+        small: sizes of the smaller image; 0 where windows lie in no such order.
+        large: sizes of the larger one.
+        strides: by which windows move.
         before: positions by which the first window begins before the larger image (the padding).
-        reach: positions from the first to the last of a window.
+        reaches: positions from the first to the last of a window.
     """
-    after = reach - before - stride + 1
-    # The halo of a stretch may not reach beyond the neighbour: a stretch has at least `least` windows.
-    least = next((part for part in range(1, small + 1) if small % part == 0 and part * stride >= max(before, after)), 0)
-    if large != small * stride or least in (0, small):
-        return WindowDim(f"q{place}!", f"p{place}!", {}, None)
-    sizes = {f"x{place}": small // least, f"m{place}": least, f"e{place}": stride}
-    rows = f"x{place}^ m{place}!"
-    return WindowDim(f"({rows})", f"({rows} e{place}!)", sizes, Halo(f"x{place}", dim, before, after))
+    windows = Windows([], [], {}, [])
+    for place, (less, more, stride, ahead, reach) in enumerate(
+        zip(small, large, strides, before, reaches, strict=True)
+    ):
+        after = reach - ahead - stride + 1
+        # The halo of a stretch may not reach beyond the neighbour: a stretch has at least `least` windows.
+        parts = (part for part in range(1, less + 1) if less % part == 0 and part * stride >= max(ahead, after))
+        least = next(parts, 0)
+        if more != less * stride or least in (0, less):
+            windows.small.append(f"q{place}!")
+            windows.large.append(f"p{place}!")
+            continue
+        windows.small.append(f"(x{place}^ m{place}!)")
+        windows.large.append(f"(x{place}^ m{place}! e{place}!)")
+        windows.sizes.update({f"x{place}": less // least, f"m{place}": least, f"e{place}": stride})
+        windows.halos.append(Halo(f"x{place}", first + place, ahead, after))
+    return windows
 
 
-def sharded_halos(call: LocalCall, dims: Iterable[WindowDim]) -> list[Halo]:
-    """The halos of those dims that are sharded here."""
-    halos = (dim.halo for dim in dims)
-    return [halo for halo in halos if halo is not None and call.axes(halo.name)]
-
-
-def window_setting(values: Sequence[int] | int, place: int) -> int:
-    """A setting of a window for one dim of positions; one number may stand for all dims."""
+def window_settings(values: Sequence[int] | int, count: int) -> Sequence[int]:
+    """A setting of windows for every dim of positions; one number may stand for all of them."""
     if isinstance(values, int):
-        return values
-    return values[place] if len(values) > 1 else values[0]
+        return [values] * count
+    return values if len(values) > 1 else list(values) * count
 
 
-def halo_exchanges(dims: Iterable[WindowDim], large: TensorMeta, tensors: int = 1) -> dict[str, list[Exchange]]:
-    """Bytes of exchanging the halos: the borders of every stretch, for so many tensors as large as `large`."""
-    halos = [dim.halo for dim in dims if dim.halo is not None]
-    return {
-        halo.name: [("gather_of_each", halo.rows * large.bytes // large.shape[halo.dim])] * tensors for halo in halos
-    }
+def padding_beside(halos: Iterable[Halo], first: int, padding: Sequence[int]) -> list[int]:
+    """The padding of dims of positions, the first of which is `first`: none where a halo takes its place."""
+    bare = {halo.dim - first for halo in halos}
+    return [0 if place in bare else size for place, size in enumerate(padding)]
+
+
+def extend_by_halos(call: LocalCall, value: Any, halos: Iterable[Halo], fill: float = 0.0) -> Any:
+    """`value` with its neighbours' rows around it along several dims, as by `extend_by_halo`."""
+    for halo in halos:
+        value = extend_by_halo(call, value, halo, fill)
+    return value
+
+
+def fold_halos(call: LocalCall, value: Any, halos: Iterable[Halo]) -> Any:
+    """The rows that were computed for the neighbours along several dims given back, as by `fold_halo`."""
+    for halo in halos:
+        value = fold_halo(call, value, halo)
+    return value
 
 
 def extend_by_halo(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -> Any:

@@ -12,41 +12,41 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import bind_named, factor_names, named_values, shape_of
+from autoshard.patterns.ops._helpers import bind_named, factor_names, named_values, run_resized, shape_of
 from autoshard.patterns.ops.halo import (
     Halo,
-    WindowDim,
-    extend_by_halo,
-    fold_halo,
-    halo_exchanges,
-    sharded_halos,
-    window_dim,
-    window_setting,
+    Windows,
+    extend_by_halos,
+    fold_halos,
+    padding_beside,
+    window_settings,
+    windows_over,
 )
 from autoshard.patterns.registry import rule, rule_maker
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import OpCall, Rule
 
 
 def _spatial_rank(call: OpCall) -> int:
     return 3 if "3d" in call.op.name() else 2
 
 
-def _dims(call: OpCall) -> list[WindowDim]:
+def _pooled_shape(call: OpCall) -> tuple[int, ...]:
+    return shape_of(call, "grad_output") if "backward" in call.op.name() else call.result.shape
+
+
+def _windows(call: OpCall) -> Windows:
     """The dims of positions, last in the operand."""
-    shape, spatial = shape_of(call, "self"), _spatial_rank(call)
-    pooled = call.arg("grad_output") if "backward" in call.op.name() else call.results[0]
-    assert isinstance(pooled, TensorMeta)
-    dims = []
-    for place in range(spatial):
-        dim = len(shape) - spatial + place
-        kernel = window_setting(call.arg("kernel_size"), place)
-        # torch takes an empty stride for windows side by side.
-        stride = window_setting(call.arg("stride") or call.arg("kernel_size"), place)
-        padding = window_setting(call.arg("padding"), place)
-        small = pooled.shape[dim] if _has_uniform_windows(call, padding) else 0
-        reach = (kernel - 1) * (window_setting(call.arg("dilation"), place) if "max" in call.op.name() else 1)
-        dims.append(window_dim(place, dim, small, shape[dim], stride, padding, reach))
-    return dims
+    shape, pooled, spatial = shape_of(call, "self"), _pooled_shape(call), _spatial_rank(call)
+    kernels, paddings = (window_settings(call.arg(name), spatial) for name in ("kernel_size", "padding"))
+    # torch takes an empty stride for windows side by side.
+    strides = window_settings(call.arg("stride") or kernels, spatial)
+    dilations = window_settings(call.arg("dilation") if "max" in call.op.name() else 1, spatial)
+    small = [
+        size if _has_uniform_windows(call, padding) else 0
+        for size, padding in zip(pooled[-spatial:], paddings, strict=True)
+    ]
+    reaches = [(kernel - 1) * dilation for kernel, dilation in zip(kernels, dilations, strict=True)]
+    return windows_over(len(shape) - spatial, small, shape[-spatial:], strides, paddings, reaches)
 
 
 def _has_uniform_windows(call: OpCall, padding: int) -> bool:
@@ -58,78 +58,58 @@ def _has_uniform_windows(call: OpCall, padding: int) -> bool:
     return padding == 0 or bool(call.arg("count_include_pad")) or call.arg("divisor_override") is not None
 
 
-def _image_dims(call: OpCall) -> tuple[str, str, dict[str, int]]:
-    """Dims of the operand and of the pooled image, and the sizes of the names in them."""
-    dims, lead = _dims(call), _leading_dims(call)
-    sizes = {name: size for dim in dims for name, size in dim.sizes.items()}
-    return " ".join([*lead, *(dim.large for dim in dims)]), " ".join([*lead, *(dim.small for dim in dims)]), sizes
+@rule_maker(
+    *(f"aten.avg_pool{spatial}d{half}.default" for spatial in (2, 3) for half in ("", "_backward")),
+    *(f"aten.max_pool{spatial}d_with_indices{half}.default" for spatial in (2, 3) for half in ("", "_backward")),
+)
+def pool(call: OpCall) -> Rule:
+    """Means of windows; their largest numbers, and where in the whole image each stands; or the operand's gradient.
 
-
-def _leading_dims(call: OpCall) -> list[str]:
-    """Names of the dims before the positions: batch and channels."""
-    return factor_names("b", len(shape_of(call, "self")) - _spatial_rank(call))
-
-
-@rule_maker("aten.avg_pool2d.default", "aten.avg_pool3d.default")
-def mean_pool(call: OpCall) -> Rule:
-    """Means of windows."""
-    large, small, sizes = _image_dims(call)
-    exchange = halo_exchanges(_dims(call), call.operands[0])
+    Of the operand, the gradient looks at nothing but the shape.
+    """
+    lead, windows = factor_names("b", len(shape_of(call, "self")) - _spatial_rank(call)), _windows(call)
+    large, small = (" ".join([*lead, *dims]) for dims in (windows.large, windows.small))
+    backward, largest = "backward" in call.op.name(), "max" in call.op.name()
     return bind_named(
         call,
-        {"self": large},
-        [small],
-        linear=[{"self"}],
-        sizes=sizes,
-        exchange=exchange,
-        local=_mean_pool,
-        uneven=_leading_dims(call),
+        {"grad_output": small, "self": large, "indices": small},
+        [large] if backward else [small] * len(call.results),
+        linear=[{"grad_output"}] if backward else [] if largest else [{"self"}],
+        sizes=windows.sizes,
+        exchange=windows.exchanges(call.arg("self")),
+        local=_pool_backward if backward else _pool,
+        uneven=lead,
     )
 
 
 def _window_padding(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
     """The padding of the windows, none where a halo takes its place."""
     spatial = _spatial_rank(call.call)
-    first = len(shape_of(call.call, "self")) - spatial
-    bare = {halo.dim - first for halo in halos}
-    return [0 if place in bare else window_setting(call.arg("padding"), place) for place in range(spatial)]
+    padding = window_settings(call.arg("padding"), spatial)
+    return padding_beside(halos, len(shape_of(call.call, "self")) - spatial, padding)
 
 
-def _mean_pool(call: LocalCall) -> Any:
-    halos, value = sharded_halos(call, _dims(call.call)), call.operands[0]
-    for halo in halos:
-        value = extend_by_halo(call, value, halo)
-    return call.run(operands=[value], padding=_window_padding(call, halos))
-
-
-@rule_maker("aten.avg_pool2d_backward.default", "aten.avg_pool3d_backward.default")
-def mean_pool_backward(call: OpCall) -> Rule:
-    """The gradient of the operand, of which only the shape is looked at."""
-    large, small, sizes = _image_dims(call)
-    return bind_named(
-        call,
-        {"grad_output": small, "self": large},
-        [large],
-        linear=[{"grad_output"}],
-        sizes=sizes,
-        exchange=halo_exchanges(_dims(call), call.operands[1]),
-        local=_pool_backward,
-        uneven=_leading_dims(call),
-    )
+def _pool(call: LocalCall) -> Any:
+    halos, largest = _windows(call.call).sharded_halos(call), "max" in call.call.op.name()
+    if not halos:
+        return call.run()
+    value = extend_by_halos(call, call.operands[0], halos, -math.inf if largest else 0.0)
+    results = call.run(operands=[value], padding=_window_padding(call, halos))
+    if not largest:
+        return results
+    return results[0], _translate_indices(call, results[1], halos, inwards=False)
 
 
 def _pool_backward(call: LocalCall) -> Any:
     """The gradient of the operand with its halos, which goes back to the neighbours."""
-    halos, values = sharded_halos(call, _dims(call.call)), named_values(call)
+    halos, values = _windows(call.call).sharded_halos(call), named_values(call)
     if not halos:
         return call.run()
     values["self"] = call.emit.new_zeros(values["self"], _extended_shape(call, halos))
     if "indices" in values:
         values["indices"] = _translate_indices(call, values["indices"], halos, inwards=True)
     gradient = call.run(operands=list(values.values()), padding=_window_padding(call, halos))
-    for halo in halos:
-        gradient = fold_halo(call, gradient, halo)
-    return gradient
+    return fold_halos(call, gradient, halos)
 
 
 def _extended_shape(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
@@ -137,32 +117,6 @@ def _extended_shape(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
     for halo in halos:
         shape[halo.dim] += halo.before + halo.after
     return shape
-
-
-@rule_maker("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default")
-def max_pool(call: OpCall) -> Rule:
-    """The largest numbers of windows, and where in the whole image each stands."""
-    large, small, sizes = _image_dims(call)
-    exchange = halo_exchanges(_dims(call), call.operands[0])
-    return bind_named(
-        call,
-        {"self": large},
-        [small, small],
-        sizes=sizes,
-        exchange=exchange,
-        local=_max_pool,
-        uneven=_leading_dims(call),
-    )
-
-
-def _max_pool(call: LocalCall) -> Any:
-    halos, value = sharded_halos(call, _dims(call.call)), call.operands[0]
-    if not halos:
-        return call.run()
-    for halo in halos:
-        value = extend_by_halo(call, value, halo, -math.inf)
-    result, indices = call.run(operands=[value], padding=_window_padding(call, halos))
-    return result, _translate_indices(call, indices, halos, inwards=False)
 
 
 def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, inwards: bool) -> Any:
@@ -192,22 +146,6 @@ def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, 
     return total
 
 
-@rule_maker("aten.max_pool2d_with_indices_backward.default", "aten.max_pool3d_with_indices_backward.default")
-def max_pool_backward(call: OpCall) -> Rule:
-    """The gradient of the operand, of which only the shape is looked at."""
-    large, small, sizes = _image_dims(call)
-    return bind_named(
-        call,
-        {"grad_output": small, "self": large, "indices": small},
-        [large],
-        linear=[{"grad_output"}],
-        sizes=sizes,
-        exchange=halo_exchanges(_dims(call), call.operands[1]),
-        local=_pool_backward,
-        uneven=_leading_dims(call),
-    )
-
-
 # Pooling to a given size, to random windows, and back: leading dims (batch, channels) are independent.
 #
 # A mean over windows of one size, which lie side by side, may be sharded by positions too.
@@ -215,31 +153,20 @@ def max_pool_backward(call: OpCall) -> Rule:
 _IMAGES = (("2d", "h! w!", "y! x!"), ("3d", "t! h! w!", "z! y! x!"))
 
 for _kind, _large, _small in _IMAGES:
-    rule(f"aten.adaptive_max_pool{_kind}.default", f"... {_large} -> ... {_small}, ... {_small}")
-    rule(
-        f"aten.adaptive_max_pool{_kind}_backward.default",
-        f"... {_small}, ... {_large}, ... {_small} -> ... {_large}",
-        linear="0",
-    )
-    rule(f"aten.fractional_max_pool{_kind}.default", f"... {_large}, ... r! -> ... {_small}, ... {_small}")
-    rule(
-        f"aten.fractional_max_pool{_kind}_backward.default",
-        f"... {_small}, ... {_large}, ... {_small} -> ... {_large}",
-        linear="0",
-    )
+    for _name, _samples in (("adaptive_max_pool", ""), ("fractional_max_pool", ", ... r!")):
+        rule(f"aten.{_name}{_kind}.default", f"... {_large}{_samples} -> ... {_small}, ... {_small}")
+        _backward = f"... {_small}, ... {_large}, ... {_small} -> ... {_large}"
+        rule(f"aten.{_name}{_kind}_backward.default", _backward, linear="0")
     rule(f"aten.max_unpool{_kind}.default", f"... {_small}, ... {_small} -> ... {_large}")
 
 
 def _adaptive_dims(call: OpCall) -> tuple[str, str, dict[str, int]]:
     """Dims of the operand and of the pooled image, and sizes of names; e are the positions of a window."""
-    whole = shape_of(call, "self")
-    pooled = call.arg("grad_output") if "backward" in call.op.name() else call.results[0]
-    assert isinstance(pooled, TensorMeta)
-    spatial = 3 if "3d" in call.op.name() else 2
-    large = factor_names("b", len(whole) - spatial)
+    whole, pooled = shape_of(call, "self"), _pooled_shape(call)
+    large = factor_names("b", len(whole) - _spatial_rank(call))
     small, sizes = list(large), dict[str, int]()
-    for dim in range(len(whole) - spatial, len(whole)):
-        windows = pooled.shape[dim]
+    for dim in range(len(large), len(whole)):
+        windows = pooled[dim]
         if windows > 1 and whole[dim] % windows == 0:
             large.append(f"(x{dim} e{dim}!)")
             small.append(f"x{dim}")
@@ -250,24 +177,14 @@ def _adaptive_dims(call: OpCall) -> tuple[str, str, dict[str, int]]:
     return " ".join(large), " ".join(small), sizes
 
 
-@rule_maker("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
+@rule_maker(*(f"aten._adaptive_avg_pool{spatial}d{half}.default" for spatial in (2, 3) for half in ("", "_backward")))
 def adaptive_mean_pool(call: OpCall) -> Rule:
-    """Means of windows."""
+    """Means of windows, or the gradient of the operand, of which only the shape is looked at."""
     large, small, sizes = _adaptive_dims(call)
-    return bind_named(
-        call, {"self": large}, [small], linear=[{"self"}], sizes=sizes, local=_adaptive_mean_pool, uneven=True
-    )
-
-
-def _adaptive_mean_pool(call: LocalCall) -> Any:
-    return call.run(output_size=list(call.result_shape()[-len(call.arg("output_size")) :]))
-
-
-@rule_maker("aten._adaptive_avg_pool2d_backward.default", "aten._adaptive_avg_pool3d_backward.default")
-def adaptive_mean_pool_backward(call: OpCall) -> Rule:
-    """The gradient of the operand, of which only the shape is looked at."""
-    large, small, sizes = _adaptive_dims(call)
-    return bind_named(call, {"grad_output": small, "self": large}, [large], linear=[{"grad_output"}], sizes=sizes)
+    if "backward" in call.op.name():
+        return bind_named(call, {"grad_output": small, "self": large}, [large], linear=[{"grad_output"}], sizes=sizes)
+    local = run_resized("output_size", -_spatial_rank(call))
+    return bind_named(call, {"self": large}, [small], linear=[{"self"}], sizes=sizes, local=local, uneven=True)
 
 
 # Operators that move positions of images: patches side by side, pixels from channels, channels in another order.
@@ -275,32 +192,18 @@ def adaptive_mean_pool_backward(call: OpCall) -> Rule:
 # Dims are products, so that sharding channels or positions stays local.
 
 
-@rule_maker("aten.im2col.default")
-def im2col(call: OpCall) -> Rule:
-    """Patches as columns; the channels of the result are those of the image times the positions of a patch."""
-    return bind("... c h! w! -> ... (c k!) l!", call, linear="0", sizes={"k": math.prod(call.arg("kernel_size"))})
+@rule_maker("aten.im2col.default", text="... c h! w! -> ... (c k!) l!")
+@rule_maker("aten.col2im.default", text="... (c k!) l! -> ... c h! w!")
+def _patches(call: OpCall, text: str) -> Rule:
+    """Patches as columns, or added up to an image; the channels of patches are those of the image times positions."""
+    return bind(text, call, linear="0", sizes={"k": math.prod(call.arg("kernel_size"))})
 
 
-@rule_maker("aten.col2im.default")
-def col2im(call: OpCall) -> Rule:
-    """Patches added up to an image."""
-    return bind("... (c k!) l! -> ... c h! w!", call, linear="0", sizes={"k": math.prod(call.arg("kernel_size"))})
-
-
-@rule_maker("aten.pixel_shuffle.default")
-def pixel_shuffle(call: OpCall) -> Rule:
-    """Channels become positions."""
-    factor = call.arg("upscale_factor")
-    text = "... (c a! b!) h w -> ... c (h a!) (w b!)"
-    return bind(text, call, linear="0", sizes={"a": factor, "b": factor})
-
-
-@rule_maker("aten.pixel_unshuffle.default")
-def pixel_unshuffle(call: OpCall) -> Rule:
-    """Positions become channels."""
-    factor = call.arg("downscale_factor")
-    text = "... c (h a!) (w b!) -> ... (c a! b!) h w"
-    return bind(text, call, linear="0", sizes={"a": factor, "b": factor})
+@rule_maker("aten.pixel_shuffle.default", text="... (c a! b!) h w -> ... c (h a!) (w b!)", by="upscale_factor")
+@rule_maker("aten.pixel_unshuffle.default", text="... c (h a!) (w b!) -> ... (c a! b!) h w", by="downscale_factor")
+def _pixels(call: OpCall, text: str, by: str) -> Rule:
+    """Channels become positions, or positions channels."""
+    return bind(text, call, linear="0", sizes=dict.fromkeys(("a", "b"), call.arg(by)))
 
 
 @rule_maker("aten.channel_shuffle.default")

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from autoshard.patterns.build import build
+from autoshard.patterns.build import NamedDims, build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import accumulation_dtype, all_reduce_over, cast, result_dtype
+from autoshard.patterns.ops._helpers import (
+    accumulation_dtype,
+    all_reduce_over,
+    cast,
+    if_sharded,
+    numbered_dims,
+    result_dtype,
+)
 from autoshard.patterns.ops._positions import positions, reshape_along, stretch_start
 from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
@@ -19,8 +26,10 @@ from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
-    """The dims that a reduction removes: those in its argument `dim`, or all."""
+    """The dims that a reduction removes: those in its argument `dim` or `dims`, or all."""
     ndim = len(call.operands[0].shape)
+    if call.op.namespace == "prims":
+        return tuple(call.arg("dims"))
     dim = call.arg("dim") if any(argument.name == "dim" for argument in call.op._schema.arguments) else None
     if dim == () and call.op._schema.name in ("aten::any", "aten::all"):
         return ()  # these take an empty list at its word
@@ -53,17 +62,14 @@ def reduction_rule(
         fill: the number that does not change the result, where there is one; it takes the place of padding.
         uneven: whether `local` copes with padding of a reduced dim where no one number does.
     """
-    operand = call.operands[0]
-    reduced = reduced_dims(call)
-    sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
-    source = [[name] for name in sizes]
-    names = [f"d{dim}" for dim in reduced]
-    kept = [[name] for dim, name in enumerate(sizes) if dim not in reduced]
-    keepdim = [[] if dim in reduced else [name] for dim, name in enumerate(sizes)]
+    sizes = numbered_dims(call.operands[0].shape)
+    names = reduced_names(call)
+    kept = [name for name in sizes if name not in names]
+    keepdim: NamedDims = [[] if name in names else name for name in sizes]
     results = [None if meta is None else keepdim if len(meta.shape) == len(sizes) else kept for meta in call.results]
     return build(
         sizes,
-        [source],
+        [list(sizes)],
         results,
         whole=[] if split else names,
         contiguous=names if contiguous else [],
@@ -71,19 +77,23 @@ def reduction_rule(
         exchange=dict.fromkeys(names, exchange),
         linear=linear,
         local=local,
-        uneven=[f"d{dim}" for dim in range(len(operand.shape)) if dim not in reduced],
+        uneven=kept,
         fill=dict.fromkeys(names, fill) if uneven or fill is not None else {},
     )
 
 
+def reduced_names(call: OpCall) -> list[str]:
+    """Names of the dims that a reduction removes."""
+    return [f"d{dim}" for dim in reduced_dims(call)]
+
+
 def sharded_dims(call: LocalCall) -> list[str]:
     """Names of the dims that a reduction removes and that are sharded."""
-    return [name for name in (f"d{dim}" for dim in reduced_dims(call.call)) if call.axes(name)]
+    return [name for name in reduced_names(call.call) if call.axes(name)]
 
 
-@rule_maker("aten.sum", "aten.nansum", "aten.count_nonzero")
-def _sum(call: OpCall) -> Rule:
-    return reduction_rule(call, linear=[{0}] if call.op._schema.name == "aten::sum" else [], fill=0.0)
+rule_maker("aten.sum", "prims.sum", linear=[{0}], fill=0.0)(reduction_rule)
+rule_maker("aten.nansum", "aten.count_nonzero", fill=0.0)(reduction_rule)
 
 
 @rule_maker("aten.mean")
@@ -101,19 +111,15 @@ def _local_mean(call: LocalCall) -> Any:
     return mean if local == whole else mean * (local / whole)
 
 
-@rule_maker("aten.amax", "aten.max.default")
-def _amax(call: OpCall) -> Rule:
-    return reduction_rule(call, kinds=("max",), fill=-math.inf)
-
-
-@rule_maker("aten.amin", "aten.min.default")
-def _amin(call: OpCall) -> Rule:
-    return reduction_rule(call, kinds=("min",), fill=math.inf)
-
-
-@rule_maker("aten.prod")
-def _prod(call: OpCall) -> Rule:
-    return reduction_rule(call, kinds=("product",), fill=1.0)
+for _kind, _neutral_element, _names in (
+    ("max", -math.inf, ("aten.amax", "aten.max.default")),
+    ("min", math.inf, ("aten.amin", "aten.min.default")),
+    ("product", 1.0, ("aten.prod",)),
+    ("max", None, ("prims.amax",)),
+    ("min", None, ("prims.amin",)),
+    ("product", None, ("prims.prod",)),
+):
+    rule_maker(*_names, kinds=(_kind,), fill=_neutral_element)(reduction_rule)
 
 
 @rule_maker("aten.aminmax", "aten._aminmax")
@@ -133,9 +139,8 @@ def _local_aminmax(call: LocalCall) -> Any:
 @rule_maker("aten.any", "aten.all", "aten._is_any_true", "aten._is_all_true")
 def _any_all(call: OpCall) -> Rule:
     """Truth values are no numbers that a partial result could be made of: they are agreed upon at once."""
-    assert call.results[0] is not None
     fill = 0.0 if "any" in call.op._schema.name else 1.0
-    return reduction_rule(call, kinds=(None,), local=_local_any_all, exchange=call.results[0].bytes, fill=fill)
+    return reduction_rule(call, kinds=(None,), local=_local_any_all, exchange=call.result.bytes, fill=fill)
 
 
 def _local_any_all(call: LocalCall) -> Any:
@@ -146,30 +151,26 @@ def _local_any_all(call: LocalCall) -> Any:
     return cast(call, all_reduce_over(call, cast(call, value, torch.uint8), names, kind), result_dtype(call))
 
 
-@rule_maker("aten.median", "aten.nanmedian", "aten.mode", "aten.kthvalue")
-def _order_statistic(call: OpCall) -> Rule:
-    """Elements picked by their rank among all of a dim, which must be whole."""
-    return reduction_rule(call, split=False)
+# Elements picked by their rank among all of a dim, which must be whole.
+rule_maker("aten.median", "aten.nanmedian", "aten.mode", "aten.kthvalue", split=False)(reduction_rule)
 
 
 @rule_maker("aten.logsumexp")
 def _logsumexp(call: OpCall) -> Rule:
     """A sharded dim exchanges the maximum and the sum of exponentials."""
-    assert call.results[0] is not None
     return reduction_rule(
         call,
         kinds=(None,),
-        split=not call.results[0].dtype.is_complex,  # complex numbers have no maximum
+        split=not call.result.dtype.is_complex,  # complex numbers have no maximum
         local=_local_logsumexp,
-        exchange=2 * call.results[0].bytes,
+        exchange=2 * call.result.bytes,
         fill=None if call.operands[0].dtype is torch.bool else -math.inf,  # False counts as exp(0)
     )
 
 
+@if_sharded(by=reduced_names)
 def _local_logsumexp(call: LocalCall) -> Any:
     dims, names = list(reduced_dims(call.call)), sharded_dims(call)
-    if not names:
-        return call.run()
     emit, value = call.emit, cast(call, call.operands[0], result_dtype(call))  # differences of integers may overflow
     top = all_reduce_over(call, emit.amax(value, dims, True), names, "max")
     # An infinite maximum is its own logarithm of the sum; subtracting it would give nan.
@@ -191,8 +192,7 @@ def _local_logsumexp(call: LocalCall) -> Any:
 @rule_maker("aten.max.dim", "aten.min.dim", "aten.argmax", "aten.argmin")
 def _extreme(call: OpCall) -> Rule:
     """Values, if they are asked for, and indices; a sharded dim exchanges one of each twice."""
-    dtype = call.operands[0].dtype
-    place = call.results[-1]
+    dtype, place = call.operands[0].dtype, call.results[-1]
     assert place is not None
     exchange = math.prod(place.shape) * (dtype.itemsize + place.dtype.itemsize)
     # Padding stands behind all elements, so that the first place is an element's even where all are as extreme as it.
@@ -200,10 +200,9 @@ def _extreme(call: OpCall) -> Rule:
     return reduction_rule(call, kinds=(None,), contiguous=True, local=_local_extreme, exchange=exchange, fill=fill)
 
 
+@if_sharded(by=reduced_names)
 def _local_extreme(call: LocalCall) -> Any:
     names = sharded_dims(call)
-    if not names:
-        return call.run()
     emit, (value,), dims = call.emit, call.operands, reduced_dims(call.call)
     dtype = value.dtype
     if dtype is torch.bool:
@@ -255,19 +254,11 @@ def _global_extreme(call: LocalCall, best: Any, place: Any, names: Sequence[str]
 @rule_maker("aten.value_selecting_reduction_backward")
 def _selected_backward(call: OpCall) -> Rule:
     """Gradient of max, min, median along a dim: where that dim is sharded, a rank fills in what falls to it."""
-    (result,) = call.results
-    assert result is not None
-    ndim = len(result.shape)
-    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)}
-    target = [[name] for name in sizes]
-    dim = call.arg("dim") % ndim if ndim else 0
-    source = [[] if index == dim else names for index, names in enumerate(target)]
-    if not call.arg("keepdim"):
-        source = source[:dim] + source[dim + 1 :]
-    name = [f"d{dim}"]
-    return build(
-        sizes, [source, source], [target], contiguous=name, linear=[{0}], local=_local_selected_backward, uneven=True
-    )
+    sizes = numbered_dims(call.result.shape)
+    name = list(sizes)[call.arg("dim")] if sizes else "d0"
+    source: NamedDims = [[] if dim == name else dim for dim in sizes if call.arg("keepdim") or dim != name]
+    local = _local_selected_backward
+    return build(sizes, [source, source], [list(sizes)], contiguous=[name], linear=[{0}], local=local, uneven=True)
 
 
 def _local_selected_backward(call: LocalCall) -> Any:
@@ -300,18 +291,13 @@ def _norm(call: OpCall) -> Rule:
     order = _order(call)
     if order in _PARTIAL:
         return reduction_rule(call, kinds=(_PARTIAL[order],), fill=_neutral(order))
-    assert call.results[0] is not None
-    exchange = math.prod(call.results[0].shape) * accumulation_dtype(call.results[0].dtype).itemsize
-    return reduction_rule(call, kinds=(None,), local=_local_norm, exchange=exchange, fill=_neutral(order))
+    exchange = math.prod(call.result.shape) * accumulation_dtype(call.result.dtype).itemsize
+    return reduction_rule(call, kinds=(None,), local=_combine_norms, exchange=exchange, fill=_neutral(order))
 
 
 def _neutral(order: float) -> float:
     """The number that does not change a norm: its power is zero, or it is never the least."""
     return math.inf if order < 0 else 0.0
-
-
-def _local_norm(call: LocalCall) -> Any:
-    return _combine_norms(call, sharded_dims(call))
 
 
 @rule_maker("aten.dist")
@@ -321,16 +307,15 @@ def _dist(call: OpCall) -> Rule:
     kind = _PARTIAL.get(order)
     equal = len({meta.shape for meta in call.operands}) == 1  # padding of both, at no distance
     fill = {"...": 0.0} if equal and order >= 0 else {}
-    return bind("..., ... -> ", call, reduce={"...": kind}, local=None if kind else _local_dist, uneven=(), fill=fill)
+    local = None if kind else _combine_norms
+    return bind("..., ... -> ", call, reduce={"...": kind}, local=local, uneven=(), fill=fill)
 
 
-def _local_dist(call: LocalCall) -> Any:
-    return _combine_norms(call, [factor.name for factor in call.rule.factors])
-
-
-def _combine_norms(call: LocalCall, names: Iterable[str]) -> Any:
+def _combine_norms(call: LocalCall) -> Any:
     """The norm of all from the norms of the shards, which are summed up as powers."""
-    names = [name for name in names if call.axes(name)]
+    kept = {index for dim in call.rule.results[0] or () for index in dim}
+    reduced = (factor.base for index, factor in enumerate(call.rule.factors) if index not in kept)
+    names = [name for name in dict.fromkeys(reduced) if call.axes(name)]
     if not names:
         return call.run()
     emit, order = call.emit, _order(call.call)

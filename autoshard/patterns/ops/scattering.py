@@ -13,6 +13,7 @@ from typing import Any
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import aten, numbered_dims
 from autoshard.patterns.ops._positions import localize_index, positions, reshape_along
 from autoshard.patterns.ops.indexing import (
     advanced_indexing,
@@ -20,8 +21,6 @@ from autoshard.patterns.ops.indexing import (
     flat_dims,
     localize_flat_index,
     localize_indices,
-    named_dims,
-    with_index,
 )
 from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.padding import without_padding
@@ -45,50 +44,44 @@ def drop_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     return value
 
 
-# One index along one dim -----------------------------------------------------------------------------------------
+def _write_to_spare(call: LocalCall, index: Any, name: str, dim: int, *rest: Any) -> Any:
+    """The operator that writes along a sharded dim, where an index of another rank's stretch is that of a spare row."""
+    stretch = call.operand_shape(0)[dim]
+    place, _ = localize_index(call, index, name, stretch, stretch)
+    written = call.run(operands=[append_spare(call, call.operands[0], [dim]), place, *rest])
+    return drop_spare(call, written, [dim])
 
 
-def _row_rule(call: OpCall, *, adds: bool, linear: Sequence[set[int]] = ()) -> Rule | None:
+# One index along one dim.
+
+
+@rule_maker("aten.index_add", adds=True)
+@rule_maker("aten.index_copy", "aten.index_fill", "aten.index_reduce", adds=False)
+def _write_rows_rule(call: OpCall, adds: bool) -> Rule | None:
     """Rows of the third operand, or a number, are written to where the index says."""
     operand, index, *rest = call.operands
     rows = rest[0] if rest and rest[0].shape else None
     if not operand.shape or not index.shape or (rows is not None and len(rows.shape) != len(operand.shape)):
         return None
-    dim = call.arg("dim") % len(operand.shape)
-    source = [[name] for name in named_dims(operand)]
-    written = [with_index(source, dim)] if rows is not None else [[]] * len(rest)
+    sizes = numbered_dims(operand.shape)
+    dims = list(sizes)
+    name = dims[call.arg("dim")]
+    if call.op is aten.index_reduce.default:
+        linear = []
+    else:
+        linear = [{0, 2}] if rest else [{0}] if call.arg("value") == 0 else []
+    written = [] if rows is None else ["index" if dim == name else dim for dim in dims]
     return build(
-        named_dims(operand) | {"index": index.shape[0]},
-        [source, [["index"]], *written],
-        [source],
+        sizes | {"index": index.shape[0]},
+        [dims, ["index"], *(written for _ in rest)],
+        [dims],
         whole=[] if adds else ["index"],
-        contiguous=[f"d{dim}"],
+        contiguous=[name],
         linear=linear,
         local=_add_rows if adds else _write_rows,
         uneven=True,
         fill={"index": 0.0} if adds else {},
     )
-
-
-@rule_maker("aten.index_add")
-def _index_add(call: OpCall) -> Rule | None:
-    return _row_rule(call, adds=True, linear=[{0, 2}])
-
-
-@rule_maker("aten.index_copy")
-def _index_copy(call: OpCall) -> Rule | None:
-    return _row_rule(call, adds=False, linear=[{0, 2}])
-
-
-@rule_maker("aten.index_fill")
-def _index_fill(call: OpCall) -> Rule | None:
-    by_tensor = len(call.operands) == 3
-    return _row_rule(call, adds=False, linear=[{0, 2}] if by_tensor else [{0}] if call.arg("value") == 0 else [])
-
-
-@rule_maker("aten.index_reduce")
-def _index_reduce(call: OpCall) -> Rule | None:
-    return _row_rule(call, adds=False)
 
 
 def _add_rows(call: LocalCall) -> Any:
@@ -104,18 +97,14 @@ def _add_rows(call: LocalCall) -> Any:
 
 
 def _write_rows(call: LocalCall) -> Any:
-    shape = call.operand_shape(0)
-    dim = call.arg("dim") % len(shape)
+    dim = call.arg("dim") % len(call.operand_shape(0))
     if not call.axes(f"d{dim}"):
         return call.run()
-    target, index, *rest = call.operands
-    # An index of another rank's stretch becomes that of the spare row.
-    place, _ = localize_index(call, index, f"d{dim}", shape[dim], shape[dim])
-    written = call.run(operands=[append_spare(call, target, [dim]), place, *rest])
-    return drop_spare(call, written, [dim])
+    _, index, *rest = call.operands
+    return _write_to_spare(call, index, f"d{dim}", dim, *rest)
 
 
-# An index for every element --------------------------------------------------------------------------------------
+# An index for every element.
 
 
 def _element_rule(
@@ -191,14 +180,10 @@ def _write_elements(call: LocalCall) -> Any:
         rest = [without_padding(call, 2, rest[0], ["index"], least)]
     if not call.axes("indexed"):
         return call.run(operands=[target, index, *rest])
-    shape = call.operand_shape(0)
-    dim = call.arg("dim") % len(shape)
-    place, _ = localize_index(call, index, "indexed", shape[dim], shape[dim])
-    written = call.run(operands=[append_spare(call, target, [dim]), place, *rest])
-    return drop_spare(call, written, [dim])
+    return _write_to_spare(call, index, "indexed", call.arg("dim") % len(call.operand_shape(0)), *rest)
 
 
-# Advanced indices ------------------------------------------------------------------------------------------------
+# Advanced indices.
 
 
 @rule_maker("aten.index_put", "aten._unsafe_index_put")
@@ -236,38 +221,33 @@ def _index_put(call: OpCall) -> Rule | None:
         local=local_accumulate if accumulate else local_overwrite,
         uneven=True,
         # Padding of the indices points at what is there; what is added there must be padding too, and so be zero.
-        fill=dict.fromkeys(_names_in(added_dims, dims.index_names), 0.0) if accumulate else {},
+        fill={name: 0.0 for name in dims.index_names if name in added_dims} if accumulate else {},
     )
-
-
-def _names_in(dims: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
-    return [name for name in names if any(name in dim for dim in dims)]
 
 
 @rule_maker("aten.put")
 def _put(call: OpCall) -> Rule | None:
     """Elements by their row-major position, of which the first dim may be sharded in stretches."""
-    operand, index, source = call.operands
-    if index.shape != source.shape:
+    if call.operands[1].shape != call.operands[2].shape:
         return None
-    sizes, target, indexed, whole = flat_dims(operand, index)
+    dims, index_dims = flat_dims(call)
+    target, indexed = list(dims), list(index_dims)
     accumulate = call.arg("accumulate")
     return build(
-        sizes,
+        dims | index_dims,
         [target, indexed, indexed],
         [target],
-        whole=whole if accumulate else [*whole, *(name for dim in indexed for name in dim)],
+        whole=target[1:] if accumulate else [*target[1:], *indexed],
         contiguous=["d0"],
         linear=[{0, 2}],
         local=_local_put,
         uneven=True,
-        fill={name: 0.0 for dim in indexed for name in dim} if accumulate else {},
+        fill=dict.fromkeys(indexed, 0.0) if accumulate else {},
     )
 
 
 def _local_put(call: LocalCall) -> Any:
-    contracted = [f"index{dim}" for dim in range(len(call.call.operands[1].shape))]
-    target, index, source = keep_on_first_rank(call, 0, contracted)
+    target, index, source = keep_on_first_rank(call, 0, list(flat_dims(call.call)[1]))
     if not call.axes("d0"):
         return call.run(operands=[target, index, source])
     emit, shape = call.emit, call.operand_shape(0)
@@ -283,34 +263,30 @@ def _local_put(call: LocalCall) -> Any:
 # else may be sharded.
 
 
-@rule_maker("aten.masked_scatter")
+@rule_maker("aten.masked_scatter", "aten.masked_scatter_backward")
 def _masked_scatter(call: OpCall) -> Rule | None:
-    """`self` with the elements of `source` in the places of the mask."""
-    target, mask, source = call.operands
-    if call.results[0] is None or call.results[0].shape != target.shape or not math.prod(source.shape):
+    """`self` with the elements of `source` in the places of the mask; or, backward, the gradient of the source.
+
+    A shard of the incoming gradient gives its elements of that, and zeros for the others'.
+    """
+    backward = call.op is aten.masked_scatter_backward.default
+    target, mask, *_ = call.operands
+    source = call.result if backward else call.operands[2]
+    if (mask.shape != target.shape) if backward else (call.result.shape != target.shape or 0 in source.shape):
         return None
-    sizes = {f"d{dim}": size for dim, size in enumerate(target.shape)}
-    dims = [[name] for name in sizes]
-    masked, whole = _whole_dims("mask", mask.shape, sizes)
-    source_dims, more = _whole_dims("source", source.shape, sizes)
-    linear = [{0, 2}]
+    dims, masked = numbered_dims(target.shape), numbered_dims(mask.shape, "mask")
+    source_dims = numbered_dims(source.shape, "source")
+    tensors = [list(dims), list(masked), list(source_dims)]
     return build(
-        sizes,
-        [dims, masked, source_dims],
-        [dims],
-        whole=[*whole, *more],
-        contiguous=sizes,
-        linear=linear,
-        local=_local_masked_scatter,
+        dims | masked | source_dims,
+        tensors[:2] if backward else tensors,
+        tensors[2:] if backward else tensors[:1],
+        whole=[*masked, *source_dims],
+        contiguous=dims,
+        linear=[{0}] if backward else [{0, 2}],
+        local=_local_masked_scatter_backward if backward else _local_masked_scatter,
         uneven=True,
     )
-
-
-def _whole_dims(prefix: str, shape: Sequence[int], sizes: dict[str, int]) -> tuple[list[list[str]], list[str]]:
-    """Dims of a tensor that must be whole, whose names and sizes are added to `sizes`; and these names."""
-    names = [f"{prefix}{dim}" for dim in range(len(shape))]
-    sizes |= dict(zip(names, shape, strict=True))
-    return [[name] for name in names], names
 
 
 def _local_masked_scatter(call: LocalCall) -> Any:
@@ -339,30 +315,6 @@ def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Seque
             held_positions = emit.clamp_max(held_positions, whole[dim] - 1)
             places, mask = (emit.index_select(value, dim, held_positions) for value in (places, mask))
     return places, mask
-
-
-@rule_maker("aten.masked_scatter_backward")
-def _masked_scatter_backward(call: OpCall) -> Rule | None:
-    """The gradient of the source: a shard of the incoming gradient gives its elements, and zeros for the others'."""
-    gradient, mask = call.operands
-    (result,) = call.results
-    assert result is not None
-    if mask.shape != gradient.shape:
-        return None
-    sizes = {f"d{dim}": size for dim, size in enumerate(gradient.shape)}
-    dims = [[name] for name in sizes]
-    masked, whole = _whole_dims("mask", mask.shape, sizes)
-    source_dims, more = _whole_dims("source", result.shape, sizes)
-    return build(
-        sizes,
-        [dims, masked],
-        [source_dims],
-        whole=[*whole, *more],
-        contiguous=[name for names in dims for name in names],
-        linear=[{0}],
-        local=_local_masked_scatter_backward,
-        uneven=True,
-    )
 
 
 def _local_masked_scatter_backward(call: LocalCall) -> Any:

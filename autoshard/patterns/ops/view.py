@@ -8,102 +8,93 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
+from autoshard.patterns.ops._helpers import aten, factor_names, numbered_dims, run_resized, same_dims_rule
 from autoshard.patterns.registry import rule, rule_for, rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.view_factors import factor_view, view_rule
 
 rule_maker(
-    "aten.view.default",
-    "aten._unsafe_view",
-    "aten.reshape",
-    "aten._reshape_alias",
-    "aten.flatten.using_ints",
-    "aten.unflatten.int",
-    "aten.squeeze",
-    "aten.unsqueeze",
+    *("aten.view.default", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias", "aten.flatten.using_ints"),
+    *("aten.unflatten.int", "aten.squeeze", "aten.unsqueeze"),
+    *("prims.squeeze", "prims.split_dim", "prims.collapse_view", "prims.collapse", "prims.reshape"),
 )(view_rule)
 
-rule(["aten.alias", "aten.detach", "aten.lift_fresh"], "... -> ...", linear="0", free=True)
+rule(["aten.alias", "aten.detach", "aten.lift_fresh", "prims.view_of"], "... -> ...", linear="0", free=True)
 rule(["aten.clone", "aten.contiguous", "aten.lift", "aten.lift_fresh_copy"], "... -> ...", linear="0")
 
 
 @rule_maker("aten.view.dtype")
 def _view_dtype(call: OpCall) -> Rule:
     """Other elements in the same bytes: the last dim stays whole when the elements have another size."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    names = [f"d{index}" for index in range(len(operand.shape))]
-    sizes = dict(zip(names, operand.shape, strict=True))
-    if operand.shape == result.shape:
-        return build(sizes, [[[name] for name in names]], [[[name] for name in names]], free=True)
-    sizes["bytes"] = result.shape[-1]
-    dims = [[name] for name in names]
-    return build(sizes, [dims], [[*dims[:-1], ["bytes"]]], whole=[names[-1], "bytes"], free=True)
+    shape = call.operands[0].shape
+    if shape == call.result.shape:
+        return same_dims_rule(call, free=True)
+    sizes = numbered_dims(shape)
+    *outer, last = sizes
+    sizes["bytes"] = call.result.shape[-1]
+    return build(sizes, [[*outer, last]], [[*outer, "bytes"]], whole=[last, "bytes"], free=True)
 
 
 @rule_maker("aten._to_copy", "aten.to.dtype", "prims.convert_element_type")
 def _to_copy(call: OpCall) -> Rule:
     """Another dtype: linear among floating and complex ones."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    inexact = all(dtype.is_floating_point or dtype.is_complex for dtype in (operand.dtype, result.dtype))
-    names = [f"d{index}" for index in range(len(operand.shape))]
-    dims = [[name] for name in names]
-    return build(dict(zip(names, operand.shape, strict=True)), [dims], [dims], linear=[{0}] if inexact else [])
+    dtypes = call.operands[0].dtype, call.result.dtype
+    inexact = all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+    return same_dims_rule(call, linear=[{0}] if inexact else [])
 
 
-def _order(call: OpCall) -> tuple[int, ...]:
-    """For every dim of the result of a permute, transpose or t, the dim of the operand that it is."""
-    ndim = len(call.operands[0].shape)
-    order = list(range(ndim))
-    name = call.op._schema.name
-    if name == "aten::permute":
-        return tuple(dim % ndim for dim in call.arg("dims"))
-    if name == "aten::transpose":
-        first, second = (call.arg("dim0"), call.arg("dim1")) if ndim else (0, 0)
-    else:
-        first, second = 0, ndim - 1
-    if ndim:
-        order[first], order[second] = order[second], order[first]
-    return tuple(order)
+def _permutation_rule(call: OpCall, order: Sequence[int], **options: Any) -> Rule:
+    """The rule of an operator that puts dims in another order: which of the operand's dims each of the result is."""
+    sizes = numbered_dims(call.operands[0].shape)
+    names = list(sizes)
+    return build(sizes, [names], [[names[dim] for dim in order]], linear=[{0}], **options)
 
 
-@rule_maker("aten.permute", "aten.transpose.int", "aten.t")
+@rule_maker("aten.permute", "prims.transpose")
 def _permute(call: OpCall) -> Rule:
-    (operand,) = call.operands
-    names = [f"d{index}" for index in range(len(operand.shape))]
-    target = [[names[dim]] for dim in _order(call)]
-    sizes = dict(zip(names, operand.shape, strict=True))
-    return build(sizes, [[[name] for name in names]], [target], linear=[{0}], free=True)
+    order = call.arg("dims" if call.op.namespace == "aten" else "permutation")
+    return _permutation_rule(call, order, free=True)
+
+
+@rule_maker("aten.transpose.int", "aten.t")
+def _transpose(call: OpCall) -> Rule:
+    order = list(range(len(call.operands[0].shape)))
+    first, second = (0, -1) if call.op._schema.name == "aten::t" else (call.arg("dim0"), call.arg("dim1"))
+    if order:
+        order[first], order[second] = order[second], order[first]
+    return _permutation_rule(call, order, free=True)
+
+
+@rule_maker("aten.rot90")
+def _rot90(call: OpCall) -> Rule:
+    """A quarter turn in the plane of two dims, which must be whole; the result has them swapped after an odd number."""
+    order = list(range(len(call.operands[0].shape)))
+    first, second = (dim % len(order) for dim in call.arg("dims"))
+    if call.arg("k") % 2:
+        order[first], order[second] = second, first
+    return _permutation_rule(call, order, whole=[f"d{first}", f"d{second}"])
 
 
 def _expansion_rule(call: OpCall, grown_by: str, keeps: bool) -> Rule:
     """A result whose dims are (new, old), aligned to the right: `new` is a factor that only the result has."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    offset = len(result.shape) - len(operand.shape)
+    (operand,), shape = call.operands, call.result.shape
+    offset = len(shape) - len(operand.shape)
     sizes: dict[str, int] = {}
     target = []
-    for dim, size in enumerate(result.shape):
+    for dim, size in enumerate(shape):
         old = operand.shape[dim - offset] if dim >= offset else 1
         sizes[f"new{dim}"] = size // old if old else 1
         if dim >= offset:
             sizes[f"d{dim - offset}"] = old
         target.append([f"new{dim}", f"d{dim - offset}"] if dim >= offset else [f"new{dim}"])
-    source = [[f"d{dim}"] for dim in range(len(operand.shape))]
 
-    def local(program: LocalCall) -> Any:
-        shape = program.result_shape()
-        if keeps:
-            return program.run(**{grown_by: list(shape)})
-        return program.run(**{grown_by: [program.size(f"new{dim}") for dim in range(ndim)]})
+    def repeat(program: LocalCall) -> Any:
+        return program.run(**{grown_by: [program.size(f"new{dim}") for dim in range(len(shape))]})
 
-    ndim = len(result.shape)
+    source = factor_names("d", len(operand.shape))
+    local = run_resized(grown_by) if keeps else repeat
     return build(sizes, [source], [target], linear=[{0}], local=local, free=keeps, uneven=True)
 
 
@@ -115,88 +106,40 @@ def _expand(call: OpCall) -> Rule:
 
 @rule_maker("aten.repeat")
 def _repeat(call: OpCall) -> Rule | None:
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    return (
-        _expansion_rule(call, "repeats", keeps=False) if math.prod(operand.shape) and math.prod(result.shape) else None
-    )
+    empty = 0 in call.operands[0].shape or 0 in call.result.shape
+    return None if empty else _expansion_rule(call, "repeats", keeps=False)
 
 
-@rule_maker("aten.roll", "aten.flip")
+@rule_maker("prims.broadcast_in_dim")
+def _broadcast(call: OpCall) -> Rule:
+    """Every dim of the operand becomes a dim of the result; what is repeated is a factor that only the result has."""
+    (operand,), sizes = call.operands, numbered_dims(call.result.shape)
+    placed = zip(operand.shape, call.arg("broadcast_dimensions"), strict=True)
+    source = [[f"d{dim}"] if size == sizes[f"d{dim}"] else [] for size, dim in placed]
+    return build(sizes, [source], [list(sizes)], linear=[{0}], local=run_resized("shape"), free=True)
+
+
+@rule_maker("aten.roll", "aten.flip", "prims.rev")
 def _roll_flip(call: OpCall) -> Rule:
-    return _same_dims_rule(call, call.arg("dims") or tuple(range(len(call.operands[0].shape))))
-
-
-@rule_maker("aten.rot90")
-def _rot90(call: OpCall) -> Rule:
-    """A quarter turn in the plane of two dims, which must be whole; the result has them swapped after an odd number."""
-    (operand,) = call.operands
-    names = [f"d{index}" for index in range(len(operand.shape))]
-    first, second = (dim % len(names) for dim in call.arg("dims"))
-    target = list(names)
-    if call.arg("k") % 2:
-        target[first], target[second] = names[second], names[first]
-    return build(
-        dict(zip(names, operand.shape, strict=True)),
-        [[[name] for name in names]],
-        [[[name] for name in target]],
-        whole=[names[first], names[second]],
-        linear=[{0}],
-    )
-
-
-def _same_dims_rule(call: OpCall, dims: tuple[int, ...]) -> Rule:
-    """Dims stay where they are; those in `dims` must be whole. Linear."""
-    shape = call.operands[0].shape
-    names = [f"d{index}" for index in range(len(shape))]
-    named = [[name] for name in names]
-    return build(
-        dict(zip(names, shape, strict=True)), [named], [named], whole=[names[dim] for dim in dims], linear=[{0}]
-    )
+    return same_dims_rule(call, call.arg("dims") or range(len(call.operands[0].shape)), linear=[{0}])
 
 
 @rule_maker("aten.view_as_real", "aten.view_as_complex")
 def _complex(call: OpCall) -> Rule:
     """Real and imaginary part are a last dim of two, which stays whole."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    shape = min(operand.shape, result.shape, key=len)
-    names = [f"d{index}" for index in range(len(shape))]
-    dims = [[name] for name in names]
-    parts = [*dims, ["part"]]
-    real = call.op == torch.ops.aten.view_as_real.default
-    sizes = dict(zip(names, shape, strict=True)) | {"part": 2}
-    source, target = (dims, parts) if real else (parts, dims)
-    return build(sizes, [source], [target], whole=["part"], linear=[{0}], free=True)
+    sizes = numbered_dims(min(call.operands[0].shape, call.result.shape, key=len))
+    tensors = [list(sizes), [*sizes, "part"]]
+    if call.op == aten.view_as_complex.default:
+        tensors.reverse()
+    return build(sizes | {"part": 2}, tensors[:1], tensors[1:], whole=["part"], linear=[{0}], free=True)
 
 
 # Views that copy: what functionalisation makes of views where nothing may share memory.
 
-_VIEWS = (
-    "alias",
-    "as_strided",
-    "detach",
-    "diagonal",
-    "expand",
-    "narrow",
-    "permute",
-    "select.int",
-    "slice.Tensor",
-    "split.Tensor",
-    "split_with_sizes",
-    "squeeze",
-    "squeeze.dim",
-    "squeeze.dims",
-    "t",
-    "transpose.int",
-    "unbind.int",
-    "unfold",
-    "unsqueeze",
-    "view",
-    "view.dtype",
-    "view_as_complex",
-    "view_as_real",
-)
+_VIEWS = """
+    alias as_strided detach diagonal expand narrow permute select.int slice.Tensor split.Tensor split_with_sizes squeeze
+    squeeze.dim squeeze.dims t transpose.int unbind.int unfold unsqueeze view view.dtype view_as_complex view_as_real
+"""
 
 
 def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
@@ -221,7 +164,7 @@ def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
     return maker
 
 
-for _view in _VIEWS:
+for _view in _VIEWS.split():
     _name, _, _overload = _view.partition(".")
     rule_maker(f"aten.{_name}_copy.{_overload or 'default'}")(
         _copy_rule_maker(getattr(getattr(aten, _name), _overload or "default"))
@@ -384,14 +327,8 @@ def _whole_layout_rule(call: OpCall, order: Sequence[int]) -> Rule:
             return result
         return emit.permute(result, [order.index(dim) for dim in range(len(order))])
 
-    names: dict[str, int] = {}
-
-    def name_dims(place: str, meta: TensorMeta) -> list[list[str]]:
-        dims = {f"{place}_{dim}": size for dim, size in enumerate(meta.shape)}
-        names.update(dims)
-        return [[name] for name in dims]
-
-    operands = [name_dims(f"operand{position}", meta) for position, meta in enumerate(call.operands)]
-    results = [name_dims("result", meta) for meta in call.results if meta is not None]
+    operands = [numbered_dims(meta.shape, f"operand{place}_") for place, meta in enumerate(call.operands)]
+    result = numbered_dims(call.result.shape, "result_")
+    sizes = {name: size for dims in (*operands, result) for name, size in dims.items()}
     linear = [set(range(len(operands)))]
-    return build(names, operands, results, whole=names, linear=linear, local=local)
+    return build(sizes, [list(dims) for dims in operands], [list(result)], whole=sizes, linear=linear, local=local)
