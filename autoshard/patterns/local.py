@@ -10,8 +10,7 @@ import torch
 
 from autoshard.patterns.local_values import TorchEmitter, unwrap
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
-from autoshard.patterns.strategy import Choices, local_shape, local_size
-from autoshard.patterns.variants import resolve_variant
+from autoshard.patterns.strategy import Choices, local_shape, local_size, resolve_variant
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import Emitter, all_reduce
 

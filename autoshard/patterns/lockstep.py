@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns._torch import make_local_tensor, rank_values
-from autoshard.patterns.exchanging import program_of
-from autoshard.patterns.ring import shift
-from autoshard.patterns.routed_exchange import exchange_ops
+from autoshard.patterns.exchanging import exchange_ops, program_of, shift
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
 
@@ -125,7 +123,7 @@ class Lockstep:
         return PerRank(tuple(results))
 
     def _exchange(self, rows: PerRank, splits: PerRank, ranks: int, back: bool, group: str) -> PerRank:
-        """Rows cut as every rank's own counts say (`routed_exchange.exchanged`)."""
+        """Rows cut as every rank's own counts say (`exchanging.exchange_rows`)."""
         axis = self.mesh.index(group)
         sent = [split.view(2, ranks, -1).sum(2)[int(back)].tolist() for split in splits.values]
         pieces = [value.split(sizes) for value, sizes in zip(rows.values, sent, strict=True)]

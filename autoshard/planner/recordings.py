@@ -17,7 +17,7 @@ from autoshard.patterns.local import LocalCall, emit_program
 from autoshard.patterns.local_values import unwrap
 from autoshard.patterns.padding import fill_operands, padded_factors, zero_padded_results
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.variants import Choices
+from autoshard.patterns.strategy import Choices
 from autoshard.reshard.lower import lower
 from autoshard.reshard.path import Path
 from autoshard.size import plain

@@ -18,7 +18,7 @@ from torch import fx
 from autoshard.capture import outside_modes
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph_rules import Value, uncast
-from autoshard.patterns.variants import resolve_variant
+from autoshard.patterns.strategy import resolve_variant
 from autoshard.planner.recordings import LocalPrograms
 from autoshard.program.kernels import COLLECTIVE_KINDS
 from autoshard.reshard.bucket import bucket_reductions

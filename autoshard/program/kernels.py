@@ -11,8 +11,7 @@ from torch import fx
 
 from autoshard.cluster.cost import CostModel
 from autoshard.cluster.flops import flops
-from autoshard.patterns.ring import shift
-from autoshard.patterns.routed_exchange import exchange_ops
+from autoshard.patterns.exchanging import exchange_ops, shift
 from autoshard.specs.emitter import collectives
 
 # The operators that start a collective, and its kind. Tensors are their first argument, the group is the last.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autoshard.patterns.build import build
+from autoshard.patterns.exchanging import define_operator
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops._positions import local_ends, local_group_bounds, reshape_along
@@ -30,13 +31,6 @@ Two operands of three dims are a batch of matrices.
 """
 
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define(
-    "grouped_mm_of_any(Tensor left, Tensor right, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
-)
-_programs = torch.ops.autoshard
-
-
 def _grouped_mm_or_zeros(
     left: Tensor, right: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -48,8 +42,8 @@ def _grouped_mm_or_zeros(
     return left.new_zeros((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
 
 
-_library.impl("grouped_mm_of_any", _grouped_mm_or_zeros, "CompositeExplicitAutograd")
-torch.library.register_fake("autoshard::grouped_mm_of_any", _grouped_mm_or_zeros, lib=_library)
+_SCHEMA = "(Tensor left, Tensor right, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+_GROUPED_MM_OR_ZEROS = define_operator(f"grouped_mm_of_any{_SCHEMA}", _grouped_mm_or_zeros, _grouped_mm_or_zeros)
 
 
 @rule_maker("aten._grouped_mm")
@@ -100,7 +94,7 @@ def _local_grouped_mm(call: LocalCall) -> Any:
     if grouped in "kj":
         right = _align_groups(call, right, 0 if grouped == "k" else 1, start)
     # Routed rows may be none; torch's kernel asks for one at least.
-    op = _programs.grouped_mm_of_any.default if call.axes("group") else None
+    op = _GROUPED_MM_OR_ZEROS if call.axes("group") else None
     product = call.run(op, operands=[left, right, ends])
     if start is None or grouped == "k":
         return product

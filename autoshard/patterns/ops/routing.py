@@ -16,9 +16,9 @@ import torch
 
 from autoshard.capture.routing_operators import routing as routing  # defines the operators
 from autoshard.patterns.build import build
+from autoshard.patterns.exchanging import exchange_ops
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.routed_exchange import exchange_ops
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.specs.emitter import collectives
 

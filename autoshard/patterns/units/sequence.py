@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
+from autoshard.patterns.exchanging import shift, shift_axes
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import bind_named, cast, operand_names, result_dtype, shape_of
-from autoshard.patterns.ring import shift, shift_axes
 from autoshard.patterns.rule import Exchange, OpCall, Rule
 from autoshard.specs.emitter import collectives
 
