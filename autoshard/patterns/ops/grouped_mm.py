@@ -15,6 +15,7 @@ from torch import Tensor
 from autoshard.patterns.build import build
 from autoshard.patterns.exchanging import define_operator
 from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops._positions import local_ends, local_group_bounds, reshape_along
 from autoshard.patterns.ops.matmul import divide_into_units
@@ -186,3 +187,38 @@ def _local(call: LocalCall) -> Any:
             *(emit.contiguous(value) for value in rest),
         ]
     )
+
+
+# Hugging Face's product of groups of rows with a matrix each, which mixtures of experts call where `aten._grouped_mm`
+# does not serve (`transformers::grouped_mm_fallback`): rows, columns, contracted dim, and the groups.
+#
+# The rows of groups that a rank does not hold are zero in its result, which is a partial sum. So expert weights may lie
+# by expert, or by any of their other dims, and are never gathered.
+
+
+@rule_maker("transformers::grouped_mm_fallback")
+def grouped_product(call: OpCall) -> Rule:
+    """`(rows [i, k], weights [g, k, j], ends [g]) -> [i, j]`."""
+    text = "i^ k, g^ k j, ends! -> i^ j"
+    return bind(text, call, linear="0, 1", local=_local_product, uneven=True, fill={"g": None})
+
+
+@rule_maker("transformers::grouped_mm_fallback_backward")
+def grouped_product_backward(call: OpCall) -> Rule:
+    """`(rows [i, k], weights [g, k, j], ends [g], gradient [i, j]) -> [i, k], [g, k, j]`."""
+    text = "i^ k, g^ k j, ends!, i^ j -> i^ k, g^ k j"
+    return bind(text, call, linear="3", local=_local_product, uneven=True, fill={"g": None, "i": None})
+
+
+def _local_product(call: LocalCall) -> Any:
+    rows, weights, ends, *gradient = call.operands
+    if call.axes("i"):
+        ends = local_ends(call, ends, "i", call.operand_shape(0)[0])
+    if not call.axes("g"):
+        return call.run(operands=[rows, weights, ends, *gradient])
+    start, ends = local_group_bounds(call, ends, call.operand_shape(1)[0])
+    rows, *gradient = (_align_groups(call, value, 0, start) for value in (rows, *gradient))
+    results = call.run(operands=[rows, weights, ends, *gradient])
+    if not gradient:
+        return _align_groups(call, results, 0, -start)
+    return _align_groups(call, results[0], 0, -start), results[1]

@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import bind_named, operand_names, shape_of
+from autoshard.patterns.ops._positions import positions, stretch_start
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 from autoshard.patterns.units.sequence import sequence_parallel
-
-aten = torch.ops.aten
 
 _GROUPED = "(h r)"  # how the rules of attention write the dim of query heads
 
@@ -71,23 +68,21 @@ def grouped_heads(
 
 
 def _local(call: LocalCall, inner: LocalProgram) -> Any:
-    names = operand_names(call.call)
-    key = names.index("key")
-    groups = call.operand_shape(key)[1]
-    heads = call.operand_shape(names.index("query"))[1]
-    ratio = call.call.operands[names.index("query")].shape[1] // groups
-    needed = _needed_heads(call, heads, ratio, groups)
+    emit, names = call.emit, operand_names(call.call)
+    key, query = names.index("key"), names.index("query")
+    groups, heads = call.operand_shape(key)[1], call.operand_shape(query)[1]
+    needed = _needed_heads(call, heads, call.call.operands[query].shape[1] // groups, groups)
     picked = [
-        call.emit.call(aten.index_select.default, value, 1, needed) if name in ("key", "value") else value
+        emit.index_select(value, 1, needed) if name in ("key", "value") else value
         for name, value in zip(names, call.operands, strict=True)
     ]
-    results = inner(LocalCall(call.call, call.rule, call.choices, call.mesh, call.emit, picked))
+    results = inner(LocalCall(call.call, call.rule, call.choices, call.mesh, emit, picked))
     if "grad_out" not in names and "grad_out_" not in names:
         return results
     gradients = list(results)
     for index in (1, 2):
-        zeros = call.emit.call(aten.new_zeros.default, gradients[index], list(call.result_shape(index)))
-        gradients[index] = call.emit.call(aten.index_add.default, zeros, 1, needed, gradients[index])
+        zeros = emit.new_zeros(gradients[index], list(call.result_shape(index)))
+        gradients[index] = emit.index_add(zeros, 1, needed, gradients[index])
     return tuple(gradients)
 
 
@@ -97,11 +92,8 @@ def _needed_heads(call: LocalCall, heads: int, ratio: int, groups: int) -> Any:
     Query heads that are padding, behind the last one, get some key head that there is.
     """
     emit = call.emit
-    first = emit.call(aten.mul.Tensor, call.position("g"), heads)
     if ratio % heads == 0:
-        own = emit.call(aten.reshape.default, first, [1])
+        held = emit.reshape(stretch_start(call, "g", heads), [1])
     else:
-        count = emit.call(aten.arange.default, heads, dtype=torch.int64, device=emit.device(call.operands[0]))
-        own = emit.call(aten.add.Tensor, count, first)
-    needed = emit.call(aten.div.Tensor_mode, own, ratio, rounding_mode="floor")
-    return emit.call(aten.clamp_max.default, needed, groups - 1)
+        held = positions(call, "g", heads, call.operands[0].device)
+    return emit.clamp_max(emit.div(held, ratio, rounding_mode="floor"), groups - 1)

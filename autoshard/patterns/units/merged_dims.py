@@ -11,13 +11,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._positions import positions
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule
 from autoshard.specs.axes import MeshShape
-
-aten = torch.ops.aten
 
 
 def with_merged_dims(rule: Rule, call: OpCall, mesh: MeshShape) -> Rule:
@@ -39,7 +36,7 @@ def with_merged_dims(rule: Rule, call: OpCall, mesh: MeshShape) -> Rule:
 
 
 def _needs_merge(rule: Rule, dim: int, mesh: MeshShape) -> bool:
-    """Whether the largest axis that divides the dim divides none of its factors."""
+    """Return True if the largest axis that divides the dim divides none of its factors."""
     sizes = [rule.factors[factor].size for factor in rule.operands[0][dim]]
     axes = [size for size in mesh.sizes if size > 1 and math.prod(sizes) % size == 0]
     return len(sizes) > 1 and bool(axes) and all(size % max(axes) for size in sizes)
@@ -61,13 +58,9 @@ def _merged_variant(rule: Rule, dim: int) -> Rule:
 
 
 def _scatter_into_zeros(call: LocalCall, dim: int) -> Any:
-    emit, (value,) = call.emit, call.operands
-    shape = list(emit.shape(value))
-    length = shape[dim]
-    shape[dim] = length * call.share(f"whole{dim}")
-    count = emit.call(aten.arange.default, length, dtype=torch.int64, device=emit.device(value))
-    first = emit.call(aten.mul.Tensor, call.position(f"whole{dim}"), length)
-    own = emit.call(aten.add.Tensor, count, first)
-    zeros = emit.call(aten.new_zeros.default, value, shape)
-    whole = emit.call(aten.index_copy.default, zeros, dim, own, value)
-    return emit.call(aten.reshape.default, whole, list(call.result_shape()))
+    emit, (value,), name = call.emit, call.operands, f"whole{dim}"
+    shape = list(value.shape)
+    held = positions(call, name, shape[dim], value.device)
+    shape[dim] *= call.share(name)
+    whole = emit.index_copy(emit.new_zeros(value, shape), dim, held, value)
+    return emit.reshape(whole, list(call.result_shape()))

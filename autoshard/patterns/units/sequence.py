@@ -23,15 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from autoshard.patterns.exchanging import shift, shift_axes
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import bind_named, cast, operand_names, result_dtype, shape_of
 from autoshard.patterns.rule import Exchange, OpCall, Rule
 from autoshard.specs.emitter import collectives
-
-aten = torch.ops.aten
 
 _SEQUENCE = {"s": "n", "t!": "n"}  # how the rules of attention write the dims of queries and keys
 
@@ -113,13 +109,13 @@ def _ring_steps(call: LocalCall) -> Iterator[_RingStep]:
     widths = [call.operand_shape(place)[-1] for place in places]
     moved = dict.fromkeys(axes, 0)
     turn = _RingStep(call.operands, None, dict(moved))
-    packed = call.emit.call(aten.cat.default, own, -1)
+    packed = call.emit.cat(own, -1)
     for place in shift_axes([call.mesh.sizes[axis] for axis in axes]):
         axis = axes[place]
         packed = _shift_along(call, packed, axis, 1)
         yield turn
         moved[axis] += 1
-        held = dict(zip(places, call.emit.call(aten.split_with_sizes.default, packed, widths, -1), strict=True))
+        held = dict(zip(places, call.emit.split_with_sizes(packed, widths, -1), strict=True))
         operands = [held.get(place, value) for place, value in enumerate(call.operands)]
         turn = _RingStep(operands, axis, dict(moved))
     yield turn
@@ -137,12 +133,12 @@ def _forward(call: LocalCall) -> Any:
     rest: Sequence[Any] = ()
     for turn in _ring_steps(call):
         result, logarithm, *others = _attend(call, turn.operands, causal=causal and turn.axis is None)
-        result = _to_accumulation_dtype(call, result, logarithm)
+        result = cast(call, result, logarithm.dtype)  # the precision in which kernels keep their logarithms
         if merged is None:
             merged, rest = (result, logarithm), others
             continue
         if causal:
-            logarithm = emit.call(aten.where.ScalarOther, _queries_after_keys(call, turn), logarithm, -math.inf)
+            logarithm = emit.where(_queries_after_keys(call, turn), logarithm, -math.inf)
         merged = _merge_attention(call, *merged, result, logarithm)
     assert merged is not None
     return (cast(call, merged[0], result_dtype(call)), merged[1], *rest)
@@ -160,28 +156,24 @@ def _backward(call: LocalCall) -> Any:
         moved = turn.moved
         if turn.axis is not None:
             passed = _shift_along(call, passed, turn.axis, 1)
-        *terms, rest = _gradients(_attend(call, turn.operands, causal=causal and turn.axis is None))
-        own, *others = (_to_accumulation_dtype(call, each, statistics) for each in terms)
-        packed = emit.call(aten.cat.default, others, -1)
+        results = _attend(call, turn.operands, causal=causal and turn.axis is None)
+        terms, rest = results[:3], results[3:]
+        # In the precision in which kernels keep their logarithms.
+        own, *others = (cast(call, each, statistics.dtype) for each in terms)
+        packed = emit.cat(others, -1)
         if turn.axis is None:
             query, passed = own, packed
             continue
         if causal:
             behind = _queries_after_keys(call, turn)
-            own, packed = (emit.call(aten.where.ScalarOther, behind, each, 0) for each in (own, packed))
-        query, passed = emit.call(aten.add.Tensor, query, own), emit.call(aten.add.Tensor, passed, packed)
+            own, packed = (emit.where(behind, each, 0) for each in (own, packed))
+        query, passed = query + own, passed + packed
     for axis, steps in moved.items():
         home = -steps % call.mesh.sizes[axis]
         passed = _shift_along(call, passed, axis, home) if home else passed
     widths = [call.result_shape(index)[-1] for index in (1, 2)]
-    gradients = (query, *emit.call(aten.split_with_sizes.default, passed, widths, -1))
+    gradients = (query, *emit.split_with_sizes(passed, widths, -1))
     return (*(cast(call, each, result_dtype(call, index)) for index, each in enumerate(gradients)), *rest)
-
-
-def _gradients(results: Sequence[Any]) -> tuple[Any, Any, Any, Sequence[Any]]:
-    """The gradients of query, key and value, and the other results of a backward kernel."""
-    query, key, value, *rest = results
-    return query, key, value, rest
 
 
 def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
@@ -193,30 +185,22 @@ def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
 
 
 def _queries_after_keys(call: LocalCall, turn: _RingStep) -> Any:
-    """Whether this rank's queries come after the keys that it holds: a 0-d truth value."""
+    """Truth, a 0-d value, of this rank's queries coming after the keys that it holds."""
     emit, stretch = call.emit, None
     for axis, steps in turn.moved.items():
         size = call.mesh.sizes[axis]
-        place = emit.call(aten.remainder.Scalar, emit.call(aten.sub.Scalar, emit.coordinate(axis), steps), size)
-        if stretch is not None:
-            place = emit.call(aten.add.Tensor, emit.call(aten.mul.Scalar, stretch, size), place)
-        stretch = place
-    return emit.call(aten.gt.Tensor, call.position("n"), stretch)
-
-
-def _to_accumulation_dtype(call: LocalCall, value: Any, statistics: Any) -> Any:
-    """`value` in the precision in which kernels keep their logarithms."""
-    return cast(call, value, call.emit.dtype(statistics))
+        place = emit.remainder(emit.coordinate(axis) - steps, size)
+        stretch = place if stretch is None else stretch * size + place
+    return call.position("n") > stretch
 
 
 def _merge_attention(call: LocalCall, first: Any, first_log: Any, second: Any, second_log: Any) -> tuple[Any, Any]:
     """Attention to two sets of keys, from attention to each: weighted by their sums of exponentials."""
     emit = call.emit
-    log = emit.call(aten.logaddexp.default, first_log, second_log)
-    parts = []
-    for value, own in ((first, first_log), (second, second_log)):
-        weight = emit.call(aten.exp.default, emit.call(aten.sub.Tensor, own, log))
-        if len(emit.shape(weight)) < len(emit.shape(value)):
-            weight = emit.call(aten.unsqueeze.default, weight, -1)
-        parts.append(emit.call(aten.mul.Tensor, value, weight))
-    return emit.call(aten.add.Tensor, *parts), log
+    log = emit.logaddexp(first_log, second_log)
+
+    def weighted(value: Any, own: Any) -> Any:
+        weight = emit.exp(own - log)
+        return value * (weight if len(weight.shape) == len(value.shape) else emit.unsqueeze(weight, -1))
+
+    return weighted(first, first_log) + weighted(second, second_log), log
