@@ -1,6 +1,4 @@
-"""Images at other positions: upsampling, and sampling at the points of a grid.
-
-Images resampled to another size: batch and channels are independent.
+"""Images at other positions: upsampling, and sampling at the points of a grid. Batch and channels are independent.
 
 Where every position becomes a whole number of copies, or one of several is kept, positions may be sharded too.
 """
@@ -11,9 +9,9 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import bind_named, shape_of
+from autoshard.patterns.ops._helpers import bind_named, run_resized, shape_of
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
 _NEAREST = [f"{kind}{spatial}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for spatial in (1, 2, 3)]
 _SMOOTH = [
@@ -26,42 +24,36 @@ def _names(prefix: str, spatial: int) -> str:
     return " ".join(f"{prefix}{place}!" for place in range(spatial))
 
 
-@rule_maker(*(f"aten.{name}.default" for name in _SMOOTH), *(f"aten.{name}.vec" for name in (*_SMOOTH, *_NEAREST)))
+@rule_maker(
+    *(f"aten.{name}{half}.default" for name in _SMOOTH for half in ("", "_backward")),
+    *(f"aten.{name}.vec" for name in (*_SMOOTH, *_NEAREST)),
+)
 def upsample_smooth(call: OpCall) -> Rule:
     """Interpolated images, a position of the result between several of the operand; or sizes given by scales alone."""
     spatial = len(call.operands[0].shape) - 2
-    return bind(f"n c {_names('p', spatial)} -> n c {_names('q', spatial)}", call, linear="0")
+    return _resampling_rule(call, _names("p", spatial), _names("q", spatial), {}, None)
 
 
-@rule_maker(*(f"aten.{name}_backward.default" for name in _SMOOTH))
-def upsample_smooth_backward(call: OpCall) -> Rule:
-    """Its gradient: the operator is told the size of the local image."""
-    spatial = len(call.operands[0].shape) - 2
-    text = f"n c {_names('q', spatial)} -> n c {_names('p', spatial)}"
-    return bind(text, call, linear="0", local=_local_upsample_backward, uneven=True)
+def _resampling_rule(
+    call: OpCall, source: str, result: str, sizes: dict[str, int], forward: LocalProgram | None
+) -> Rule:
+    """The rule of either half, positions of the image written `source` and `result`; a backward is told local sizes."""
+    if call.op._schema.name.endswith("_backward"):
+        source, result, forward = result, source, _local_upsample_backward
+    uneven = None if forward is None else True
+    return bind(f"n c {source} -> n c {result}", call, linear="0", sizes=sizes, local=forward, uneven=uneven)
 
 
 def _local_upsample_backward(call: LocalCall) -> Any:
     return call.run(output_size=list(call.operand_shape(0)[2:]), input_size=list(call.result_shape()))
 
 
-@rule_maker(*(f"aten.{name}.default" for name in _NEAREST))
+@rule_maker(*(f"aten.{name}{half}.default" for name in _NEAREST for half in ("", "_backward")))
 def upsample_nearest(call: OpCall) -> Rule:
     """Copies of positions, or a choice of them."""
-    source, result, sizes = _image_dims(call, call.operands[0].shape, call.arg("output_size"))
-    return bind(f"n c {source} -> n c {result}", call, linear="0", sizes=sizes, local=_local_upsample, uneven=True)
-
-
-def _local_upsample(call: LocalCall) -> Any:
-    return call.run(output_size=list(call.result_shape()[2:]))
-
-
-@rule_maker(*(f"aten.{name}_backward.default" for name in _NEAREST))
-def upsample_nearest_backward(call: OpCall) -> Rule:
-    """Its gradient: the operator is told the size of the local image."""
-    source, result, sizes = _image_dims(call, call.arg("input_size"), call.arg("output_size"))
-    text = f"n c {result} -> n c {source}"
-    return bind(text, call, linear="0", sizes=sizes, local=_local_upsample_backward, uneven=True)
+    shape = call.arg("input_size") if call.op._schema.name.endswith("_backward") else call.operands[0].shape
+    source, result, sizes = _image_dims(call, shape, call.arg("output_size"))
+    return _resampling_rule(call, source, result, sizes, run_resized("output_size", 2))
 
 
 def _image_dims(call: OpCall, shape: tuple[int, ...], resampled: tuple[int, ...]) -> tuple[str, str, dict[str, int]]:
@@ -108,24 +100,17 @@ def _fill(items: dict[str, str]) -> dict[str, float]:
     return dict.fromkeys((name for name in items["grid"].split() if "!" not in name), 0.0)
 
 
-@rule_maker(
-    "aten.grid_sampler_2d.default",
-    "aten.grid_sampler_3d.default",
-    "aten._grid_sampler_2d_cpu_fallback.default",
-    "aten.cudnn_grid_sampler.default",
-)
+_SAMPLERS = [f"aten.{name}" for name in ("grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback")]
+
+
+@rule_maker(*(f"{name}.default" for name in _SAMPLERS), "aten.cudnn_grid_sampler.default")
 def grid_sample(call: OpCall) -> Rule:
     """Forward; linear in the image."""
     items = _operand_dims(call)
-    image = "self" if "cudnn" in call.op.name() else "input"
-    return bind_named(call, items, [items["grad_output"]], linear=[{image}], fill=_fill(items))
+    return bind_named(call, items, [items["grad_output"]], linear=[{"input", "self"}], fill=_fill(items))
 
 
-@rule_maker(
-    "aten.grid_sampler_2d_backward.default",
-    "aten.grid_sampler_3d_backward.default",
-    "aten._grid_sampler_2d_cpu_fallback_backward.default",
-)
+@rule_maker(*(f"{name}_backward.default" for name in _SAMPLERS))
 def grid_sample_backward(call: OpCall) -> Rule:
     """Gradients of image and grid; linear in the incoming one."""
     items = _operand_dims(call)
