@@ -38,33 +38,8 @@ from torch.distributed.tensor._op_schema import (
 )
 from torch.utils._python_dispatch import _disable_current_modes  # rules are looked up within modes
 
-__all__ = [
-    "CustomOpDef",
-    "DTensorSpec",
-    "FakeTensorMode",
-    "LocalTensorMode",
-    "OpOverload",
-    "OpOverloadPacket",
-    "OpSchema",
-    "OpStrategy",
-    "StrategyFunction",
-    "TensorMeta",
-    "TupleStrategy",
-    "dtensor_meta",
-    "has_philox",
-    "make_local_tensor",
-    "mesh_strategy_function",
-    "one_device_strategy",
-    "outside_modes",
-    "overload_for",
-    "philox_normal_",
-    "philox_uniform_",
-    "rank_and_size",
-    "rank_values",
-    "runs_unchanged",
-    "schema_of",
-    "single_axis_strategy_function",
-]
+__all__ = ["CustomOpDef", "DTensorSpec", "FakeTensorMode", "LocalTensorMode", "OpOverload", "OpOverloadPacket"]
+__all__ += ["OpSchema", "OpStrategy", "TensorMeta", "TupleStrategy"]
 
 
 def make_local_tensor(values: Sequence[Tensor]) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch.distributed.tensor import Placement, Replicate
+from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention_operator import operators as attentions
 from autoshard.capture.joint import JointGraph, JointOutput
@@ -20,16 +23,15 @@ from autoshard.capture.layers import PREPARATIONS, parameter_layers
 from autoshard.capture.mixed_precision import REDUCED
 from autoshard.capture.recomputation import RECOMPUTES
 from autoshard.capture.simplify import is_random
-from autoshard.errors import HintError
+from autoshard.errors import HintError, InputError
 from autoshard.patterns.cuts import CutPropagation, useful_cuts
-from autoshard.patterns.generic import generic_sizes
 from autoshard.patterns.ops.unknown import batch_rule, whole_rule
+from autoshard.patterns.ops.view import with_merged_dims
 from autoshard.patterns.padding import zero_padded_results
 from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
-from autoshard.patterns.units.merged_dims import with_merged_dims
 from autoshard.patterns.units.routed_rows import with_routed_rows
-from autoshard.size import DynamicSize, Sizes, at
+from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_placeable
 from autoshard.specs.spec import Spec, placement_text
@@ -141,7 +143,7 @@ class GraphRules:
             plain[node] = rule
         for source in graph.inputs:
             plain[source.node] = _tensor_rule(at(Value(source.node).meta, self.generic))
-        plain = with_routed_rows(plain, self.calls, self._operand_places(), self._output_places())
+        plain = with_routed_rows(plain, self.calls, self.operands, self.outputs_of)
         cuts = useful_cuts(CutPropagation(self.dims(plain), plain, self._input_cuts()).solve(), plain, mesh)
         refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
         self.rules: dict[fx.Node, Rule] = {}
@@ -263,14 +265,6 @@ class GraphRules:
             for source in self.graph.inputs
             if source.node.name in cuts
         }
-
-    def _operand_places(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
-        """The tensors that every operator takes."""
-        return {node: [(value.node, value.result) for value in values] for node, values in self.operands.items()}
-
-    def _output_places(self) -> list[tuple[fx.Node, int]]:
-        """The tensors that the step hands back."""
-        return [(value.node, value.result) for value in self.outputs_of]
 
     def _plain_rule(self, node: fx.Node) -> Rule:
         call = self.calls[node]
@@ -403,3 +397,63 @@ def _tensor_rule(meta: TensorMeta) -> Rule:
     factors = tuple(Factor(f"d{dim}", size, uneven=True) for dim, size in enumerate(meta.shape))
     dims = tuple((dim,) if size > 1 else () for dim, size in enumerate(meta.shape))
     return Rule(factors, (), (dims,), free=True)
+
+
+# Sizes that stand for all that calls may have, where sizes are dynamic.
+
+
+_TRIES = 4096
+
+
+def generic_sizes(graph: JointGraph, mesh: MeshShape, other_than: Sizes | None = None) -> Sizes:
+    """Values for the symbols of a graph, near the example's, that nothing but themselves is equal to.
+
+    No mesh axis divides them, and no static size of the graph equals them, so that a program made for them takes
+    nothing for equal, or for even, that at other sizes is not.
+
+    Args:
+        graph: a graph with dynamic sizes.
+        mesh: the mesh axes.
+        other_than: values that are to be others, as far as there are such.
+
+    Raises:
+        InputError: the range in which the graph holds has no such value.
+    """
+    taken = other_than or {}
+    dynamic = graph.dynamic
+    assert dynamic is not None
+    static = {
+        size
+        for node in graph.graph.nodes
+        for tensor in pytree.tree_leaves(node.meta.get("sizes", node.meta.get("val")))
+        for size in (tensor.shape if isinstance(tensor, torch.Tensor) else (tensor,))
+        if not is_dynamic(size)
+    }
+    shapes = [expr for dims in dynamic.dims.values() for expr in dims.values()]
+    found = dict(dynamic.example)
+    for name in found:
+        low, high = dynamic.ranges[name]
+        for value in itertools.islice(_near(max(found[name], 2 * mesh.size + 1), low, high), _TRIES):
+            tried = found | {name: value}
+            others = {found[other] for other in found if other != name}
+            sizes = {int(evaluate(expr, tried)) for expr in shapes if name in expr.free_symbols}
+            alone = math.gcd(value, mesh.size) == 1 and not sizes & (static | others) and value != taken.get(name)
+            if alone and dynamic.serves(tried):
+                found = tried
+                break
+        else:
+            if name in taken:
+                found = found | {name: taken[name]}
+                continue
+            raise InputError(
+                f'dynamic: no size of "{name}" from {low} to {"any" if high is None else high} can stand for all '
+                f"others on the mesh {mesh}: one that no axis divides and that no other size of the model equals. "
+                f'Leave "{name}" out of dynamic, so that every size is planned by itself.'
+            )
+    return found
+
+
+def _near(start: int, low: int, high: int | None) -> Iterator[int]:
+    """Numbers from low to high, those from `start` on first, then those below it."""
+    above = itertools.count(start) if high is None else range(start, high + 1)
+    return itertools.chain(above, range(min(start, start if high is None else high), low - 1, -1))

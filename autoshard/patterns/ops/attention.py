@@ -6,7 +6,7 @@ values being whole: their gradients are then partial, as autograd of a contracte
 from the start of the sequence; the operator of captured graphs is told where a rank's queries begin. ATen's kernels
 are not, so that their causal queries stay whole. The memory-efficient kernel pads what it keeps of each query, so that
 its queries are not sharded at all, and what a mask must look like for overridden kernels is theirs to say. Keys may go
-round instead (`units.sequence`).
+round instead (`units.attention`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoshard.patterns.ops._helpers import aten, bind_named, operand_names, sha
 from autoshard.patterns.ops.random import draw_arguments, shard_index
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.units.attention_variants import attention_variants
+from autoshard.patterns.units.attention import attention_variants
 
 _QUERY, _KEY, _VALUE, _RESULT = "b (h r) s d!", "b h t! d!", "b h t! e!", "b (h r) s e!"
 _MASK = ("b", "(h r)", "s", "t!")

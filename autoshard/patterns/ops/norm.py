@@ -29,7 +29,7 @@ from autoshard.patterns.ops._helpers import (
     split_axes,
 )
 from autoshard.patterns.ops._positions import localize_index
-from autoshard.patterns.ops.moments import joined_moments, moments_exchange
+from autoshard.patterns.ops.reduction import joined_moments, moments_exchange
 from autoshard.patterns.ops.scattering import append_spare, drop_spare
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, OpCall, Rule

@@ -362,6 +362,5 @@ def _unfold(call: OpCall) -> Rule | None:
 
 def _local_unfold(call: LocalCall) -> Any:
     """Local windows, and the step between them; a window is sharded only where the step is its size."""
-    size = call.size("window")
-    changed = {"size": size, "step": size} if call.axes("window") else {}
-    return call.run(**changed, **_local_sizes(call))
+    changed = dict.fromkeys(("size", "step"), call.size("window")) if call.axes("window") else {}
+    return call.run(**_local_sizes(call) | changed)

@@ -52,7 +52,7 @@ _KINDS_OF: dict[Any, tuple[str, ...]] = {
 """What the operators of a route take of it, and what they give; nothing stands for a tensor that lies as any other."""
 
 Place = tuple[fx.Node, int]
-"""A tensor of a graph: a node, and which of its results."""
+"""A tensor of a graph: a node, and which of its results; `graph_rules.Value` is one."""
 
 
 @dataclass(frozen=True, slots=True)
