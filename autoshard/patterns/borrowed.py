@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
 
 from autoshard.patterns._torch import (
     DTensorSpec,
@@ -42,7 +43,7 @@ class TorchStrategy:
     """Placements on one axis.
 
     Attributes:
-        operands: of every tensor operand, in the order of `OpCall.operands`; dims may count from the end.
+        operands: of every tensor operand, in the order of `OpCall.operands`.
         results: of every result; None for a result that is no tensor.
         strided: the shards may as well be strided ones.
     """
@@ -53,7 +54,7 @@ class TorchStrategy:
 
 
 def is_registered(op: OpOverload) -> bool:
-    """Whether torch has strategies for an operator: its own, or some that `register_sharding` added."""
+    """Return True if torch has strategies for an operator: its own, or some that `register_sharding` added."""
     return single_axis_strategy_function(op) is not None or mesh_strategy_function(op) is not None
 
 
@@ -142,8 +143,15 @@ def _strategy(
         raise ValueError(f"it places {len(ins)} operands of a call with {len(call.operands)}.")
     # An operator with one result that is a list of tensors places all of them alike; one without any has none to place.
     outs = tuple(results) if len(results) == len(call.results) else (*results, None)[:1] * len(call.results)
-    pairs = zip(outs, call.results, strict=True)
-    return TorchStrategy(ins, tuple(None if meta is None else placement for placement, meta in pairs), strided)
+
+    def from_start(placement: Any, meta: TensorMeta | None) -> Any:
+        if meta is None or type(placement) is not Shard or placement.dim >= 0:
+            return placement if meta is not None else None
+        return Shard(placement.dim + len(meta.shape))
+
+    return TorchStrategy(
+        tuple(map(from_start, ins, call.operands)), tuple(map(from_start, outs, call.results)), strided
+    )
 
 
 # Rules made of that.
@@ -153,7 +161,7 @@ NOT_LINEAR = {"aten::linalg__powsum": "torch lets partial sums through, and take
 
 
 def may_borrow(op: OpOverload) -> bool:
-    """Whether torch has strategies for an operator that say all: the operator itself, run on shards, is the program.
+    """Return True if torch has strategies for an operator whose program is the operator itself, run on shards.
 
     Not so where DTensor changes arguments on the way; nor for what draws at random, for which DTensor has generators of
     its own, and which would draw the same on every shard.
@@ -185,12 +193,9 @@ def borrowed_rule(call: OpCall) -> Rule | None:
 
 @lru_cache(maxsize=4096)
 def _rule_from_strategies(call: OpCall, strategies: tuple[TorchStrategy, ...]) -> Rule | None:
-    strategies = tuple(_normalize_dims(strategy, call) for strategy in strategies)
     passed = dict.fromkeys(_linear_operands(each) for each in strategies if call.op._schema.name not in NOT_LINEAR)
     linear = [operands for operands in passed if operands]
-    loops = [
-        loop for each in dict.fromkeys(strategies) if (loop := _strategy_loop(each, call)) and _makes_shards(loop, call)
-    ]
+    loops = [loop for each in strategies if (loop := _strategy_loop(each, call)) and _makes_shards(loop, call)]
     if not loops and not linear:
         return None
     # Loops that meet in a dim are implementations of their own: an operator may offer x[i] alone, or x[i] with y[i].
@@ -236,19 +241,6 @@ class _StrategyLoop:
         )
 
 
-def _normalize_dims(strategy: TorchStrategy, call: OpCall) -> TorchStrategy:
-    """The strategy with no negative dims."""
-
-    def normalize(placement: Any, meta: TensorMeta | None) -> Any:
-        if meta is None or type(placement) is not Shard or placement.dim >= 0:
-            return placement
-        return Shard(placement.dim + len(meta.shape))
-
-    operands = (normalize(*pair) for pair in zip(strategy.operands, call.operands, strict=True))
-    results = (normalize(*pair) for pair in zip(strategy.results, call.results, strict=True))
-    return TorchStrategy(tuple(operands), tuple(results), strategy.strided)
-
-
 def _linear_operands(strategy: TorchStrategy) -> frozenset[int]:
     """The operands that are partial sums where these pass to every result, and all else is replicated; else none."""
     partial = frozenset(index for index, place in enumerate(strategy.operands) if _reduction_of(place) == "sum")
@@ -287,21 +279,20 @@ def _reduction_of(place: Placement | None) -> str | None:
 
 
 def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
-    """Whether the operator, on shards of the operands and its arguments as they are, gives what lies as it should."""
+    """Return True if the operator, on shards and with its arguments as they are, makes shards of its results."""
     share = next((each for each in range(2, math.isqrt(loop.size) + 1) if loop.size % each == 0), loop.size)
 
     def local(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
         return tuple(size // share if at == dim else size for at, size in enumerate(shape))
 
     with outside_modes(), FakeTensorMode():
-        operands = (
+        shards = (
             torch.empty(local(meta.shape, dim), dtype=meta.dtype)
             for meta, dim in zip(call.operands, loop.operands, strict=True)
         )
+        args, kwargs = pytree.tree_map_only(TensorMeta, lambda _: next(shards), (call.args, dict(call.kwargs)))
         try:
-            outputs = call.op(
-                *_substitute_tensors(call.args, operands), **dict(_substitute_tensors(call.kwargs, operands))
-            )
+            outputs = call.op(*args, **kwargs)
         except Exception:  # an operator raises whatever it likes on shapes that do not fit its arguments
             return False
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
@@ -309,12 +300,6 @@ def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
         meta is None or (tuple(output.shape), output.dtype) == (local(meta.shape, dim), meta.dtype)
         for output, meta, dim in zip(outputs, call.results, loop.results, strict=True)
     )
-
-
-def _substitute_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if isinstance(value, TensorMeta):
-        return next(tensors)
-    return [_substitute_tensors(item, tensors) for item in value] if isinstance(value, tuple) else value
 
 
 def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:

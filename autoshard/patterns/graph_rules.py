@@ -29,7 +29,7 @@ from autoshard.patterns.ops.unknown import batch_rule, whole_rule
 from autoshard.patterns.ops.view import with_merged_dims
 from autoshard.patterns.padding import zero_padded_results
 from autoshard.patterns.registry import op_call, rule_for, tensor_meta
-from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
+from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
 from autoshard.patterns.units.routed_rows import with_routed_rows
 from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
@@ -203,7 +203,7 @@ class GraphRules:
 
     @cached_property
     def first_parameter_uses(self) -> dict[tuple[fx.Node, str], int]:
-        """When each half first computes with a parameter.
+        """The first operator of each half that computes with a parameter.
 
         Keys are nodes that are a parameter, or made of one alone by `PREPARATIONS`, with `"forward"` or `"backward"`;
         values are numbers of operators.
@@ -255,7 +255,7 @@ class GraphRules:
         return {node.name: node for node in self.operators}
 
     def _input_cuts(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
-        """Where dims of placeholders are cut in any case."""
+        """Return the cuts of dims of placeholders that there are in any case."""
         cuts = {} if self.graph.dynamic is None else self.graph.dynamic.cuts
         return {
             source.node: {
@@ -281,7 +281,7 @@ class GraphRules:
 
     @cached_property
     def zeros(self) -> dict[fx.Node, tuple[bool, ...]]:
-        """For every operator, which operands hold zeros in their padding, however they are sharded.
+        """The operands of every operator that hold zeros in their padding, however they are sharded.
 
         The tensors that the step is given are padded with zeros, and so is what is sliced of a larger tensor.
         """
@@ -308,7 +308,7 @@ class GraphRules:
         return frozenset(found)
 
     def restores_dtype(self, node: fx.Node) -> bool:
-        """Whether an operator casts a gradient back that was reduced in another dtype."""
+        """Return True if an operator casts a gradient back that was reduced in another dtype."""
         return bool(node.meta.get(REDUCED) == "before")
 
     @cached_property
@@ -333,7 +333,7 @@ class GraphRules:
         return {node: tuple(map(value_of, operand_nodes(node))) for node in self.operators}
 
     def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[tuple[fx.Node, tuple[int, ...]]]]:
-        """For every dim of every tensor, the descriptions of it by the operators that touch it.
+        """Yield for every dim of every tensor the descriptions of it by the operators that touch it.
 
         Args:
             rules: of all nodes, whose factors describe the dims; by default the refined ones.
@@ -348,13 +348,31 @@ class GraphRules:
             if output.kind == "gradient" and output.node is not None:
                 gradients[inputs[output.name]].append(value_of(output.node))
         for value in self.values():
-            described = [(value.node, rules[value.node].results[value.result])]
-            described += [(use.node, rules[use.node].operands[use.operand]) for use in self.uses.get(value, ())]
-            for gradient in gradients.get(value.node, ()):
-                described.append((gradient.node, rules[gradient.node].results[gradient.result]))
-            known = [(node, dims) for node, dims in described if dims is not None]
+            known = [(node, dims) for node, dims in self.descriptions(value, gradients, rules) if dims is not None]
             for dim in range(max((len(dims) for _, dims in known), default=0)):
                 yield [(node, dims[dim]) for node, dims in known if dims[dim]]
+
+    def descriptions(
+        self,
+        value: Value,
+        partners: Mapping[fx.Node, Sequence[Value]],
+        rules: Mapping[fx.Node, Rule] | None = None,
+    ) -> list[tuple[fx.Node, Dims | None]]:
+        """Return the dims of a value as its maker, its users and the makers of its partners know them.
+
+        Args:
+            value: the tensor.
+            partners: for inputs of the step, the values of the same dims that are handed back in their place.
+            rules: rules of all nodes; by default the refined ones.
+        """
+        rules = self.rules if rules is None else rules
+        results = [value, *partners.get(value.node, ())]
+        maker, *others = ((each.node, rules[each.node].results[each.result]) for each in results)
+        return [
+            maker,
+            *((use.node, rules[use.node].operands[use.operand]) for use in self.uses.get(value, ())),
+            *others,
+        ]
 
     def values(self) -> Iterator[Value]:
         """Every tensor of the graph: placeholders, then results in order."""
@@ -388,7 +406,7 @@ def pinned_spec(placements: Sequence[Placement], shape: tuple[int, ...], mesh: M
 
 
 def _rule_key(rule: Rule) -> tuple[object, ...]:
-    """What two rules have in common where they say and run the same: equality knows no local programs."""
+    """Return a key that rules share which say and run the same: equality knows no local programs."""
     return rule, rule.local, *(variant.local for variant in rule.variants)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autoshard.errors import RuleError
 from autoshard.patterns._torch import CustomOpDef, OpOverload, OpOverloadPacket, overload_for
@@ -159,7 +160,7 @@ def run_all_ranks(
 
 
 def _shard_operands(rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]) -> list[PerRank]:
-    """What the ranks hold of every operand."""
+    """The shards of every operand, by rank."""
     held = []
     for position, operand in enumerate(operands):
         shards = shard_unevenly(operand, operand_spec(rule, choices, mesh, position), mesh)
@@ -200,7 +201,7 @@ def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Co
 
 
 def _padding_value(dtype: torch.dtype) -> float:
-    """What pads uneven shards, where programs may read anything: no number, or one that no index should be."""
+    """The padding of uneven shards, where programs may read anything: no number, or one that no index should be."""
     return math.nan if dtype.is_floating_point or dtype.is_complex else 1 if dtype == torch.bool else 101
 
 
@@ -247,7 +248,7 @@ def _problems(
 def compare(
     shards: Mapping[Coordinate, torch.Tensor], spec: Spec, mesh: MeshShape, whole: torch.Tensor, tolerance: float = 0.0
 ) -> str | None:
-    """What is wrong with shards of `whole` that should lie as `spec` says, replicas included; None if nothing is.
+    """Return the problem of shards of `whole` that should lie as `spec` says, replicas included; None without one.
 
     Args:
         tolerance: relative difference that rounding of the operands explains; rounding of the result comes on top.
@@ -313,7 +314,7 @@ def sample_call(
         RuleError: there is no such operator, no overload takes the arguments, or it changes its operands.
     """
     args, keywords = _arguments(sample)
-    args, keywords = _detach(args), _detach({**keywords, **(kwargs or {})})
+    args, keywords = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, {**keywords, **(kwargs or {})}))
     overload = _overload(op, args, keywords)
     if overload._schema.is_mutable:
         raise RuleError(
@@ -336,16 +337,6 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if len(sample) == 2 and isinstance(sample[0], (tuple, list)) and isinstance(sample[1], Mapping):
         return tuple(sample[0]), dict(sample[1])
     return tuple(sample), {}
-
-
-def _detach(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_detach(item) for item in value)
-    if isinstance(value, dict):
-        return {name: _detach(item) for name, item in value.items()}
-    return value
 
 
 def _overload(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload:
