@@ -14,8 +14,16 @@ import torch
 from autoshard.capture.fixed_size_bags import MEAN
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import bind_named, cast, factor_names, if_sharded, named_values, shape_of
-from autoshard.patterns.ops._positions import local_positions, localize_index
+from autoshard.patterns.ops._helpers import (
+    bind_named,
+    cast,
+    factor_names,
+    if_sharded,
+    local_positions,
+    localize_index,
+    named_values,
+    shape_of,
+)
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 

@@ -19,11 +19,12 @@ from autoshard.patterns.ops._helpers import (
     factor_names,
     if_sharded,
     numbered_dims,
+    positions,
+    reshape_along,
     result_dtype,
     run_resized,
     same_dims_rule,
 )
-from autoshard.patterns.ops._positions import positions, reshape_along
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
@@ -54,11 +55,11 @@ rule_maker("prims.full", "prims.scalar_tensor", local=run_resized("shape"))(_fac
 @rule_maker("aten.empty_strided", "aten.empty_permuted", "prims.empty_strided", "prims.empty_permuted")
 def _empty(call: OpCall) -> Rule:
     """Empty tensors; a shard is row-major, since the strides in the call are those of the whole tensor."""
-    return _factory_rule(call, _local_empty)
 
+    def local(program: LocalCall) -> Any:
+        return program.emit.empty(list(program.result_shape()), dtype=call.result.dtype, device=program.emit.home)
 
-def _local_empty(call: LocalCall) -> Any:
-    return call.emit.empty(list(call.result_shape()), dtype=result_dtype(call), device=call.emit.home)
+    return _factory_rule(call, local)
 
 
 rule(["aten.zeros_like", "aten.zero"], "... -> ...", linear="0")

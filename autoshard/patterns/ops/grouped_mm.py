@@ -16,8 +16,7 @@ from autoshard.patterns.build import build
 from autoshard.patterns.exchanging import define_operator
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops._positions import local_ends, local_group_bounds, reshape_along
+from autoshard.patterns.ops._helpers import aten, local_ends, local_group_bounds, reshape_along
 from autoshard.patterns.ops.matmul import divide_into_units
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule

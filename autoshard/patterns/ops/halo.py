@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._positions import all_gather_stacked
+from autoshard.patterns.ops._helpers import all_gather_stacked
 from autoshard.patterns.rule import Exchange, TensorMeta
 
 

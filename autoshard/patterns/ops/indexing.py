@@ -15,8 +15,7 @@ import torch
 
 from autoshard.patterns.build import NamedDims, build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import if_sharded, numbered_dims
-from autoshard.patterns.ops._positions import localize_index, positions, reshape_along
+from autoshard.patterns.ops._helpers import if_sharded, localize_index, numbered_dims, positions, reshape_along
 from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta

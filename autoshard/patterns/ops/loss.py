@@ -15,11 +15,11 @@ from autoshard.patterns.ops._helpers import (
     aten,
     bind_named,
     if_sharded,
+    local_positions,
     named_values,
     operand_names,
     shape_of,
 )
-from autoshard.patterns.ops._positions import local_positions
 from autoshard.patterns.padding import padded_factors, without_padded_steps, without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule

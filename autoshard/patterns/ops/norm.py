@@ -23,12 +23,12 @@ from autoshard.patterns.ops._helpers import (
     cast_results,
     factor_names,
     if_sharded,
+    localize_index,
     named_values,
     result_dtype,
     shape_of,
     split_axes,
 )
-from autoshard.patterns.ops._positions import localize_index
 from autoshard.patterns.ops.reduction import joined_moments, moments_exchange
 from autoshard.patterns.ops.scattering import append_spare, drop_spare
 from autoshard.patterns.registry import rule_maker

@@ -211,8 +211,5 @@ def channel_shuffle(call: OpCall) -> Rule:
     """Channels of all groups in turn: a product of groups and channels, turned round."""
     positions = " ".join(f"s{dim}" for dim in range(2, len(call.operands[0].shape)))
     text = f"n (g c) {positions} -> n (c g) {positions}"
-    return bind(text, call, linear="0", sizes={"g": call.arg("groups")}, local=_channel_shuffle, uneven=True)
-
-
-def _channel_shuffle(call: LocalCall) -> Any:
-    return call.run(groups=call.size("g"))
+    sizes, local = {"g": call.arg("groups")}, lambda program: program.run(groups=program.size("g"))
+    return bind(text, call, linear="0", sizes=sizes, local=local, uneven=True)

@@ -110,24 +110,25 @@ for _op, _arguments, _names in (
     register_draw(draw_program(_op.default, *_arguments), *_names.split())
 
 
+def _uniform(call: LocalCall, dtype: torch.dtype | None, size: Sequence[int] | None = None) -> Any:
+    """Uniform numbers in [0, 1)."""
+    return draw(call, draws.uniform.default, 0.0, 1.0, size=size, dtype=dtype)
+
+
 def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
     """The negative of exponentially distributed numbers of rate one."""
-    uniform = draw(call, draws.uniform.default, 0.0, 1.0, size=size, dtype=dtype)
+    uniform = _uniform(call, dtype, size)
     # Zero is drawn and one is not, so that 1 - u is never zero.
     return call.emit.log1p(-uniform)
 
 
-def _exponential(call: LocalCall) -> Any:
-    return _exponential_noise(call) * (-1.0 / call.arg("lambd"))
-
-
-register_draw(_exponential, "exponential.default")
+register_draw(lambda call: _exponential_noise(call) * (-1.0 / call.arg("lambd")), "exponential.default")
 
 
 def _bernoulli(call: LocalCall) -> Any:
     """Ones with the probabilities in the last operand, which is the first where there is only one."""
     probabilities = call.operands[-1]
-    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=accumulation_dtype(probabilities.dtype))
+    uniform = _uniform(call, accumulation_dtype(probabilities.dtype))
     # In the probabilities' own half precision a small one would round to few of the uniform numbers, or to none.
     return cast(call, uniform < probabilities, result_dtype(call))
 
@@ -151,7 +152,7 @@ register_draw(_normal, "normal.Tensor_float", "normal.float_Tensor", "normal.Ten
 def _randperm(call: LocalCall) -> Any:
     """A permutation, the same on every rank."""
     # Keys in double precision: that two of many are equal, and the order not random, is as good as excluded.
-    keys = draw(call, draws.uniform.default, 0.0, 1.0, dtype=torch.float64)
+    keys = _uniform(call, torch.float64)
     return cast(call, call.emit.argsort(keys, stable=True), result_dtype(call))
 
 
@@ -174,8 +175,7 @@ def _with_replacement(call: LocalCall, weights: Any) -> Any:
     emit = call.emit
     cumulative = emit.cumsum(weights, -1)
     total = emit.slice(cumulative, -1, -1)
-    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=weights.dtype)
-    sample = emit.searchsorted(cumulative, uniform * total, right=True)
+    sample = emit.searchsorted(cumulative, _uniform(call, weights.dtype) * total, right=True)
     # Rounding may put a number drawn close to the total behind the last step.
     return emit.clamp_max(sample, weights.shape[-1] - 1)
 
@@ -189,14 +189,9 @@ rule("aten.multinomial", "... d! -> ... k!", local=_multinomial, uneven=True)
 # need no operator of their own.
 
 
-def _uniform(call: LocalCall) -> Any:
-    """Uniform numbers in [0, 1) of the result's shape, in double precision."""
-    return draw(call, draws.uniform.default, 0.0, 1.0, dtype=torch.float64)
-
-
 def _cauchy(call: LocalCall) -> Any:
     emit = call.emit
-    angle = (_uniform(call) - 0.5) * math.pi
+    angle = (_uniform(call, torch.float64) - 0.5) * math.pi
     value = emit.tan(angle) * call.arg("sigma")
     return cast(call, value + call.arg("median"), result_dtype(call))
 
@@ -205,19 +200,17 @@ def _geometric(call: LocalCall) -> Any:
     """Number of trials up to the first success, at least one."""
     emit = call.emit
     # P(trials > k) = (1 - p)^k: its logarithm, inverted.
-    survival = emit.log1p(-_uniform(call))
+    survival = emit.log1p(-_uniform(call, torch.float64))
     trials = emit.ceil(survival / math.log1p(-call.arg("p")))
     return cast(call, emit.clamp_min(trials, 1.0), result_dtype(call))
 
 
-def _log_normal(call: LocalCall) -> Any:
-    normal = draw(call, draws.normal.default, call.arg("mean"), call.arg("std"))
-    return call.emit.exp(normal)
-
-
 register_draw(_cauchy, "cauchy.default")
 register_draw(_geometric, "geometric.default")
-register_draw(_log_normal, "log_normal.default")
+register_draw(
+    lambda call: call.emit.exp(draw(call, draws.normal.default, call.arg("mean"), call.arg("std"))),
+    "log_normal.default",
+)
 
 
 def _random(call: LocalCall) -> Any:

@@ -17,9 +17,11 @@ from autoshard.patterns.ops._helpers import (
     cast,
     if_sharded,
     numbered_dims,
+    positions,
+    reshape_along,
     result_dtype,
+    stretch_start,
 )
-from autoshard.patterns.ops._positions import positions, reshape_along, stretch_start
 from autoshard.patterns.padding import is_padded, steps_of_ranks, without_padded_steps, without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
@@ -410,8 +412,7 @@ def _combine_moments(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) 
     """
     emit, size = call.emit, call.mesh.sizes[axis]
     stacked = emit.unsqueeze(emit.stack(list(moments)), 0)
-    pending = emit.call(collectives.all_gather_into_tensor.default, stacked, size, emit.group(axis))
-    gathered = emit.call(collectives.wait_tensor.default, pending)
+    gathered = emit.collective(collectives.all_gather_into_tensor.default, stacked, size, axis=axis)
     origins, offsets, variances = (emit.select(gathered, 1, index) for index in range(3))
     weights = _rank_weights(call, offsets, axis)
 

@@ -122,8 +122,8 @@ def affine_grid(call: OpCall) -> Rule:
     """The grid of an affine map; linear in the map."""
     spatial = len(call.arg("size")) - 2
     points = " ".join(f"x{place}!" for place in range(spatial))
-    return bind(f"n r! k! -> n {points} v!", call, linear="0", local=_affine_grid, uneven=True)
 
+    def local(program: LocalCall) -> Any:
+        return program.run(size=[program.operand_shape(0)[0], *program.arg("size")[1:]])
 
-def _affine_grid(call: LocalCall) -> Any:
-    return call.run(size=[call.operand_shape(0)[0], *call.arg("size")[1:]])
+    return bind(f"n r! k! -> n {points} v!", call, linear="0", local=local, uneven=True)

@@ -51,8 +51,7 @@ def _local_group(call: LocalCall) -> Any:
     ranks, groups = emit.mesh.sizes[axis], call.arg("groups")
     sent = emit.select(splits, 0, 0)  # how many rows of each group this rank sends
     each = [groups // ranks] * ranks
-    received = emit.call(collectives.all_to_all_single.default, sent, each, each, emit.group(axis))
-    received = emit.call(collectives.wait_tensor.default, received)
+    received = emit.collective(collectives.all_to_all_single.default, sent, each, each, axis=axis)
     places, ends = emit.call(exchange_ops.arrivals.default, received, ranks, call.result_shape(1)[0])
     return order, places, emit.stack([sent, received]), ends
 

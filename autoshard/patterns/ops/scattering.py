@@ -13,8 +13,7 @@ from typing import Any
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, numbered_dims
-from autoshard.patterns.ops._positions import localize_index, positions, reshape_along
+from autoshard.patterns.ops._helpers import aten, localize_index, numbered_dims, positions, reshape_along
 from autoshard.patterns.ops.indexing import (
     advanced_indexing,
     aligned_dims,

@@ -15,6 +15,7 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.local_values import TorchEmitter
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
+    all_gather_stacked,
     all_reduce_over,
     bind_named,
     cast,
@@ -23,8 +24,8 @@ from autoshard.patterns.ops._helpers import (
     operand_names,
     result_dtype,
     same_dims_rule,
+    stretch_start,
 )
-from autoshard.patterns.ops._positions import all_gather_stacked, stretch_start
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 

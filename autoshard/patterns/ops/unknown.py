@@ -9,7 +9,7 @@ import torch
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
-from autoshard.specs.emitter import all_reduce
+from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten
 
@@ -76,5 +76,5 @@ def _broadcast_from_first(call: LocalCall, value: Any) -> Any:
             first = emit.eq(emit.coordinate(axis), 0)
             # `where`, not a product: what is no number on another rank must not become a summand.
             kept = emit.where(first, value, emit.zeros_like(value))
-            value = all_reduce(emit, kept, axis)
+            value = emit.collective(collectives.all_reduce.default, kept, "sum", axis=axis)
     return emit._to_copy(value, dtype=dtype) if dtype is torch.bool else value

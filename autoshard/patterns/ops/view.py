@@ -10,8 +10,7 @@ from typing import Any
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, factor_names, numbered_dims, run_resized, same_dims_rule
-from autoshard.patterns.ops._positions import positions
+from autoshard.patterns.ops._helpers import aten, factor_names, numbered_dims, positions, run_resized, same_dims_rule
 from autoshard.patterns.registry import rule, rule_for, rule_maker
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta
 from autoshard.patterns.view_factors import factor_view, view_rule

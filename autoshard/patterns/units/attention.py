@@ -26,10 +26,16 @@ from typing import Any
 
 from autoshard.patterns.exchanging import shift, shift_axes
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import bind_named, cast, operand_names, result_dtype, shape_of
-from autoshard.patterns.ops._positions import positions, stretch_start
+from autoshard.patterns.ops._helpers import (
+    bind_named,
+    cast,
+    operand_names,
+    positions,
+    result_dtype,
+    shape_of,
+    stretch_start,
+)
 from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
-from autoshard.specs.emitter import collectives
 
 _SEQUENCE = {"s": "n", "t!": "n"}  # how the rules of attention write the dims of queries and keys
 
@@ -114,19 +120,13 @@ def _ring_steps(call: LocalCall) -> Iterator[_RingStep]:
     packed = call.emit.cat(own, -1)
     for place in shift_axes([call.mesh.sizes[axis] for axis in axes]):
         axis = axes[place]
-        packed = _shift_along(call, packed, axis, 1)
+        packed = call.emit.collective(shift, packed, 1, axis=axis)
         yield turn
         moved[axis] += 1
         held = dict(zip(places, call.emit.split_with_sizes(packed, widths, -1), strict=True))
         operands = [held.get(place, value) for place, value in enumerate(call.operands)]
         turn = _RingStep(operands, axis, dict(moved))
     yield turn
-
-
-def _shift_along(call: LocalCall, value: Any, axis: int, steps: int) -> Any:
-    """What the rank `steps` before this one on an axis has, round the end; `value` is contiguous."""
-    emit = call.emit
-    return emit.call(collectives.wait_tensor.default, emit.call(shift, value, steps, emit.group(axis)))
 
 
 def _forward(call: LocalCall) -> Any:
@@ -157,7 +157,7 @@ def _backward(call: LocalCall) -> Any:
     for turn in _ring_steps(call):
         moved = turn.moved
         if turn.axis is not None:
-            passed = _shift_along(call, passed, turn.axis, 1)
+            passed = emit.collective(shift, passed, 1, axis=turn.axis)
         results = _attend(call, turn.operands, causal=causal and turn.axis is None)
         terms, rest = results[:3], results[3:]
         # In the precision in which kernels keep their logarithms.
@@ -172,7 +172,7 @@ def _backward(call: LocalCall) -> Any:
         query, passed = query + own, passed + packed
     for axis, steps in moved.items():
         home = -steps % call.mesh.sizes[axis]
-        passed = _shift_along(call, passed, axis, home) if home else passed
+        passed = emit.collective(shift, passed, home, axis=axis) if home else passed
     widths = [call.result_shape(index)[-1] for index in (1, 2)]
     gradients = (query, *emit.split_with_sizes(passed, widths, -1))
     return (*(cast(call, each, result_dtype(call, index)) for index, each in enumerate(gradients)), *rest)
