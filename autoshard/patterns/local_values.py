@@ -18,7 +18,7 @@ class LocalValue:
     """A tensor of one rank in a local program.
 
     `x + y` emits the operator that torch's `+` stands for: the overload for tensors or, if `y` is a number, that for
-    numbers. `==` compares identity, so that values can be keys.
+    numbers. Every operator of ATen is a method: `x.sum([0])`. `==` compares identity, so that values can be keys.
 
     Attributes:
         emit: the emitter that made it.
@@ -45,6 +45,15 @@ class LocalValue:
     def device(self) -> torch.device:
         """The device."""
         return self.emit.base.device(self.raw)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        # An operator of ATen, this value its first argument.
+        return partial(getattr(self.emit, name), self)
+
+    def to(self, dtype: torch.dtype) -> LocalValue:
+        """The value in an element type; the value itself where it is in it already."""
+        value: LocalValue = self if self.dtype == dtype else self.emit._to_copy(self, dtype=dtype)
+        return value
 
     def __add__(self, other: Any) -> Any:
         return self.emit.add(self, other)

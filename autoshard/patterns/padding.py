@@ -176,7 +176,7 @@ def steps_of_ranks(call: LocalCall, axis: int, device: torch.device) -> Any:
     block = local_size(call.rule, call.choices, call.mesh, factor)
     # Of rank r, true - r * block steps are left, of which it has at least none and at most a block.
     starts = emit.arange(ranks, device=device) * block
-    return emit.clamp(true - starts, 0, block)
+    return (true - starts).clamp(0, block)
 
 
 def _replace_padding(call: LocalCall, value: Any, dims: Dims, factors: Sequence[int], fill: float) -> Any:
@@ -218,9 +218,9 @@ def _fill(call: LocalCall, value: Any, dims: Dims, factor: int, axis: int, fill:
     start = emit.call(aten.mul.Tensor, emit.coordinate(axis), steps)
     outside = emit.arange(steps, device=value.device) + start >= true
     if above * below > 1:
-        outside = emit.expand(emit.view(outside, [1, steps, 1]), [above, steps, below])
+        outside = outside.view([1, steps, 1]).expand([above, steps, below])
     shape = [above * steps * below, *[1] * (len(dims) - place - 1)]
-    return emit.masked_fill(value, emit.reshape(outside, shape), fill)
+    return value.masked_fill(outside.reshape(shape), fill)
 
 
 def is_share(emit: object, axis: int, size: int) -> bool:

@@ -158,4 +158,4 @@ def view_rule(call: OpCall) -> Rule:
 
 def _reshape(call: LocalCall) -> object:
     # A reshape, whatever the operator: the local value need not lie in memory as the whole one does.
-    return call.emit.reshape(call.operands[0], call.result_shape())
+    return call.operands[0].reshape(call.result_shape())

@@ -128,14 +128,7 @@ def all_reduce_stacked(call: LocalCall, values: Sequence[Any], names: Iterable[s
     # Values of one number per row are small: their all-reduces take the time of a message each, whatever their size.
     emit = call.emit
     stacked = all_reduce_over(call, emit.stack(list(values)), names)
-    return [emit.select(stacked, 0, index) for index in range(len(values))]
-
-
-def cast(call: LocalCall, value: Any, dtype: torch.dtype) -> Any:
-    """`value` in `dtype`; the value itself where it is in it already."""
-    if value.dtype == dtype:
-        return value
-    return call.emit._to_copy(value, dtype=dtype)
+    return [stacked.select(0, index) for index in range(len(values))]
 
 
 def result_dtype(call: LocalCall, result: int = 0) -> torch.dtype:
@@ -147,9 +140,7 @@ def result_dtype(call: LocalCall, result: int = 0) -> torch.dtype:
 
 def cast_results(call: LocalCall, values: Iterable[Any]) -> tuple[Any, ...]:
     """The results of a call in the element types that the operator gives them; None stays None."""
-    return tuple(
-        None if value is None else cast(call, value, result_dtype(call, index)) for index, value in enumerate(values)
-    )
+    return tuple(None if value is None else value.to(result_dtype(call, index)) for index, value in enumerate(values))
 
 
 def shape_of(call: OpCall, name: str) -> tuple[int, ...]:
@@ -185,7 +176,7 @@ def positions(call: LocalCall, name: str, stretch: int, device: torch.device | N
 def local_ends(call: LocalCall, ends: Any, name: str, length: int) -> Any:
     """Ends of groups along the factor `name`, counted in this rank's stretch of `length`: those outside are clamped."""
     moved = ends - stretch_start(call, name, length)
-    return call.emit._to_copy(call.emit.clamp(moved, 0, length), dtype=ends.dtype)
+    return moved.clamp(0, length).to(ends.dtype)
 
 
 def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, Any]:
@@ -201,12 +192,12 @@ def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, An
     Returns:
         The start `[1]`, and the ends `[groups]`, counted from there.
     """
-    emit, (count,) = call.emit, ends.shape
+    (count,) = ends.shape
     held = positions(call, "g", groups, ends.device)
-    bounds = emit.constant_pad_nd(ends, [1, 0])  # the first group starts at zero
-    first = emit.clamp_max(emit.slice(held, 0, 0, 1), count)
-    start = emit.index_select(bounds, 0, first)
-    last = emit.index_select(ends, 0, emit.clamp_max(held, count - 1))
+    bounds = ends.constant_pad_nd([1, 0])  # the first group starts at zero
+    first = held.slice(0, 0, 1).clamp_max(count)
+    start = bounds.index_select(0, first)
+    last = ends.index_select(0, held.clamp_max(count - 1))
     return start, last - start
 
 
@@ -214,14 +205,14 @@ def reshape_along(call: LocalCall, value: Any, dim: int, ndim: int) -> Any:
     """A vector as a tensor of `ndim` dims that lies along `dim`; all other dims have size one."""
     shape = [1] * ndim
     shape[dim] = value.shape[0]
-    return call.emit.reshape(value, shape)
+    return value.reshape(shape)
 
 
 def all_gather_stacked(call: LocalCall, value: Any, name: str) -> Any:
     """The values of all ranks that hold stretches of the factor `name`, in its order: `[share, *shape of value]`."""
     emit = call.emit
-    value = emit.unsqueeze(value, 0)
-    value = emit.clone(value, memory_format=torch.contiguous_format)
+    value = value.unsqueeze(0)
+    value = value.clone(memory_format=torch.contiguous_format)
     # The first axis is the outermost: gathered last, its ranks come in the outer order.
     for axis in reversed(call.axes(name)):
         value = emit.collective(collectives.all_gather_into_tensor.default, value, call.mesh.sizes[axis], axis=axis)
@@ -239,10 +230,10 @@ def local_positions(call: LocalCall, index: Any, name: str, stretch: int) -> tup
     """
     place = index - stretch_start(call, name, stretch)
     before, behind = place < 0, place >= stretch
-    return place, call.emit.logical_or(before, behind)
+    return place, before.logical_or(behind)
 
 
 def localize_index(call: LocalCall, index: Any, name: str, stretch: int, outside_at: int = 0) -> tuple[Any, Any]:
     """As `local_positions`, each position that lies outside replaced by `outside_at`."""
     place, outside = local_positions(call, index, name, stretch)
-    return call.emit.masked_fill(place, outside, outside_at), outside
+    return place.masked_fill(outside, outside_at), outside

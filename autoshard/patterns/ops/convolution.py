@@ -100,21 +100,21 @@ def convolution(call: OpCall) -> Rule:
 
 
 def _convolution(call: LocalCall) -> Any:
-    emit, values, halos = call.emit, named_values(call), _windows(call.call).sharded_halos(call)
+    values, halos = named_values(call), _windows(call.call).sharded_halos(call)
     changed = {"groups": call.size("g"), **_padding_arguments(call, halos)}
     position = call.position("i")
     if "bias" in values and position is not None:
         # Every rank of a contracted factor adds the bias: only the first may have one.
-        values["bias"] = values["bias"] * emit.eq(position, 0)
+        values["bias"] = values["bias"] * position.eq(0)
     if not call.arg("transposed"):
         values["input"] = extend_by_halos(call, values["input"], halos)
         return call.run(operands=list(values.values()), **changed)
     if not halos or "bias" not in values:
         return fold_halos(call, call.run(operands=list(values.values()), **changed), halos)
     # Rows that go to a neighbour are added to rows that have the bias already.
-    zeros = emit.zeros_like(values["bias"])
+    zeros = call.emit.zeros_like(values["bias"])
     result = call.run(operands=[values["input"], values["weight"], zeros], **changed)
-    bias = emit.view(values["bias"], [-1, *[1] * (len(result.shape) - 2)])
+    bias = values["bias"].view([-1, *[1] * (len(result.shape) - 2)])
     return fold_halos(call, result, halos) + bias
 
 
@@ -165,7 +165,7 @@ def _convolution_backward(call: LocalCall) -> Any:
         grad_input = fold_halos(call, grad_input, list(reversed(halos)))
     if wanted[2] and transposed:
         dims = [dim for dim in range(len(gradient.shape)) if dim != 1]
-        grad_bias = call.emit.sum(gradient, dims)
+        grad_bias = gradient.sum(dims)
     return grad_input, grad_weight, grad_bias
 
 

@@ -16,7 +16,6 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
     bind_named,
-    cast,
     factor_names,
     if_sharded,
     local_positions,
@@ -37,10 +36,10 @@ def embedding(call: OpCall) -> Rule:
 
 @if_sharded("v")
 def _embedding(call: LocalCall) -> Any:
-    emit, (table, indices) = call.emit, call.operands
+    (table, indices) = call.operands
     indices, outside = localize_index(call, indices, "v", call.operand_shape(0)[0])
     rows = call.run(operands=[table, indices])
-    return emit.masked_fill(rows, emit.unsqueeze(outside, -1), 0)
+    return rows.masked_fill(outside.unsqueeze(-1), 0)
 
 
 @rule_maker("aten.embedding_dense_backward")
@@ -59,14 +58,14 @@ def embedding_dense_backward(call: OpCall) -> Rule:
 
 @if_sharded("v")
 def _embedding_dense_backward(call: LocalCall) -> Any:
-    emit, (gradient, indices) = call.emit, call.operands
+    (gradient, indices) = call.operands
     stretch = call.result_shape()[0]
     local, skipped = local_positions(call, indices, "v", stretch)
     if call.arg("padding_idx") >= 0:
-        padding = emit.eq(indices, call.arg("padding_idx"))
-        skipped = emit.logical_or(skipped, padding)
+        padding = indices.eq(call.arg("padding_idx"))
+        skipped = skipped.logical_or(padding)
     # The operator skips the padding index: all indices that are not this rank's become that.
-    local = emit.masked_fill(local, skipped, -1)
+    local = local.masked_fill(skipped, -1)
     return call.run(operands=[gradient, local], num_weights=stretch, padding_idx=-1)
 
 
@@ -104,25 +103,25 @@ def _local_indices_and_weights(call: LocalCall, stretch: int) -> tuple[Any, Any]
 
 def _localize_bag_indices(call: LocalCall, stretch: int, padding: int) -> tuple[Any, Any]:
     """The operand `indices` as it counts in this rank's stretch of `v`, and which are of other ranks or padding."""
-    emit, indices = call.emit, named_values(call)["indices"]
+    indices = named_values(call)["indices"]
     place, outside = localize_index(call, indices, "v", stretch)
     if padding >= 0:
-        outside = emit.logical_or(outside, emit.eq(indices, padding))
+        outside = outside.logical_or(indices.eq(padding))
     return place, outside
 
 
 def _masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> Any:
     """Weights of rows, one where there are none, and zero for rows that do not count."""
     if weights is None:
-        weights = call.emit.new_ones(like, list(outside.shape))
-    return call.emit.masked_fill(weights, outside, 0.0)
+        weights = like.new_ones(list(outside.shape))
+    return weights.masked_fill(outside, 0.0)
 
 
 def _counts(call: LocalCall) -> Any:
     """Number of rows of every bag on all ranks, at least one: `[b, 1]`."""
-    emit, values = call.emit, named_values(call)
-    rows = emit.ne(values["indices"], call.arg("padding"))
-    return emit.clamp_min(emit.sum(rows, [1], True), 1)
+    values = named_values(call)
+    rows = values["indices"].ne(call.arg("padding"))
+    return rows.sum([1], True).clamp_min(1)
 
 
 @rule_maker("autoshard::bags_backward")
@@ -189,13 +188,13 @@ def _offset_bags(call: LocalCall) -> Any:
     weights = _masked_weights(call, table, values.get("per_sample_weights"), outside)
     sums = emit.call(call.call.op, table, place, offsets, False, _SUM, False, weights, last, -1)[0]
     # What tells bags apart does not depend on the table: one of two rows does as well, for padding and for all else.
-    is_padding = emit.eq(values["indices"], padding)
-    tiny = emit.new_zeros(table, [2, 1])
+    is_padding = values["indices"].eq(padding)
+    tiny = table.new_zeros([2, 1])
     settings = (False, call.arg("mode"), False, values.get("per_sample_weights"), last, 1 if padding >= 0 else -1)
-    _, *apart = emit.call(call.call.op, tiny, cast(call, is_padding, torch.int64), offsets, *settings)
+    _, *apart = emit.call(call.call.op, tiny, is_padding.to(torch.int64), offsets, *settings)
     if call.arg("mode") == _MEAN:
-        counts = emit.slice(apart[1], 0, 0, sums.shape[0])
-        sums = sums / emit.unsqueeze(emit.clamp_min(counts, 1), 1)
+        counts = apart[1].slice(0, 0, sums.shape[0])
+        sums = sums / counts.clamp_min(1).unsqueeze(1)
     return (sums, *apart)
 
 
@@ -212,18 +211,18 @@ def offset_bags_backward(call: OpCall) -> Rule | None:
 
 @if_sharded("v")
 def _offset_bags_backward(call: LocalCall) -> Any:
-    emit, values, rows = call.emit, named_values(call), call.result_shape()[0]
+    values, rows = named_values(call), call.result_shape()[0]
     bag = _bag_of_index(call)
-    gradient = emit.index_select(values["grad"], 0, bag)
+    gradient = values["grad"].index_select(0, bag)
     if call.arg("mode") == _MEAN:
-        counts = emit.clamp_min(values["bag_size"], 1)
-        counts = emit.index_select(counts, 0, bag)
-        gradient = gradient / emit.unsqueeze(counts, 1)
+        counts = values["bag_size"].clamp_min(1)
+        counts = counts.index_select(0, bag)
+        gradient = gradient / counts.unsqueeze(1)
     if "per_sample_weights" in values:
-        gradient = gradient * emit.unsqueeze(values["per_sample_weights"], 1)
+        gradient = gradient * values["per_sample_weights"].unsqueeze(1)
     place, outside = _localize_bag_indices(call, rows, call.arg("padding_idx"))
-    place = emit.masked_fill(place, outside, -1)  # which the operator skips
-    return emit.embedding_dense_backward(gradient, place, rows, -1, False)
+    place = place.masked_fill(outside, -1)  # which the operator skips
+    return gradient.embedding_dense_backward(place, rows, -1, False)
 
 
 def _bag_of_index(call: LocalCall) -> Any:
@@ -233,7 +232,7 @@ def _bag_of_index(call: LocalCall) -> Any:
         return values["offset2bag"]
     count, device = values["indices"].shape[0], values["indices"].device
     order = emit.arange(count, dtype=values["offsets"].dtype, device=device)
-    bag = emit.searchsorted(values["offsets"], order, right=True)
+    bag = values["offsets"].searchsorted(order, right=True)
     return bag - 1
 
 
@@ -256,7 +255,7 @@ def _bags_weights_backward(call: LocalCall) -> Any:
     values["indices"], outside = _localize_bag_indices(call, values[table].shape[0], call.arg(padding))
     # No index is padding any more: what was, is `outside`.
     result = call.run(operands=list(values.values()), **{padding: -1})
-    return call.emit.masked_fill(result, outside, 0.0)
+    return result.masked_fill(outside, 0.0)
 
 
 # Reductions of segments of a dim: the dim and the list of segments are whole, all other dims run side by side.

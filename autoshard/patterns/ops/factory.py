@@ -15,7 +15,6 @@ from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     aten,
-    cast,
     factor_names,
     if_sharded,
     numbered_dims,
@@ -94,7 +93,7 @@ def _new_rule(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
 
 def _local_new(call: LocalCall) -> Any:
     if call.call.op == aten.new_empty_strided.default:  # strides are those of the whole tensor
-        return call.emit.new_empty(call.operands[0], list(call.result_shape()))
+        return call.operands[0].new_empty(list(call.result_shape()))
     return call.run(size=list(call.result_shape()))
 
 
@@ -120,9 +119,9 @@ def _local_arange(call: LocalCall) -> Any:
     start, step = (call.arg(name) if name in names else default for name, default in (("start", 0), ("step", 1)))
     counted = positions(call, "d0", call.result_shape()[0], call.emit.home)
     if isinstance(start, float) or isinstance(step, float):
-        counted = cast(call, counted, torch.float64)  # torch counts in double precision, too
+        counted = counted.to(torch.float64)  # torch counts in double precision, too
     counted = counted * step + start
-    return cast(call, counted, result_dtype(call))
+    return counted.to(result_dtype(call))
 
 
 @if_sharded("d0")
@@ -132,12 +131,12 @@ def _local_linspace(call: LocalCall) -> Any:
     start, end = call.arg("start"), call.arg("end")
     step = (end - start) / (steps - 1)
     place = positions(call, "d0", call.result_shape()[0], call.emit.home)
-    wide = cast(call, place, torch.float64)
+    wide = place.to(torch.float64)
     ahead = wide * step + start
     left = steps - 1 - wide
     back = end - left * step
     first_half = place < steps // 2
-    return cast(call, emit.where(first_half, ahead, back), result_dtype(call))
+    return emit.where(first_half, ahead, back).to(result_dtype(call))
 
 
 @rule_maker("aten.eye")
@@ -148,7 +147,7 @@ def _eye(call: OpCall) -> Rule:
 @if_sharded("d0", "d1")
 def _local_eye(call: LocalCall) -> Any:
     rows, columns = _rows_and_columns(call, call.result_shape(), call.emit.home)
-    return cast(call, call.emit.eq(rows, columns), result_dtype(call))
+    return rows.eq(columns).to(result_dtype(call))
 
 
 @rule_maker(
@@ -182,7 +181,7 @@ def _local_triangle(call: LocalCall) -> Any:
     rows, columns = _rows_and_columns(call, call.operand_shape(0), matrix.device)
     distance = columns - rows
     outside = distance > diagonal if call.call.op._schema.name == "aten::tril" else distance < diagonal
-    return call.emit.masked_fill(matrix, outside, 0)
+    return matrix.masked_fill(outside, 0)
 
 
 def _rows_and_columns(call: LocalCall, shape: Sequence[int], device: torch.device) -> list[Any]:
@@ -202,9 +201,9 @@ def _trace(call: OpCall) -> Rule:
 
 @if_sharded("d0", "d1")
 def _local_trace(call: LocalCall) -> Any:
-    emit, (matrix,) = call.emit, call.operands
+    (matrix,) = call.operands
     rows, columns = _rows_and_columns(call, call.operand_shape(0), matrix.device)
-    return emit.sum(emit.masked_fill(matrix, emit.ne(columns - rows, 0), 0))
+    return matrix.masked_fill((columns - rows).ne(0), 0).sum()
 
 
 @rule_maker("aten.diagonal", "aten.diagonal_backward", "aten.diagonal_scatter", "aten.diag_embed")

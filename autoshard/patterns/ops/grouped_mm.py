@@ -108,7 +108,7 @@ def _local_grouped_mm(call: LocalCall) -> Any:
 def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:
     """A mask of `length` positions: True before the last end."""
     counted = call.emit.arange(length, device=ends.device)
-    return counted < call.emit.slice(ends, 0, -1)
+    return counted < ends.slice(0, -1)
 
 
 def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
@@ -119,14 +119,14 @@ def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
     """
     emit = call.emit
     if dim == 1:
-        value = emit.t(value)
+        value = value.t()
     if start is None:
-        value = emit.contiguous(value)
+        value = value.contiguous()
     else:
         length = value.shape[0]
         order = emit.arange(length, device=start.device) + start
-        value = emit.index_select(value, 0, emit.remainder(order, length))
-    return emit.t(value) if dim == 1 else value
+        value = value.index_select(0, order.remainder(length))
+    return value.t() if dim == 1 else value
 
 
 # Products of groups of rows with a matrix of their own each, in eight bits, with a scale for every row and column.
@@ -172,18 +172,17 @@ def scaled_grouped_mm(call: OpCall) -> Rule | None:
 
 def _local(call: LocalCall) -> Any:
     """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
-    emit = call.emit
     left, right, *rest = call.operands
     grouped = GROUPED_DIM.get((len(left.shape), len(right.shape)))
     if grouped is not None and call.axes(grouped):
         length = left.shape[0] if grouped == "i" else right.shape[1]
         rest[-1] = local_ends(call, rest[-1], grouped, length)
-    columns = emit.contiguous(emit.transpose(right, -2, -1))
+    columns = right.transpose(-2, -1).contiguous()
     return call.run(
         operands=[
-            emit.contiguous(left),
-            emit.transpose(columns, -2, -1),
-            *(emit.contiguous(value) for value in rest),
+            left.contiguous(),
+            columns.transpose(-2, -1),
+            *(value.contiguous() for value in rest),
         ]
     )
 

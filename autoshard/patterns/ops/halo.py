@@ -135,9 +135,9 @@ def fold_halos(call: LocalCall, value: Any, halos: Iterable[Halo]) -> Any:
 
 def extend_by_halo(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -> Any:
     """`value` with its neighbours' rows around it; `fill` in place of them at the two ends."""
-    emit, rows = call.emit, value.shape[halo.dim]
+    rows = value.shape[halo.dim]
     if halo.after < 0:  # the last windows of the stretch end before its last rows
-        value = emit.slice(value, halo.dim, 0, rows + halo.after)
+        value = value.slice(halo.dim, 0, rows + halo.after)
     after = max(halo.after, 0)
     # Its last rows stand before the next rank's stretch, its first rows behind the stretch before.
     borders = [_last_rows(call, value, halo.dim, halo.before), _first_rows(call, value, halo.dim, after)]
@@ -147,10 +147,10 @@ def extend_by_halo(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -
 
 def fold_halo(call: LocalCall, value: Any, halo: Halo) -> Any:
     """The adjoint of `extend_by_halo`: rows computed for the neighbours go to them and are added to theirs."""
-    emit, dim = call.emit, halo.dim
+    dim = halo.dim
     after = max(halo.after, 0)
     rows = value.shape[dim] - halo.before - after
-    inner = emit.slice(value, dim, halo.before, halo.before + rows)
+    inner = value.slice(dim, halo.before, halo.before + rows)
     lent = [_last_rows(call, value, dim, after), _first_rows(call, value, dim, halo.before)]
     back = _neighbour_borders(call, lent, halo, 0.0)
     if halo.after < 0:
@@ -162,12 +162,12 @@ def fold_halo(call: LocalCall, value: Any, halo: Halo) -> Any:
 
 
 def _first_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
-    return call.emit.slice(value, dim, 0, count) if count else None
+    return value.slice(dim, 0, count) if count else None
 
 
 def _last_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
     rows = value.shape[dim]
-    return call.emit.slice(value, dim, rows - count, rows) if count else None
+    return value.slice(dim, rows - count, rows) if count else None
 
 
 def _concatenate(call: LocalCall, parts: list[Any], dim: int) -> Any:
@@ -178,7 +178,7 @@ def _concatenate(call: LocalCall, parts: list[Any], dim: int) -> Any:
 def _zeros(call: LocalCall, like: Any, dim: int, rows: int) -> Any:
     shape = list(like.shape)
     shape[dim] = rows
-    return call.emit.new_zeros(like, shape)
+    return like.new_zeros(shape)
 
 
 def _add_rows_at(call: LocalCall, value: Any, part: Any, dim: int, place: slice) -> Any:
@@ -204,12 +204,12 @@ def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: fl
 
 def _neighbour_rows(call: LocalCall, ranks: Any, halo: Halo, step: int, place: slice, fill: float) -> Any:
     """Rows at `place` of what the rank `step` further on has in `ranks`; `fill` where there is no such rank."""
-    emit, last = call.emit, call.share(halo.name) - 1
+    last = call.share(halo.name) - 1
     neighbour = call.position(halo.name) + step
     outside = neighbour < 0 if step < 0 else neighbour > last
     # The ranks at the ends have one neighbour: they read any rank's rows, which `fill` replaces.
-    inside = emit.clamp(neighbour, 0, last)
-    row = emit.index_select(ranks, 0, emit.view(inside, [1]))
-    row = emit.squeeze(row, 0)
-    row = emit.slice(row, halo.dim, place.start, place.stop)
-    return emit.masked_fill(row, outside, fill)
+    inside = neighbour.clamp(0, last)
+    row = ranks.index_select(0, inside.view([1]))
+    row = row.squeeze(0)
+    row = row.slice(halo.dim, place.start, place.stop)
+    return row.masked_fill(outside, fill)

@@ -72,7 +72,7 @@ def _local_index_select(call: LocalCall) -> Any:
     rows = call.run(operands=[table, place])
     if call.call.operands[1].shape:  # an index without dims is broadcast as it is
         outside = reshape_along(call, outside, dim, len(shape))
-    return call.emit.masked_fill(rows, outside, 0)
+    return rows.masked_fill(outside, 0)
 
 
 def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> tuple[dict[str, int], list[str], list[list[str]]]:
@@ -115,7 +115,7 @@ def _gather(call: OpCall) -> Rule | None:
 def _local_gather(call: LocalCall) -> Any:
     table, index = call.operands
     place, outside = localize_index(call, index, "indexed", call.operand_shape(0)[call.arg("dim")])
-    return call.emit.masked_fill(call.run(operands=[table, place]), outside, 0)
+    return call.run(operands=[table, place]).masked_fill(outside, 0)
 
 
 class AdvancedIndexing:
@@ -183,7 +183,7 @@ def localize_indices(
     Returns:
         The indices, and a mask that is broadcast to what they pick; None where no indexed dim is sharded.
     """
-    emit, outside = call.emit, None
+    outside = None
     whole, local = call.call.operands[0].shape, call.operand_shape(0)
     indices = list(call.operands[first : first + len(dims.tensors)])
     for which, dim in enumerate(dims.indexed):
@@ -191,9 +191,9 @@ def localize_indices(
             continue
         index = non_negative_index(call, indices[which], whole[dim])
         indices[which], beyond = localize_index(call, index, f"d{dim}", local[dim], local[dim] if spare else 0)
-        outside = beyond if outside is None else emit.logical_or(outside, beyond)
+        outside = beyond if outside is None else outside.logical_or(beyond)
     if outside is not None:
-        outside = emit.reshape(outside, [*outside.shape, *[1] * dims.trailing_count])
+        outside = outside.reshape([*outside.shape, *[1] * dims.trailing_count])
     return indices, outside
 
 
@@ -215,7 +215,7 @@ def _index(call: OpCall) -> Rule | None:
         if outside is None:
             return program.run()
         picked = program.run(operands=[program.operands[0], *indices])
-        return program.emit.masked_fill(picked, outside, 0)
+        return picked.masked_fill(outside, 0)
 
     return lookup_rule(call, dims.sizes, [dims.source, *dims.indices()], dims.picked_dims, dims.names, local)
 
@@ -243,7 +243,7 @@ def localize_flat_index(call: LocalCall, outside_at: int) -> tuple[Any, Any]:
 @if_sharded("d0")
 def _local_take(call: LocalCall) -> Any:
     place, outside = localize_flat_index(call, 0)
-    return call.emit.masked_fill(call.run(operands=[call.operands[0], place]), outside, 0)
+    return call.run(operands=[call.operands[0], place]).masked_fill(outside, 0)
 
 
 @rule_maker("aten.one_hot")
@@ -265,10 +265,10 @@ def _local_one_hot(call: LocalCall) -> Any:
     classes = call.result_shape()[-1]
     if not call.axes("classes"):
         return call.run(num_classes=classes)
-    emit, (index,) = call.emit, call.operands
+    (index,) = call.operands
     # Every class is compared: scattering ones would need a spare place for classes of other ranks.
-    marked = emit.eq(emit.unsqueeze(index, -1), positions(call, "classes", classes, index.device))
-    return emit._to_copy(marked, dtype=torch.int64)
+    marked = index.unsqueeze(-1).eq(positions(call, "classes", classes, index.device))
+    return marked.to(torch.int64)
 
 
 # Gathering and scattering by index where a mask says so, without looking whether indices elsewhere are in range.
@@ -291,13 +291,13 @@ def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any
     values = list(call.operands)
     for place, dim in enumerate(dims.indexed, start=2):
         size = call.call.operands[0].shape[dim]
-        values[place] = call.emit.clamp(values[place], -size, size - 1)
+        values[place] = values[place].clamp(-size, size - 1)
     call.operands = tuple(values)
     indices, outside = localize_indices(call, dims, first=2)
     mask = call.operands[1]
     if outside is not None:
-        inside = call.emit.logical_not(outside)
-        mask = call.emit.logical_and(mask, inside)
+        inside = outside.logical_not()
+        mask = mask.logical_and(inside)
     return [mask, *indices]
 
 

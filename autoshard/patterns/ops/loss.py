@@ -85,11 +85,11 @@ def _run_on_local_classes(call: LocalCall, **changed: Any) -> Any:
     """The operator on this rank's stretch of the classes: targets outside it become ignored ones."""
     if not call.axes("c"):
         return call.run(**changed)
-    emit, values = call.emit, named_values(call)
-    ignored = emit.eq(values["target"], call.arg("ignore_index"))
+    values = named_values(call)
+    ignored = values["target"].eq(call.arg("ignore_index"))
     target, outside = local_positions(call, values["target"], "c", call.size("c"))
-    outside = emit.logical_or(outside, ignored)
-    values["target"] = emit.masked_fill(target, outside, _IGNORED_TARGET)
+    outside = outside.logical_or(ignored)
+    values["target"] = target.masked_fill(outside, _IGNORED_TARGET)
     return call.run(operands=list(values.values()), ignore_index=_IGNORED_TARGET, **changed)
 
 
@@ -190,7 +190,7 @@ def _local_margin_loss(call: LocalCall) -> Any:
     results = call.run(reduction=_NONE if padded else _SUM)
     first, *others = results if isinstance(results, tuple) else (results,)
     if padded:
-        first = call.emit.sum(without_padded_steps(call, first, ["n"]))
+        first = without_padded_steps(call, first, ["n"]).sum()
     if reduction == _MEAN:
         first = first / shape_of(call.call, "self")[0]
     return (first, *others) if others else first

@@ -27,7 +27,7 @@ def keep_on_first_rank(call: LocalCall, operand: int, names: Sequence[str]) -> l
     values = list(call.operands)
     axes = sorted(axis for name in names for axis in call.axes(name))
     if axes:
-        first = call.emit.eq(call.linear_index(axes), 0)
+        first = call.linear_index(axes).eq(0)
         # `where` and not a product: zero times infinity is no zero.
         values[operand] = call.emit.where(first, values[operand], 0)
     return values
@@ -155,12 +155,11 @@ def _scalar_dims(meta: TensorMeta) -> str:
 
 def _local(call: LocalCall) -> Any:
     """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
-    emit = call.emit
     values = keep_on_first_rank(call, 4, ["k"]) if call.arg("bias") is not None else list(call.operands)
-    values[0] = emit.contiguous(values[0])
+    values[0] = values[0].contiguous()
     # A transpose of a contiguous transpose: column-major.
-    columns = emit.contiguous(emit.t(values[1]))
-    values[1] = emit.t(columns)
+    columns = values[1].t().contiguous()
+    values[1] = columns.t()
     return call.run(operands=values)
 
 

@@ -19,7 +19,6 @@ from autoshard.patterns.ops._helpers import (
     all_reduce_over,
     all_reduce_stacked,
     bind_named,
-    cast,
     cast_results,
     factor_names,
     if_sharded,
@@ -103,8 +102,8 @@ def _center(gradient: Any, normal: Any, mean: Any, mean_along: Any) -> Any:
 def _per_channel(call: LocalCall, value: Any) -> Any:
     """A value per channel, shaped to broadcast over an image, in the dtype that sums are taken in."""
     spatial = len(shape_of(call.call, "input")) - 2
-    value = cast(call, value, accumulation_dtype(value.dtype))
-    return call.emit.view(value, [-1, *[1] * spatial])
+    value = value.to(accumulation_dtype(value.dtype))
+    return value.view([-1, *[1] * spatial])
 
 
 # Layer and root-mean-square norm, whose statistics are per row, and group norm, per sample and group of channels.
@@ -139,18 +138,18 @@ def normalization(call: OpCall) -> Rule:
 
 
 def _normalize(call: LocalCall) -> Any:
-    family, emit, values = _family(call.call), call.emit, named_values(call)
+    family, values = _family(call.call), named_values(call)
     if not split_axes(call, family.names):
         return _run_with_local_groups(call)
     x = values["input"]
     if _is_root_mean_square(call.call):
-        x = cast(call, x, accumulation_dtype(x.dtype))
+        x = x.to(accumulation_dtype(x.dtype))
         (variance,) = _means(call, [x * x])
-        statistics = [emit.rsqrt(variance + call.arg("eps"))]
+        statistics = [(variance + call.arg("eps")).rsqrt()]
     else:
         x = _rows(call, x)
         mean, variance = joined_moments(call, x, family.layout)
-        statistics = [mean, emit.rsqrt(variance + call.arg("eps"))]
+        statistics = [mean, (variance + call.arg("eps")).rsqrt()]
         x = x - mean
     result = _image(call, x * statistics[-1])
     if "weight" in values:
@@ -158,7 +157,7 @@ def _normalize(call: LocalCall) -> Any:
     if "bias" in values:
         result = result + _parameter(call, values["bias"])
     if _is_grouped(call):
-        statistics = [emit.squeeze(value, 2) for value in statistics]
+        statistics = [value.squeeze(2) for value in statistics]
     return cast_results(call, [result, *statistics])
 
 
@@ -174,13 +173,13 @@ def _rows(call: LocalCall, value: Any) -> Any:
     """An image of a group norm as `[n, g, channels of the group and positions]`, in the dtype of sums; others as is."""
     if not _is_grouped(call):
         return value
-    value = cast(call, value, accumulation_dtype(value.dtype))
-    return call.emit.reshape(value, [value.shape[0], call.size("g"), -1])
+    value = value.to(accumulation_dtype(value.dtype))
+    return value.reshape([value.shape[0], call.size("g"), -1])
 
 
 def _image(call: LocalCall, rows: Any) -> Any:
     """What `_rows` made rows of."""
-    return call.emit.view(rows, list(named_values(call)["input"].shape)) if _is_grouped(call) else rows
+    return rows.view(list(named_values(call)["input"].shape)) if _is_grouped(call) else rows
 
 
 def _parameter(call: LocalCall, value: Any) -> Any:
@@ -191,7 +190,7 @@ def _parameter(call: LocalCall, value: Any) -> Any:
 def _means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
     """Means of several values over what one statistic is of, other ranks' elements included."""
     family = _family(call.call)
-    sums = [call.emit.sum(value, family.dims, True) for value in values]
+    sums = [value.sum(family.dims, True) for value in values]
     # The count is that of the whole tensor: padding has been replaced by zeros, and does not count.
     return [value / family.count for value in all_reduce_stacked(call, sums, family.names)]
 
@@ -224,17 +223,17 @@ def normalization_backward(call: OpCall) -> Rule:
 
 
 def _normalize_backward(call: LocalCall) -> Any:
-    emit, values = call.emit, named_values(call)
+    values = named_values(call)
     if not split_axes(call, _family(call.call).names):
         # The kernel of group norms reads both images as if they lay alike. By fake tensors the gradient of a loss lies
         # as the loss's input; kernels of `mse_loss_backward` and others of its kind make it row-major.
-        images = [emit.contiguous(image) for image in call.operands[:2]] if _is_grouped(call) else call.operands[:2]
+        images = [image.contiguous() for image in call.operands[:2]] if _is_grouped(call) else call.operands[:2]
         return _run_with_local_groups(call, [*images, *call.operands[2:]])
     dtype = accumulation_dtype(values["input"].dtype)
-    gradient, x = cast(call, values["grad_out"], dtype), cast(call, values["input"], dtype)
-    statistics = [cast(call, values[name], dtype) for name in ("mean", "rstd") if name in values]
+    gradient, x = values["grad_out"].to(dtype), values["input"].to(dtype)
+    statistics = [values[name].to(dtype) for name in ("mean", "rstd") if name in values]
     if _is_grouped(call):
-        statistics = [emit.unsqueeze(value, -1) for value in statistics]
+        statistics = [value.unsqueeze(-1) for value in statistics]
     *mean, scale = statistics
     normal = _rows(call, x)
     normal = (normal - mean[0] if mean else normal) * scale
@@ -244,7 +243,7 @@ def _normalize_backward(call: LocalCall) -> Any:
     parameter_dims = [1] if _is_grouped(call) else _family(call.call).dims
     dims = [dim for dim in range(len(gradient.shape)) if dim not in parameter_dims]
     for asked, value in zip(wanted[1:], (along, gradient), strict=False):
-        results.append((emit.sum(value, dims) if dims else value) if asked else None)
+        results.append((value.sum(dims) if dims else value) if asked else None)
     return tuple(_cast_or_empty(call, index, value) for index, value in enumerate(results))
 
 
@@ -262,9 +261,9 @@ def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any, has
 def _cast_or_empty(call: LocalCall, index: int, value: Any) -> Any:
     """A gradient in the dtype of its result; of one that is not asked for, what the operator gives in its place."""
     if value is not None:
-        return cast(call, value, result_dtype(call, index))
+        return value.to(result_dtype(call, index))
     # The operator of root-mean-square norms gives a tensor without elements, ATen's gives None.
-    return None if call.call.results[index] is None else call.emit.new_empty(call.operands[0], [0])
+    return None if call.call.results[index] is None else call.operands[0].new_empty([0])
 
 
 # Batch norm, in all spellings that functional graphs have of it: statistics per channel, over samples and positions. In
@@ -313,15 +312,15 @@ def _batch_norm(call: LocalCall) -> Any:
     emit, values = call.emit, named_values(call)
     x = values["input"]
     moments = joined_moments(call, x, _family(call.call).layout)
-    mean, variance = (emit.view(value, [-1]) for value in moments)
-    scale = emit.rsqrt(variance + call.arg("eps"))
-    parameters = [cast(call, values[name], mean.dtype) if name in values else None for name in ("weight", "bias")]
+    mean, variance = (value.view([-1]) for value in moments)
+    scale = (variance + call.arg("eps")).rsqrt()
+    parameters = [values[name].to(mean.dtype) if name in values else None for name in ("weight", "bias")]
     # The statistics are known now: the inference kernel applies them in one pass.
     result, _, _ = emit._native_batch_norm_legit_no_training(x, *parameters, mean, variance, 0.0, call.arg("eps"))
     results = [result, mean, scale]
     if len(call.call.results) == 6:
         # The space that cuDNN keeps for its backward kernel: without elements, since that kernel did not run.
-        results.append(emit.new_empty(call.operands[0], [0], dtype=result_dtype(call, 3), layout=None, device=None))
+        results.append(call.operands[0].new_empty([0], dtype=result_dtype(call, 3), layout=None, device=None))
     if "running_mean" in values:
         results += _update_running_statistics(call, mean, variance)
     return cast_results(call, results)
@@ -367,14 +366,14 @@ def batch_norm_backward(call: OpCall) -> Rule:
 
 @if_sharded(by=_reduced_names)
 def _batch_norm_backward(call: LocalCall) -> Any:
-    emit, values, family = call.emit, named_values(call), _family(call.call)
+    values, family = named_values(call), _family(call.call)
     dtype = accumulation_dtype(values["input"].dtype)
-    gradient, x = cast(call, values["grad_out"], dtype), cast(call, values["input"], dtype)
+    gradient, x = values["grad_out"].to(dtype), values["input"].to(dtype)
     # Both kernels save the reciprocal deviation; one of them calls it a variance.
-    deviation = cast(call, values["save_invstd" if "save_invstd" in values else "save_var"], dtype)
-    mean, scale = _per_channel(call, cast(call, values["save_mean"], dtype)), _per_channel(call, deviation)
+    deviation = values["save_invstd" if "save_invstd" in values else "save_var"].to(dtype)
+    mean, scale = _per_channel(call, values["save_mean"].to(dtype)), _per_channel(call, deviation)
     normal = (x - mean) * scale
-    sums = [emit.sum(value, family.dims) for value in (gradient * normal, gradient)]
+    sums = [value.sum(family.dims) for value in (gradient * normal, gradient)]
     sums = all_reduce_stacked(call, sums, family.names)
     results = [_channel_gradient(call, gradient, normal, scale, sums), *sums]
     mask = call.arg("output_mask")
@@ -387,7 +386,7 @@ def _channel_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any, s
     along, straight = (_per_channel(call, value / count) for value in sums)
     gradient = _center(gradient, normal, straight, along)
     if "weight" in values:
-        scale = scale * _per_channel(call, cast(call, values["weight"], scale.dtype))
+        scale = scale * _per_channel(call, values["weight"].to(scale.dtype))
     return gradient * scale
 
 
@@ -431,18 +430,18 @@ def _slice_sum(call: LocalCall, value: Any) -> Any:
     """Sum over all dims but the one that is kept, other ranks included; dims of size one stay."""
     rank = len(value.shape)
     dims = [dim for dim in range(rank) if dim != call.arg("dim") % rank]
-    return all_reduce_over(call, call.emit.sum(value, dims, True), _summed_names(call.call))
+    return all_reduce_over(call, value.sum(dims, True), _summed_names(call.call))
 
 
 def _accumulated(call: LocalCall) -> Iterable[Any]:
     """The operands in the dtypes that sums of them are taken in."""
-    return (cast(call, value, accumulation_dtype(value.dtype)) for value in call.operands)
+    return (value.to(accumulation_dtype(value.dtype)) for value in call.operands)
 
 
 @if_sharded(by=_summed_names)
 def _weight_norm(call: LocalCall) -> Any:
     v, g = _accumulated(call)
-    lengths = call.emit.sqrt(_slice_sum(call, v * v))
+    lengths = _slice_sum(call, v * v).sqrt()
     weight = v * (g / lengths)
     return cast_results(call, [weight, lengths])
 

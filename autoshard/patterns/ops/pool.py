@@ -105,7 +105,7 @@ def _pool_backward(call: LocalCall) -> Any:
     halos, values = _windows(call.call).sharded_halos(call), named_values(call)
     if not halos:
         return call.run()
-    values["self"] = call.emit.new_zeros(values["self"], _extended_shape(call, halos))
+    values["self"] = values["self"].new_zeros(_extended_shape(call, halos))
     if "indices" in values:
         values["indices"] = _translate_indices(call, values["indices"], halos, inwards=True)
     gradient = call.run(operands=list(values.values()), padding=_window_padding(call, halos))
@@ -124,22 +124,22 @@ def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, 
 
     A place is the row-major number of a position among all of an image.
     """
-    emit, spatial = call.emit, _spatial_rank(call.call)
+    spatial = _spatial_rank(call.call)
     names = list(named_values(call))
     whole = shape_of(call.call, "self")
     local, extent = call.operand_shape(names.index("self")), _extended_shape(call, halos)
     total, scale = None, 1
     for dim in reversed(range(len(whole) - spatial, len(whole))):
         source, target = (whole[dim], extent[dim]) if inwards else (extent[dim], whole[dim])
-        place = emit.remainder(indices, source)
-        indices = emit.div(indices, source, rounding_mode="floor")
+        place = indices.remainder(source)
+        indices = indices.div(source, rounding_mode="floor")
         halo = next((halo for halo in halos if halo.dim == dim), None)
         if halo is not None:
             start = call.position(halo.name) * local[dim]
             start = start - halo.before
             place = place - start if inwards else place + start
             # A window of which all numbers are infinitely small may point at what lies outside the image.
-            place = emit.clamp(place, 0, target - 1)
+            place = place.clamp(0, target - 1)
         place = place * scale if scale > 1 else place
         total = place if total is None else total + place
         scale *= target

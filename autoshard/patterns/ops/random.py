@@ -15,7 +15,7 @@ import torch
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._draws import draws
-from autoshard.patterns.ops._helpers import accumulation_dtype, cast, factor_names, result_dtype
+from autoshard.patterns.ops._helpers import accumulation_dtype, factor_names, result_dtype
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
@@ -68,7 +68,7 @@ def _native_dropout(call: LocalCall) -> Any:
     mask = draw(call, draws.bernoulli.default, 1.0 - p, dtype=result_dtype(call, 1))
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     # Masking and scaling in one pass is what the backward kernel does.
-    return call.emit.native_dropout_backward(call.operands[0], mask, scale), mask
+    return call.operands[0].native_dropout_backward(mask, scale), mask
 
 
 rule("aten.native_dropout", "... -> ..., ...", local=_native_dropout, uneven=True)
@@ -119,7 +119,7 @@ def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype
     """The negative of exponentially distributed numbers of rate one."""
     uniform = _uniform(call, dtype, size)
     # Zero is drawn and one is not, so that 1 - u is never zero.
-    return call.emit.log1p(-uniform)
+    return (-uniform).log1p()
 
 
 register_draw(lambda call: _exponential_noise(call) * (-1.0 / call.arg("lambd")), "exponential.default")
@@ -130,7 +130,7 @@ def _bernoulli(call: LocalCall) -> Any:
     probabilities = call.operands[-1]
     uniform = _uniform(call, accumulation_dtype(probabilities.dtype))
     # In the probabilities' own half precision a small one would round to few of the uniform numbers, or to none.
-    return cast(call, uniform < probabilities, result_dtype(call))
+    return (uniform < probabilities).to(result_dtype(call))
 
 
 register_draw(_bernoulli, "bernoulli.default", "bernoulli.Tensor")
@@ -153,7 +153,7 @@ def _randperm(call: LocalCall) -> Any:
     """A permutation, the same on every rank."""
     # Keys in double precision: that two of many are equal, and the order not random, is as good as excluded.
     keys = _uniform(call, torch.float64)
-    return cast(call, call.emit.argsort(keys, stable=True), result_dtype(call))
+    return keys.argsort(stable=True).to(result_dtype(call))
 
 
 rule("aten.randperm", "-> d!", local=_randperm)
@@ -161,23 +161,22 @@ rule("aten.randperm", "-> d!", local=_randperm)
 
 def _multinomial(call: LocalCall) -> Any:
     """Indices drawn by weight; rows are independent."""
-    emit, count = call.emit, call.arg("num_samples")
+    count = call.arg("num_samples")
     dtype = accumulation_dtype(call.operands[0].dtype)
-    weights = cast(call, call.operands[0], dtype)
+    weights = call.operands[0].to(dtype)
     if call.arg("replacement") and count > 1:
         return _with_replacement(call, weights)
     # Exponential clocks: the first to ring have the odds of draws one after another without replacement.
     noise = -_exponential_noise(call, weights.shape, dtype)
-    return emit.topk(weights / noise, count)[1]
+    return (weights / noise).topk(count)[1]
 
 
 def _with_replacement(call: LocalCall, weights: Any) -> Any:
-    emit = call.emit
-    cumulative = emit.cumsum(weights, -1)
-    total = emit.slice(cumulative, -1, -1)
-    sample = emit.searchsorted(cumulative, _uniform(call, weights.dtype) * total, right=True)
+    cumulative = weights.cumsum(-1)
+    total = cumulative.slice(-1, -1)
+    sample = cumulative.searchsorted(_uniform(call, weights.dtype) * total, right=True)
     # Rounding may put a number drawn close to the total behind the last step.
-    return emit.clamp_max(sample, weights.shape[-1] - 1)
+    return sample.clamp_max(weights.shape[-1] - 1)
 
 
 rule("aten.multinomial", "... d! -> ... k!", local=_multinomial, uneven=True)
@@ -190,25 +189,23 @@ rule("aten.multinomial", "... d! -> ... k!", local=_multinomial, uneven=True)
 
 
 def _cauchy(call: LocalCall) -> Any:
-    emit = call.emit
     angle = (_uniform(call, torch.float64) - 0.5) * math.pi
-    value = emit.tan(angle) * call.arg("sigma")
-    return cast(call, value + call.arg("median"), result_dtype(call))
+    value = angle.tan() * call.arg("sigma")
+    return (value + call.arg("median")).to(result_dtype(call))
 
 
 def _geometric(call: LocalCall) -> Any:
     """Number of trials up to the first success, at least one."""
-    emit = call.emit
     # P(trials > k) = (1 - p)^k: its logarithm, inverted.
-    survival = emit.log1p(-_uniform(call, torch.float64))
-    trials = emit.ceil(survival / math.log1p(-call.arg("p")))
-    return cast(call, emit.clamp_min(trials, 1.0), result_dtype(call))
+    survival = (-_uniform(call, torch.float64)).log1p()
+    trials = (survival / math.log1p(-call.arg("p"))).ceil()
+    return trials.clamp_min(1.0).to(result_dtype(call))
 
 
 register_draw(_cauchy, "cauchy.default")
 register_draw(_geometric, "geometric.default")
 register_draw(
-    lambda call: call.emit.exp(draw(call, draws.normal.default, call.arg("mean"), call.arg("std"))),
+    lambda call: draw(call, draws.normal.default, call.arg("mean"), call.arg("std")).exp(),
     "log_normal.default",
 )
 
@@ -251,9 +248,9 @@ def _rrelu(call: LocalCall) -> Any:
     """A rectifier whose slope for negative numbers is drawn: the value, and the slopes."""
     if not call.arg("training"):
         return call.run()
-    emit, x = call.emit, call.operands[0]
+    x = call.operands[0]
     slope = draw(call, draws.uniform.default, call.arg("lower"), call.arg("upper"))
-    slope = emit.masked_fill(slope, x > 0, 1.0)
+    slope = slope.masked_fill(x > 0, 1.0)
     return x * slope, slope
 
 

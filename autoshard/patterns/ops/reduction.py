@@ -14,7 +14,6 @@ from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
     all_reduce_over,
-    cast,
     if_sharded,
     numbered_dims,
     positions,
@@ -151,7 +150,7 @@ def _local_any_all(call: LocalCall) -> Any:
     if not names:
         return value
     kind = "max" if "any" in call.call.op._schema.name else "min"
-    return cast(call, all_reduce_over(call, cast(call, value, torch.uint8), names, kind), result_dtype(call))
+    return all_reduce_over(call, value.to(torch.uint8), names, kind).to(result_dtype(call))
 
 
 # Elements picked by their rank among all of a dim, which must be whole.
@@ -174,15 +173,15 @@ def _logsumexp(call: OpCall) -> Rule:
 @if_sharded(by=reduced_names)
 def _local_logsumexp(call: LocalCall) -> Any:
     dims, names = list(reduced_dims(call.call)), sharded_dims(call)
-    emit, value = call.emit, cast(call, call.operands[0], result_dtype(call))  # differences of integers may overflow
-    top = all_reduce_over(call, emit.amax(value, dims, True), names, "max")
+    value = call.operands[0].to(result_dtype(call))  # differences of integers may overflow
+    top = all_reduce_over(call, value.amax(dims, True), names, "max")
     # An infinite maximum is its own logarithm of the sum; subtracting it would give nan.
-    infinite = emit.eq(emit.abs(top), math.inf)
-    top = emit.masked_fill(top, infinite, 0)
-    total = emit.exp(value - top)
-    total = all_reduce_over(call, emit.sum(total, dims, True), names)
-    whole = emit.log(total) + top
-    return cast(call, emit.reshape(whole, list(call.result_shape())), result_dtype(call))
+    infinite = top.abs().eq(math.inf)
+    top = top.masked_fill(infinite, 0)
+    total = (value - top).exp()
+    total = all_reduce_over(call, total.sum(dims, True), names)
+    whole = total.log() + top
+    return whole.reshape(list(call.result_shape())).to(result_dtype(call))
 
 
 # Extreme values and where they stand: the ranks agree on the value, then on the first place that holds it.
@@ -206,30 +205,30 @@ def _extreme(call: OpCall) -> Rule:
 @if_sharded(by=reduced_names)
 def _local_extreme(call: LocalCall) -> Any:
     names = sharded_dims(call)
-    emit, (value,), dims = call.emit, call.operands, reduced_dims(call.call)
+    (value,), dims = call.operands, reduced_dims(call.call)
     dtype = value.dtype
     if dtype is torch.bool:
-        value = cast(call, value, torch.uint8)
+        value = value.to(torch.uint8)
     if len(dims) != 1:  # all of them, as if they were one
-        value = emit.reshape(value, [-1])
+        value = value.reshape([-1])
     dim = dims[0] if len(dims) == 1 else 0
     largest = "max" in call.call.op._schema.name
-    best, place = emit.max(value, dim) if largest else emit.min(value, dim)
+    best, place = value.max(dim) if largest else value.min(dim)
     place = _global_index(call, place, dims)
     best, place = _global_extreme(call, best, place, names, "max" if largest else "min")
-    place = emit.reshape(place, list(call.result_shape(-1)))
+    place = place.reshape(list(call.result_shape(-1)))
     if len(call.call.results) == 1:
         return place
-    return emit.reshape(cast(call, best, dtype), list(call.result_shape())), place
+    return best.to(dtype).reshape(list(call.result_shape())), place
 
 
 def _global_index(call: LocalCall, place: Any, dims: Sequence[int]) -> Any:
     """A row-major index into the local dims `dims` as one into the whole dims."""
-    emit, whole, local = call.emit, call.call.operands[0].shape, call.operand_shape(0)
+    whole, local = call.call.operands[0].shape, call.operand_shape(0)
     total, stride = None, 1
     for dim in reversed(dims):
-        inner = emit.remainder(place, local[dim])
-        place = emit.div(place, local[dim], rounding_mode="floor")
+        inner = place.remainder(local[dim])
+        place = place.div(local[dim], rounding_mode="floor")
         if call.axes(f"d{dim}"):
             inner = inner + stretch_start(call, f"d{dim}", local[dim])
         inner = inner * stride
@@ -244,14 +243,14 @@ def _global_extreme(call: LocalCall, best: Any, place: Any, names: Sequence[str]
     last = math.prod(call.call.operands[0].shape)
     top = all_reduce_over(call, best, names, kind)
     behind = place + last  # behind all places of nan, and in front of no offer
-    offer = emit.where(emit.eq(best, top), behind, 2 * last)
+    offer = emit.where(best.eq(top), behind, 2 * last)
     number = best.dtype.is_floating_point
     if number:
-        offer = emit.where(emit.isnan(best), place, offer)
+        offer = emit.where(best.isnan(), place, offer)
     winner = all_reduce_over(call, offer, names, "min")
     if number:
-        top = emit.masked_fill(top, winner < last, math.nan)
-    return top, emit.remainder(winner, last)
+        top = top.masked_fill(winner < last, math.nan)
+    return top, winner.remainder(last)
 
 
 @rule_maker("aten.value_selecting_reduction_backward")
@@ -271,9 +270,9 @@ def _local_selected_backward(call: LocalCall) -> Any:
         return call.run(sizes=shape)
     gradient, index = call.operands
     if not call.arg("keepdim"):
-        gradient, index = (emit.unsqueeze(value, dim) for value in (gradient, index))
+        gradient, index = (value.unsqueeze(dim) for value in (gradient, index))
     held = positions(call, f"d{dim}", shape[dim], gradient.device)
-    selected = emit.eq(index, reshape_along(call, held, dim, len(shape)))
+    selected = index.eq(reshape_along(call, held, dim, len(shape)))
     return emit.where(selected, gradient, 0)
 
 
@@ -321,10 +320,10 @@ def _combine_norms(call: LocalCall) -> Any:
     names = [name for name in dict.fromkeys(reduced) if call.axes(name)]
     if not names:
         return call.run()
-    emit, order = call.emit, _order(call.call)
-    norm = cast(call, call.run(), accumulation_dtype(result_dtype(call)))
-    total = all_reduce_over(call, emit.pow(norm, order), names)
-    return cast(call, emit.pow(total, 1 / order), result_dtype(call))
+    order = _order(call.call)
+    norm = call.run().to(accumulation_dtype(result_dtype(call)))
+    total = all_reduce_over(call, norm.pow(order), names)
+    return total.pow(1 / order).to(result_dtype(call))
 
 
 # Mean and variance over sharded dims: every rank takes those of its part, and one gather joins them.
@@ -374,21 +373,21 @@ def _shard_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[
     The origin is the first element, so that neither the mean nor its distance to those of other ranks is rounded as
     coarsely as the numbers themselves. Where all of the part is padding, the moments are zero.
     """
-    emit, dims = call.emit, [dim for dim, factors in enumerate(layout) if factors]
+    dims = [dim for dim, factors in enumerate(layout) if factors]
     origin = value
     for dim in dims:
-        origin = emit.slice(origin, dim, 0, 1)
-    origin = cast(call, origin, accumulation_dtype(value.dtype))
+        origin = origin.slice(dim, 0, 1)
+    origin = origin.to(accumulation_dtype(value.dtype))
     value = value - origin
     names = [name for dim in layout for name in dim.split()]
     if not is_padded(call, names):
-        variance, mean = emit.var_mean(value, dims, correction=0, keepdim=True)
+        variance, mean = value.var_mean(dims, correction=0, keepdim=True)
         return origin, mean, variance
-    count = emit.clamp_min(_shard_count(call, origin, names), 1)
+    count = _shard_count(call, origin, names).clamp_min(1)
 
     def average(value: Any) -> Any:
         value = without_padded_steps(call, value, layout)
-        return emit.sum(value, dims, True) / count
+        return value.sum(dims, True) / count
 
     mean = average(value)
     deviation = value - mean
@@ -400,7 +399,7 @@ def _shard_count(call: LocalCall, like: Any, names: Sequence[str]) -> Any:
     emit, count = call.emit, None
     for name in names:
         ones = emit.full([call.size(name)], 1, dtype=like.dtype, device=like.device)
-        steps = emit.sum(without_padded_steps(call, ones, [name]), [0], True)
+        steps = without_padded_steps(call, ones, [name]).sum([0], True)
         count = steps if count is None else count * steps
     return count
 
@@ -411,17 +410,17 @@ def _combine_moments(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) 
     The origin is the first rank's, which has something wherever any rank has.
     """
     emit, size = call.emit, call.mesh.sizes[axis]
-    stacked = emit.unsqueeze(emit.stack(list(moments)), 0)
+    stacked = emit.stack(list(moments)).unsqueeze(0)
     gathered = emit.collective(collectives.all_gather_into_tensor.default, stacked, size, axis=axis)
-    origins, offsets, variances = (emit.select(gathered, 1, index) for index in range(3))
+    origins, offsets, variances = (gathered.select(1, index) for index in range(3))
     weights = _rank_weights(call, offsets, axis)
 
     def average(values: Any) -> Any:
         if weights is None:
-            return emit.mean(values, [0])
-        return emit.sum(values * weights, [0])
+            return values.mean([0])
+        return (values * weights).sum([0])
 
-    origin = emit.select(origins, 0, 0)
+    origin = origins.select(0, 0)
     offsets = origins - origin + offsets
     offset = average(offsets)
     deviation = offsets - offset
@@ -435,12 +434,12 @@ def _rank_weights(call: LocalCall, like: Any, axis: int) -> Any:
     It differs where the axis pads its factor, or shares it: what other axes do with a rank's part, they do with those
     of all ranks of this one.
     """
-    emit, steps = call.emit, steps_of_ranks(call, axis, like.device)
+    steps = steps_of_ranks(call, axis, like.device)
     if steps is None:
         return None
-    steps = cast(call, steps, like.dtype)
-    weights = steps / emit.sum(steps)
-    return emit.view(weights, [-1, *[1] * (len(like.shape) - 1)])
+    steps = steps.to(like.dtype)
+    weights = steps / steps.sum()
+    return weights.view([-1, *[1] * (len(like.shape) - 1)])
 
 
 @rule_maker("aten.var", "aten.std", "aten.var_mean", "aten.std_mean")
@@ -456,7 +455,7 @@ def _moments(call: OpCall) -> Rule:
 def _local_moments(call: LocalCall) -> Any:
     if not sharded_dims(call):
         return call.run()
-    emit, dims, shape = call.emit, reduced_dims(call.call), call.call.operands[0].shape
+    dims, shape = reduced_dims(call.call), call.call.operands[0].shape
     layout = [f"d{dim}" if dim in dims else "" for dim in range(len(shape))]
     mean, spread = joined_moments(call, call.operands[0], layout)
     count = math.prod(shape[dim] for dim in dims)
@@ -466,10 +465,8 @@ def _local_moments(call: LocalCall) -> Any:
         spread = spread * count / left
     name = call.call.op._schema.name
     if name.startswith("aten::std"):
-        spread = emit.sqrt(spread)
-    spread, mean = (
-        cast(call, emit.reshape(value, list(call.result_shape())), result_dtype(call)) for value in (spread, mean)
-    )
+        spread = spread.sqrt()
+    spread, mean = (value.reshape(list(call.result_shape())).to(result_dtype(call)) for value in (spread, mean))
     return (spread, mean) if name.endswith("_mean") else spread
 
 

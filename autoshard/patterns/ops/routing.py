@@ -49,7 +49,7 @@ def _local_group(call: LocalCall) -> Any:
     order, places, splits, ends = call.run()
     (axis,), emit = call.axes("group"), call.emit
     ranks, groups = emit.mesh.sizes[axis], call.arg("groups")
-    sent = emit.select(splits, 0, 0)  # how many rows of each group this rank sends
+    sent = splits.select(0, 0)  # how many rows of each group this rank sends
     each = [groups // ranks] * ranks
     received = emit.collective(collectives.all_to_all_single.default, sent, each, each, axis=axis)
     places, ends = emit.call(exchange_ops.arrivals.default, received, ranks, call.result_shape(1)[0])
@@ -88,19 +88,19 @@ def _move_rows(call: OpCall) -> Rule:
 
 @if_sharded("group")
 def _local_dispatch(call: LocalCall) -> Any:
-    emit, (values, order, places, splits) = call.emit, call.operands
+    (values, order, places, splits) = call.operands
     # `order` numbers rows, each token having so many of them behind each other.
-    tokens = emit.floor_divide(order, call.size("repeats"))
-    arrived = _exchange_rows(call, emit.index_select(values, 0, tokens), splits, back=False)
-    return emit.index_select(arrived, 0, places)
+    tokens = order.floor_divide(call.size("repeats"))
+    arrived = _exchange_rows(call, values.index_select(0, tokens), splits, back=False)
+    return arrived.index_select(0, places)
 
 
 @if_sharded("group")
 def _local_combine(call: LocalCall) -> Any:
     rows, order, places, splits = call.operands
-    arrived = call.emit.index_copy(rows, 0, places, rows)  # a permutation writes every row
+    arrived = rows.index_copy(0, places, rows)  # a permutation writes every row
     returned = _exchange_rows(call, arrived, splits, back=True)
-    return call.emit.index_copy(returned, 0, order, returned)
+    return returned.index_copy(0, order, returned)
 
 
 @rule_maker("autoshard::spread", "autoshard::collect")

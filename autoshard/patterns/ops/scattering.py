@@ -32,14 +32,14 @@ def append_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     ndim = len(value.shape)
     # `constant_pad_nd` counts from the last dim, before and behind in turn.
     pad = [int(position % 2 == 1 and ndim - 1 - position // 2 in dims) for position in range(2 * ndim)]
-    return call.emit.constant_pad_nd(value, pad)
+    return value.constant_pad_nd(pad)
 
 
 def drop_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     """The value without the last row of every dim in `dims`."""
     shape = value.shape
     for dim in dims:
-        value = call.emit.slice(value, dim, 0, shape[dim] - 1)
+        value = value.slice(dim, 0, shape[dim] - 1)
     return value
 
 
@@ -91,7 +91,7 @@ def _add_rows(call: LocalCall) -> Any:
     if call.axes(f"d{dim}"):
         values[1], outside = localize_index(call, values[1], f"d{dim}", shape[dim])
         outside = reshape_along(call, outside, dim, len(shape))
-        values[2] = call.emit.masked_fill(values[2], outside, 0)
+        values[2] = values[2].masked_fill(outside, 0)
     return call.run(operands=values)
 
 
@@ -167,8 +167,8 @@ def _add_elements(call: LocalCall) -> Any:
         values[1], outside = localize_index(call, values[1], "indexed", shape[call.arg("dim") % len(shape)])
         if whole_source:  # the index covers a part of the source, from the start of every dim
             for dim, size in enumerate(values[1].shape):
-                values[2] = call.emit.slice(values[2], dim, 0, size)
-        values[2] = call.emit.masked_fill(values[2], outside, 0)
+                values[2] = values[2].slice(dim, 0, size)
+        values[2] = values[2].masked_fill(outside, 0)
     return call.run(operands=values)
 
 
@@ -201,7 +201,7 @@ def _index_put(call: OpCall) -> Rule | None:
         indices, outside = localize_indices(program, dims)
         target, *_, added = keep_on_first_rank(program, 0, dims.index_names)
         if outside is not None:
-            added = program.emit.masked_fill(added, outside, 0)
+            added = added.masked_fill(outside, 0)
         return program.run(operands=[target, *indices, added])
 
     def local_overwrite(program: LocalCall) -> Any:
@@ -249,11 +249,11 @@ def _local_put(call: LocalCall) -> Any:
     target, index, source = keep_on_first_rank(call, 0, list(flat_dims(call.call)[1]))
     if not call.axes("d0"):
         return call.run(operands=[target, index, source])
-    emit, shape = call.emit, call.operand_shape(0)
+    shape = call.operand_shape(0)
     place, _ = localize_flat_index(call, math.prod(shape))
-    flat = append_spare(call, emit.reshape(target, [-1]), [0])
+    flat = append_spare(call, target.reshape([-1]), [0])
     written = drop_spare(call, call.run(operands=[flat, place, source]), [0])
-    return emit.reshape(written, list(shape))
+    return written.reshape(list(shape))
 
 
 # Elements that are taken one after the other to fill the places of a mask.
@@ -294,9 +294,9 @@ def _local_masked_scatter(call: LocalCall) -> Any:
         return call.run()
     emit, (target, mask, source) = call.emit, call.operands
     place, held = _local_places(call, mask, call.call.operands[0].shape, shape)
-    source = emit.reshape(source, [-1])
-    place = emit.clamp(place, 0, math.prod(call.call.operands[2].shape) - 1)
-    return emit.where(held, emit.take(source, place), target)
+    source = source.reshape([-1])
+    place = place.clamp(0, math.prod(call.call.operands[2].shape) - 1)
+    return emit.where(held, source.take(place), target)
 
 
 def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Sequence[int]) -> tuple[Any, Any]:
@@ -304,15 +304,14 @@ def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Seque
 
     Padding behind the end of a dim has the answers of the dim's last element.
     """
-    emit = call.emit
-    mask = emit.expand(mask, list(whole))
-    places = emit.cumsum(emit.reshape(mask, [-1]), 0)
-    places = emit.reshape(places - 1, list(whole))
+    mask = mask.expand(list(whole))
+    places = mask.reshape([-1]).cumsum(0)
+    places = (places - 1).reshape(list(whole))
     for dim, size in enumerate(shape):
         if call.axes(f"d{dim}"):
             held_positions = positions(call, f"d{dim}", size, mask.device)
-            held_positions = emit.clamp_max(held_positions, whole[dim] - 1)
-            places, mask = (emit.index_select(value, dim, held_positions) for value in (places, mask))
+            held_positions = held_positions.clamp_max(whole[dim] - 1)
+            places, mask = (value.index_select(dim, held_positions) for value in (places, mask))
     return places, mask
 
 
@@ -323,8 +322,8 @@ def _local_masked_scatter_backward(call: LocalCall) -> Any:
     place, held = _local_places(call, mask, call.call.operands[0].shape, shape)
     # What the mask does not hold goes to a spare element behind the end.
     place = emit.where(held, place, count)
-    place = emit.clamp(place, None, count)
-    spare = emit.new_zeros(gradient, [count + 1])
-    flat = [emit.reshape(value, [-1]) for value in (place, gradient)]
-    picked = emit.scatter_add(spare, 0, *flat)
-    return emit.reshape(emit.slice(picked, 0, 0, count), result)
+    place = place.clamp(None, count)
+    spare = gradient.new_zeros([count + 1])
+    flat = [value.reshape([-1]) for value in (place, gradient)]
+    picked = spare.scatter_add(0, *flat)
+    return picked.slice(0, 0, count).reshape(result)

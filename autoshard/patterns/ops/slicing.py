@@ -136,21 +136,21 @@ def _local_slice(call: LocalCall) -> Any:
 
 def slice_backward_by_padding(call: LocalCall) -> Any:
     """`aten.slice_backward` by padding what was a slice of a dim with zeros, whatever the sizes of the other dims."""
-    (value,), emit, step = call.operands, call.emit, call.arg("step")
+    (value,), step = call.operands, call.arg("step")
     ndim = len(call.call.result.shape)
     dim = _dim(call.call, ndim)
     size, length = call.result_shape()[dim], call.operand_shape(0)[dim]
     start, _ = _bounds(call.call)
 
     def pad_dim(tensor: Any, dims_behind: int, before: int, behind: int) -> Any:
-        return emit.constant_pad_nd(tensor, [0, 0] * dims_behind + [before, behind])
+        return tensor.constant_pad_nd([0, 0] * dims_behind + [before, behind])
 
     if step == 1:
         start = _local_place(call, start)
     else:  # every element is the first of a step
-        value = emit.unsqueeze(value, dim + 1)
+        value = value.unsqueeze(dim + 1)
         value = pad_dim(value, ndim - 1 - dim, 0, step - 1)
-        value = emit.flatten(value, dim, dim + 1)
+        value = value.flatten(dim, dim + 1)
     return pad_dim(value, ndim - 1 - dim, start, size - start - length * step)
 
 
@@ -177,7 +177,7 @@ def _split(call: OpCall) -> Rule:
 
     def local(program: LocalCall) -> Any:
         sizes = [_local_place(program, piece) for piece in pieces]
-        return program.emit.split_with_sizes(program.operands[0], sizes, dim)
+        return program.operands[0].split_with_sizes(sizes, dim)
 
     return cut_rule(call, dim, inner, linear=[{0}], local=local, free=True)
 
@@ -248,7 +248,7 @@ def _local_element(call: LocalCall) -> Any:
     owner, place = divmod(call.arg("index") % whole[dim], shape[dim])
     if not call.axes(f"d{dim}"):
         return call.run(index=place, **_local_sizes(call))
-    owned = call.emit.eq(call.position(f"d{dim}"), owner)
+    owned = call.position(f"d{dim}").eq(owner)
     result = call.run(index=place, **_local_sizes(call))
     scatters = call.call.op._schema.name == "aten::select_scatter"
     return call.emit.where(owned, result, call.operands[0] if scatters else 0)

@@ -14,7 +14,6 @@ from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
     aten,
     bind_named,
-    cast,
     factor_names,
     if_sharded,
     result_dtype,
@@ -40,24 +39,24 @@ def _row_bytes(call: OpCall) -> int:
 
 def _accumulated(call: LocalCall) -> list[Any]:
     """The operands in the dtype that sums are taken in."""
-    return [cast(call, value, accumulation_dtype(call.call.operands[0].dtype)) for value in call.operands]
+    return [value.to(accumulation_dtype(call.call.operands[0].dtype)) for value in call.operands]
 
 
 def _row_sum(call: LocalCall, value: Any) -> Any:
     """The sum of every row, other ranks included."""
-    return call.all_reduce(call.emit.sum(value, [call.arg("dim")], True), "d")
+    return call.all_reduce(value.sum([call.arg("dim")], True), "d")
 
 
 @if_sharded("d")
 def _softmax(call: LocalCall) -> Any:
-    emit, (value,) = call.emit, _accumulated(call)
-    maximum = call.all_reduce(emit.amax(value, [call.arg("dim")], True), "d", "max")
-    parts = emit.exp(value - maximum)
+    (value,) = _accumulated(call)
+    maximum = call.all_reduce(value.amax([call.arg("dim")], True), "d", "max")
+    parts = (value - maximum).exp()
     result = parts / _row_sum(call, parts)
     if call.call.op is aten._safe_softmax.default:
-        masked = emit.eq(maximum, -math.inf)  # exp(-inf - -inf) is nan: a row that is masked out becomes zeros
-        result = emit.masked_fill(result, masked, 0.0)
-    return cast(call, result, result_dtype(call))
+        masked = maximum.eq(-math.inf)  # exp(-inf - -inf) is nan: a row that is masked out becomes zeros
+        result = result.masked_fill(masked, 0.0)
+    return result.to(result_dtype(call))
 
 
 @if_sharded("d")
@@ -68,15 +67,15 @@ def _log_softmax(call: LocalCall) -> Any:
     themselves would take three times as many.
     """
     emit, dim, (value,) = call.emit, call.arg("dim"), _accumulated(call)
-    maximum, place = emit.max(value, dim, True)
+    maximum, place = value.max(dim, True)
     # At its maximum, a stretch's log-softmax is the maximum less the logarithm of the stretch's sum of exponentials.
-    stretch_log = emit.gather(emit._log_softmax(value, dim, False), dim, place)
-    nothing = emit.eq(maximum, -math.inf)  # of the row lies in this stretch: its sum is zero
-    stretch_log = emit.masked_fill(maximum - stretch_log, nothing, -math.inf)
+    stretch_log = emit._log_softmax(value, dim, False).gather(dim, place)
+    nothing = maximum.eq(-math.inf)  # of the row lies in this stretch: its sum is zero
+    stretch_log = (maximum - stretch_log).masked_fill(nothing, -math.inf)
     largest = call.all_reduce(stretch_log, "d", "max")
-    total = call.all_reduce(emit.exp(stretch_log - largest), "d")
-    logarithm = largest + emit.log(total)
-    return cast(call, value - logarithm, result_dtype(call))
+    total = call.all_reduce((stretch_log - largest).exp(), "d")
+    logarithm = largest + total.log()
+    return (value - logarithm).to(result_dtype(call))
 
 
 @rule_maker("aten._softmax", "aten._safe_softmax", local=_softmax)
@@ -92,17 +91,17 @@ def _softmax_backward(call: LocalCall) -> Any:
     """`output · (gradient - sum(gradient · output))`."""
     gradient, output = _accumulated(call)
     parts = gradient * output
-    result = call.emit.addcmul(parts, output, _row_sum(call, parts), value=-1)
-    return cast(call, result, result_dtype(call))
+    result = parts.addcmul(output, _row_sum(call, parts), value=-1)
+    return result.to(result_dtype(call))
 
 
 @if_sharded("d")
 def _log_softmax_backward(call: LocalCall) -> Any:
     """`gradient - exp(output) · sum(gradient)`."""
     gradient, output = _accumulated(call)
-    parts = call.emit.exp(output)
-    result = call.emit.addcmul(gradient, parts, _row_sum(call, gradient), value=-1)
-    return cast(call, result, result_dtype(call))
+    parts = output.exp()
+    result = gradient.addcmul(parts, _row_sum(call, gradient), value=-1)
+    return result.to(result_dtype(call))
 
 
 @rule_maker("aten._softmax_backward_data", local=_softmax_backward)

@@ -12,13 +12,11 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.local_values import TorchEmitter
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
     all_gather_stacked,
     all_reduce_over,
     bind_named,
-    cast,
     factor_names,
     numbered_dims,
     operand_names,
@@ -68,23 +66,22 @@ def _local_topk(call: LocalCall) -> Any:
     name = f"d{dim}"
     if not call.axes(name):
         return call.run()
-    emit = call.emit
     # The k largest of all are among the k largest of every stretch; a stretch may have fewer.
     values, places = call.run(k=min(call.arg("k"), shape[dim]))
     places = places + stretch_start(call, name, shape[dim])
     values, places = (_merge_rank_dim(call, all_gather_stacked(call, value, name), dim) for value in (values, places))
     values, chosen = call.run(operands=[values])
-    return values, emit.gather(places, dim, chosen)
+    return values, places.gather(dim, chosen)
 
 
 def _merge_rank_dim(call: LocalCall, stacked: Any, dim: int) -> Any:
     """`[ranks, ..., n, ...]` with the ranks' parts of the dim `dim` behind each other: `[..., ranks * n, ...]`."""
     shape = list(stacked.shape)
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
-    moved = call.emit.permute(stacked, order)
+    moved = stacked.permute(order)
     ranks = shape.pop(0)
     shape[dim] *= ranks
-    return call.emit.reshape(moved, shape)
+    return moved.reshape(shape)
 
 
 # How many elements stand before a value is the sum of how many do in every part of what is sorted.
@@ -128,7 +125,7 @@ def _local_isin(call: LocalCall) -> Any:
     if not names:
         return held
     kind = "min" if call.arg("invert") else "max"
-    return cast(call, all_reduce_over(call, cast(call, held, torch.uint8), names, kind), torch.bool)
+    return all_reduce_over(call, held.to(torch.uint8), names, kind).to(torch.bool)
 
 
 @rule_maker("aten.histc")
@@ -152,22 +149,22 @@ class _Scan:
     Attributes:
         neutral: the total of nothing.
         join: joins two totals.
-        fold: joins all along the first dim, given the emitter.
+        fold: joins all along the first dim.
     """
 
     neutral: float
     join: Callable[[Any, Any], Any]
-    fold: Callable[[TorchEmitter, Any], Any]
+    fold: Callable[[Any], Any]
 
 
 _LOGARITHM = _Scan(
     -math.inf,
     lambda first, second: first.emit.logaddexp(first, second),
-    lambda emit, totals: emit.logsumexp(totals, [0]),
+    lambda totals: totals.logsumexp([0]),
 )
 _SCANS = {
-    "aten::cumsum": _Scan(0, operator.add, lambda emit, totals: emit.sum(totals, [0])),
-    "aten::cumprod": _Scan(1, operator.mul, lambda emit, totals: emit.prod(totals, 0)),
+    "aten::cumsum": _Scan(0, operator.add, lambda totals: totals.sum([0])),
+    "aten::cumprod": _Scan(1, operator.mul, lambda totals: totals.prod(0)),
     "aten::logcumsumexp": _LOGARITHM,
     "aten::_logcumsumexp": _LOGARITHM,
 }
@@ -200,11 +197,11 @@ def _local_scan(call: LocalCall) -> Any:
     if not shape or not call.axes(name):
         return scanned
     scan = _SCANS[call.call.op._schema.name]
-    totals = all_gather_stacked(call, emit.select(scanned, dim, -1), name)
+    totals = all_gather_stacked(call, scanned.select(dim, -1), name)
     ranks = emit.arange(call.share(name), device=scanned.device)
-    ranks = emit.reshape(ranks, [-1] + [1] * (len(shape) - 1))
+    ranks = ranks.reshape([-1] + [1] * (len(shape) - 1))
     # Every rank folds the totals of all, those behind its stretch replaced by nothing: no branch on the rank.
     before = ranks < call.position(name)
-    start = scan.fold(emit, emit.where(before, totals, scan.neutral))
-    start = emit.unsqueeze(cast(call, start, result_dtype(call)), dim)
+    start = scan.fold(emit.where(before, totals, scan.neutral))
+    start = start.to(result_dtype(call)).unsqueeze(dim)
     return scan.join(scanned, start)

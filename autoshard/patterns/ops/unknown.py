@@ -70,11 +70,11 @@ def _broadcast_from_first(call: LocalCall, value: Any) -> Any:
     emit = call.emit
     dtype = value.dtype
     if dtype is torch.bool:  # truth values do not add up
-        value = emit._to_copy(value, dtype=torch.uint8)
+        value = value.to(torch.uint8)
     for axis, size in enumerate(call.mesh.sizes):
         if size > 1:
-            first = emit.eq(emit.coordinate(axis), 0)
+            first = emit.coordinate(axis).eq(0)
             # `where`, not a product: what is no number on another rank must not become a summand.
             kept = emit.where(first, value, emit.zeros_like(value))
             value = emit.collective(collectives.all_reduce.default, kept, "sum", axis=axis)
-    return emit._to_copy(value, dtype=dtype) if dtype is torch.bool else value
+    return value.to(dtype)

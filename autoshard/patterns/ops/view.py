@@ -157,7 +157,7 @@ def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
             viewing.call = replace(program.call, op=view)
             results = viewing.run() if rule.local is None else rule.local(viewing)
             several = isinstance(results, (tuple, list))
-            copies = [program.emit.clone(value) for value in (results if several else [results])]
+            copies = [value.clone() for value in (results if several else [results])]
             return tuple(copies) if several else copies[0]
 
         return replace(rule, local=local, free=False, variants=tuple(map(add_copies, rule.variants)))
@@ -258,9 +258,9 @@ class _StridedFactors:
 
     def memory(self, call: LocalCall) -> Any:
         """The local operand as memory, cut in radices of local size."""
-        value = call.emit.permute(call.operands[0], list(self.order))
+        value = call.operands[0].permute(list(self.order))
         shape = [math.prod(call.size(name) for name in names) for names in self.radices]
-        return call.emit.reshape(value, shape)
+        return value.reshape(shape)
 
 
 def _geometry(call: OpCall) -> tuple[tuple[int, ...], tuple[int, ...] | None, StridedView | None]:
@@ -280,16 +280,16 @@ def _as_strided(call: OpCall) -> Rule | None:
     plan = _StridedFactors(call.operands[0].shape, order, strided, size)
 
     def local(program: LocalCall) -> Any:
-        emit, value = program.emit, plan.memory(program)
+        value = plan.memory(program)
         extents = [*(size[dim] for dim in strided.dims), 1]
         for place, (start, extent, radix) in enumerate(zip(strided.starts, extents, strided.radices, strict=True)):
             if extent != radix:
-                value = emit.slice(value, place, start, start + extent)
+                value = value.slice(place, start, start + extent)
         ahead = sorted(range(len(strided.dims)), key=lambda place: strided.dims[place])
-        value = emit.permute(value, [*ahead, len(ahead)])
+        value = value.permute([*ahead, len(ahead)])
         shape = program.result_shape()
         held = [extent if dim in strided.dims else 1 for dim, extent in enumerate(shape)]
-        return emit.expand(emit.reshape(value, held), list(shape))
+        return value.reshape(held).expand(list(shape))
 
     return build(
         plan.sizes, [plan.source], [plan.result], whole=plan.whole, linear=[{0}], local=local, free=True, uneven=True
@@ -306,12 +306,11 @@ def _as_strided_scatter(call: OpCall) -> Rule | None:
     plan = _StridedFactors(shape, order, strided, size)
 
     def local(program: LocalCall) -> Any:
-        emit = program.emit
         ones = [dim for dim in range(len(size)) if dim not in strided.dims]
-        value = emit.permute(program.operands[1], [*strided.dims, *ones])
+        value = program.operands[1].permute([*strided.dims, *ones])
         held = program.operand_shape(0)
-        value = emit.reshape(value, [held[dim] for dim in order])
-        return emit.permute(value, [order.index(dim) for dim in range(len(shape))])
+        value = value.reshape([held[dim] for dim in order])
+        return value.permute([order.index(dim) for dim in range(len(shape))])
 
     dims = [plan.source, plan.result]
     return build(plan.sizes, dims, [plan.source], whole=plan.whole, linear=[{0, 1}], local=local, uneven=True)
@@ -321,12 +320,12 @@ def _whole_layout_rule(call: OpCall, order: Sequence[int]) -> Rule:
     """Everything whole, and the operand laid out in memory as the whole tensor was when the call was captured."""
 
     def local(program: LocalCall) -> Any:
-        emit, (value, *rest) = program.emit, program.operands
-        value = emit.contiguous(emit.permute(value, list(order)))
+        (value, *rest) = program.operands
+        value = value.permute(list(order)).contiguous()
         result = program.run(operands=[value, *rest])
         if not rest:
             return result
-        return emit.permute(result, [order.index(dim) for dim in range(len(order))])
+        return result.permute([order.index(dim) for dim in range(len(order))])
 
     operands = [numbered_dims(meta.shape, f"operand{place}_") for place, meta in enumerate(call.operands)]
     result = numbered_dims(call.result.shape, "result_")
@@ -383,9 +382,9 @@ def _merged_variant(rule: Rule, dim: int) -> Rule:
 
 
 def _scatter_into_zeros(call: LocalCall, dim: int) -> Any:
-    emit, (value,), name = call.emit, call.operands, f"whole{dim}"
+    (value,), name = call.operands, f"whole{dim}"
     shape = list(value.shape)
     held = positions(call, name, shape[dim], value.device)
     shape[dim] *= call.share(name)
-    whole = emit.index_copy(emit.new_zeros(value, shape), dim, held, value)
-    return emit.reshape(whole, list(call.result_shape()))
+    whole = value.new_zeros(shape).index_copy(dim, held, value)
+    return whole.reshape(list(call.result_shape()))

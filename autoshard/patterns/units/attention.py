@@ -28,7 +28,6 @@ from autoshard.patterns.exchanging import shift, shift_axes
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     bind_named,
-    cast,
     operand_names,
     positions,
     result_dtype,
@@ -123,7 +122,7 @@ def _ring_steps(call: LocalCall) -> Iterator[_RingStep]:
         packed = call.emit.collective(shift, packed, 1, axis=axis)
         yield turn
         moved[axis] += 1
-        held = dict(zip(places, call.emit.split_with_sizes(packed, widths, -1), strict=True))
+        held = dict(zip(places, packed.split_with_sizes(widths, -1), strict=True))
         operands = [held.get(place, value) for place, value in enumerate(call.operands)]
         turn = _RingStep(operands, axis, dict(moved))
     yield turn
@@ -135,7 +134,7 @@ def _forward(call: LocalCall) -> Any:
     rest: Sequence[Any] = ()
     for turn in _ring_steps(call):
         result, logarithm, *others = _attend(call, turn.operands, causal=causal and turn.axis is None)
-        result = cast(call, result, logarithm.dtype)  # the precision in which kernels keep their logarithms
+        result = result.to(logarithm.dtype)  # the precision in which kernels keep their logarithms
         if merged is None:
             merged, rest = (result, logarithm), others
             continue
@@ -143,7 +142,7 @@ def _forward(call: LocalCall) -> Any:
             logarithm = emit.where(_queries_after_keys(call, turn), logarithm, -math.inf)
         merged = _merge_attention(call, *merged, result, logarithm)
     assert merged is not None
-    return (cast(call, merged[0], result_dtype(call)), merged[1], *rest)
+    return (merged[0].to(result_dtype(call)), merged[1], *rest)
 
 
 def _backward(call: LocalCall) -> Any:
@@ -161,7 +160,7 @@ def _backward(call: LocalCall) -> Any:
         results = _attend(call, turn.operands, causal=causal and turn.axis is None)
         terms, rest = results[:3], results[3:]
         # In the precision in which kernels keep their logarithms.
-        own, *others = (cast(call, each, statistics.dtype) for each in terms)
+        own, *others = (each.to(statistics.dtype) for each in terms)
         packed = emit.cat(others, -1)
         if turn.axis is None:
             query, passed = own, packed
@@ -174,8 +173,8 @@ def _backward(call: LocalCall) -> Any:
         home = -steps % call.mesh.sizes[axis]
         passed = emit.collective(shift, passed, home, axis=axis) if home else passed
     widths = [call.result_shape(index)[-1] for index in (1, 2)]
-    gradients = (query, *emit.split_with_sizes(passed, widths, -1))
-    return (*(cast(call, each, result_dtype(call, index)) for index, each in enumerate(gradients)), *rest)
+    gradients = (query, *passed.split_with_sizes(widths, -1))
+    return (*(each.to(result_dtype(call, index)) for index, each in enumerate(gradients)), *rest)
 
 
 def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
@@ -191,19 +190,18 @@ def _queries_after_keys(call: LocalCall, turn: _RingStep) -> Any:
     emit, stretch = call.emit, None
     for axis, steps in turn.moved.items():
         size = call.mesh.sizes[axis]
-        place = emit.remainder(emit.coordinate(axis) - steps, size)
+        place = (emit.coordinate(axis) - steps).remainder(size)
         stretch = place if stretch is None else stretch * size + place
     return call.position("n") > stretch
 
 
 def _merge_attention(call: LocalCall, first: Any, first_log: Any, second: Any, second_log: Any) -> tuple[Any, Any]:
     """Attention to two sets of keys, from attention to each: weighted by their sums of exponentials."""
-    emit = call.emit
-    log = emit.logaddexp(first_log, second_log)
+    log = first_log.logaddexp(second_log)
 
     def weighted(value: Any, own: Any) -> Any:
-        weight = emit.exp(own - log)
-        return value * (weight if len(weight.shape) == len(value.shape) else emit.unsqueeze(weight, -1))
+        weight = (own - log).exp()
+        return value * (weight if len(weight.shape) == len(value.shape) else weight.unsqueeze(-1))
 
     return weighted(first, first_log) + weighted(second, second_log), log
 
@@ -270,7 +268,7 @@ def _local(call: LocalCall, inner: LocalProgram) -> Any:
     groups, heads = call.operand_shape(key)[1], call.operand_shape(query)[1]
     needed = _needed_heads(call, heads, call.call.operands[query].shape[1] // groups, groups)
     picked = [
-        emit.index_select(value, 1, needed) if name in ("key", "value") else value
+        value.index_select(1, needed) if name in ("key", "value") else value
         for name, value in zip(names, call.operands, strict=True)
     ]
     results = inner(LocalCall(call.call, call.rule, call.choices, call.mesh, emit, picked))
@@ -278,8 +276,8 @@ def _local(call: LocalCall, inner: LocalProgram) -> Any:
         return results
     gradients = list(results)
     for index in (1, 2):
-        zeros = emit.new_zeros(gradients[index], list(call.result_shape(index)))
-        gradients[index] = emit.index_add(zeros, 1, needed, gradients[index])
+        zeros = gradients[index].new_zeros(list(call.result_shape(index)))
+        gradients[index] = zeros.index_add(1, needed, gradients[index])
     return tuple(gradients)
 
 
@@ -288,9 +286,8 @@ def _needed_heads(call: LocalCall, heads: int, ratio: int, groups: int) -> Any:
 
     Query heads that are padding, behind the last one, get some key head that there is.
     """
-    emit = call.emit
     if ratio % heads == 0:
-        held = emit.reshape(stretch_start(call, "g", heads), [1])
+        held = stretch_start(call, "g", heads).reshape([1])
     else:
         held = positions(call, "g", heads, call.operands[0].device)
-    return emit.clamp_max(emit.div(held, ratio, rounding_mode="floor"), groups - 1)
+    return held.div(ratio, rounding_mode="floor").clamp_max(groups - 1)

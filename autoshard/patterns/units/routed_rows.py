@@ -256,7 +256,7 @@ def _shape_with_any_rows(call: LocalCall) -> list[int]:
 
 
 def _reshape_rows(call: LocalCall) -> Any:
-    return call.emit.reshape(call.operands[0], _shape_with_any_rows(call))
+    return call.operands[0].reshape(_shape_with_any_rows(call))
 
 
 def _expand_rows(call: LocalCall) -> Any:
