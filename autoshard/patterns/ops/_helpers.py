@@ -201,7 +201,7 @@ def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, An
     return start, last - start
 
 
-def reshape_along(call: LocalCall, value: Any, dim: int, ndim: int) -> Any:
+def reshape_along(value: Any, dim: int, ndim: int) -> Any:
     """A vector as a tensor of `ndim` dims that lies along `dim`; all other dims have size one."""
     shape = [1] * ndim
     shape[dim] = value.shape[0]

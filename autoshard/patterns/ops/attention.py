@@ -21,7 +21,7 @@ from autoshard.patterns.ops._helpers import aten, bind_named, operand_names, sha
 from autoshard.patterns.ops.random import draw_arguments, shard_index
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.units.attention import attention_variants
+from autoshard.patterns.units.attention import grouped_heads, sequence_parallel
 
 _QUERY, _KEY, _VALUE, _RESULT = "b (h r) s d!", "b h t! d!", "b h t! e!", "b (h r) s e!"
 _MASK = ("b", "(h r)", "s", "t!")
@@ -132,8 +132,10 @@ def _attention_rule(call: OpCall, items: dict[str, str], results: list[str], **o
         "contiguous": ("s",) if causal else (),
         "uneven": True,
     }
-    variants = attention_variants(call, items, results, _attention, **options)
     sizes = {"h": groups, "r": heads // groups}
+    variants = [grouped_heads(call, items, results, _attention, **options)] if heads > groups else []
+    along = sequence_parallel(call, items, results, sizes=sizes, **options)
+    variants += [along] if along is not None else []
     return bind_named(call, items, results, sizes=sizes, local=_attention, variants=variants, **options)
 
 

@@ -36,10 +36,9 @@ def embedding(call: OpCall) -> Rule:
 
 @if_sharded("v")
 def _embedding(call: LocalCall) -> Any:
-    (table, indices) = call.operands
+    table, indices = call.operands
     indices, outside = localize_index(call, indices, "v", call.operand_shape(0)[0])
-    rows = call.run(operands=[table, indices])
-    return rows.masked_fill(outside.unsqueeze(-1), 0)
+    return call.run(operands=[table, indices]).masked_fill(outside.unsqueeze(-1), 0)
 
 
 @rule_maker("aten.embedding_dense_backward")
@@ -58,15 +57,13 @@ def embedding_dense_backward(call: OpCall) -> Rule:
 
 @if_sharded("v")
 def _embedding_dense_backward(call: LocalCall) -> Any:
-    (gradient, indices) = call.operands
+    gradient, indices = call.operands
     stretch = call.result_shape()[0]
     local, skipped = local_positions(call, indices, "v", stretch)
     if call.arg("padding_idx") >= 0:
-        padding = indices.eq(call.arg("padding_idx"))
-        skipped = skipped.logical_or(padding)
+        skipped = skipped.logical_or(indices.eq(call.arg("padding_idx")))
     # The operator skips the padding index: all indices that are not this rank's become that.
-    local = local.masked_fill(skipped, -1)
-    return call.run(operands=[gradient, local], num_weights=stretch, padding_idx=-1)
+    return call.run(operands=[gradient, local.masked_fill(skipped, -1)], num_weights=stretch, padding_idx=-1)
 
 
 # Bags of embeddings that all have one size: sums and means of rows of a table.
@@ -89,9 +86,7 @@ def _bags(call: LocalCall) -> Any:
     values = named_values(call)
     indices, weights = _local_indices_and_weights(call, call.operand_shape(0)[0])
     result = call.run(operands=[values["table"], indices, weights], weights=weights, mode=0, padding=-1)
-    if call.arg("mode") != MEAN:
-        return result
-    return result / _counts(call)
+    return result / _counts(call) if call.arg("mode") == MEAN else result
 
 
 def _local_indices_and_weights(call: LocalCall, stretch: int) -> tuple[Any, Any]:
@@ -119,9 +114,7 @@ def _masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> A
 
 def _counts(call: LocalCall) -> Any:
     """Number of rows of every bag on all ranks, at least one: `[b, 1]`."""
-    values = named_values(call)
-    rows = values["indices"].ne(call.arg("padding"))
-    return rows.sum([1], True).clamp_min(1)
+    return named_values(call)["indices"].ne(call.arg("padding")).sum([1], True).clamp_min(1)
 
 
 @rule_maker("autoshard::bags_backward")
@@ -188,13 +181,11 @@ def _offset_bags(call: LocalCall) -> Any:
     weights = _masked_weights(call, table, values.get("per_sample_weights"), outside)
     sums = emit.call(call.call.op, table, place, offsets, False, _SUM, False, weights, last, -1)[0]
     # What tells bags apart does not depend on the table: one of two rows does as well, for padding and for all else.
-    is_padding = values["indices"].eq(padding)
-    tiny = table.new_zeros([2, 1])
+    tiny, is_padding = table.new_zeros([2, 1]), values["indices"].eq(padding).to(torch.int64)
     settings = (False, call.arg("mode"), False, values.get("per_sample_weights"), last, 1 if padding >= 0 else -1)
-    _, *apart = emit.call(call.call.op, tiny, is_padding.to(torch.int64), offsets, *settings)
+    _, *apart = emit.call(call.call.op, tiny, is_padding, offsets, *settings)
     if call.arg("mode") == _MEAN:
-        counts = apart[1].slice(0, 0, sums.shape[0])
-        sums = sums / counts.clamp_min(1).unsqueeze(1)
+        sums = sums / apart[1].slice(0, 0, sums.shape[0]).clamp_min(1).unsqueeze(1)
     return (sums, *apart)
 
 
@@ -215,25 +206,21 @@ def _offset_bags_backward(call: LocalCall) -> Any:
     bag = _bag_of_index(call)
     gradient = values["grad"].index_select(0, bag)
     if call.arg("mode") == _MEAN:
-        counts = values["bag_size"].clamp_min(1)
-        counts = counts.index_select(0, bag)
-        gradient = gradient / counts.unsqueeze(1)
+        gradient = gradient / values["bag_size"].clamp_min(1).index_select(0, bag).unsqueeze(1)
     if "per_sample_weights" in values:
         gradient = gradient * values["per_sample_weights"].unsqueeze(1)
     place, outside = _localize_bag_indices(call, rows, call.arg("padding_idx"))
-    place = place.masked_fill(outside, -1)  # which the operator skips
-    return gradient.embedding_dense_backward(place, rows, -1, False)
+    return gradient.embedding_dense_backward(place.masked_fill(outside, -1), rows, -1, False)  # which skips -1
 
 
 def _bag_of_index(call: LocalCall) -> Any:
     """The number of the bag that every index is in; kernels that do not need it leave it out of their results."""
-    emit, values = call.emit, named_values(call)
+    values = named_values(call)
     if "offsets" not in values:
         return values["offset2bag"]
-    count, device = values["indices"].shape[0], values["indices"].device
-    order = emit.arange(count, dtype=values["offsets"].dtype, device=device)
-    bag = values["offsets"].searchsorted(order, right=True)
-    return bag - 1
+    offsets, indices = values["offsets"], values["indices"]
+    order = call.emit.arange(indices.shape[0], dtype=offsets.dtype, device=indices.device)
+    return offsets.searchsorted(order, right=True) - 1
 
 
 # Rows' weights, of either kind of bags.
@@ -254,8 +241,7 @@ def _bags_weights_backward(call: LocalCall) -> Any:
     values = named_values(call)
     values["indices"], outside = _localize_bag_indices(call, values[table].shape[0], call.arg(padding))
     # No index is padding any more: what was, is `outside`.
-    result = call.run(operands=list(values.values()), **{padding: -1})
-    return result.masked_fill(outside, 0.0)
+    return call.run(operands=list(values.values()), **{padding: -1}).masked_fill(outside, 0.0)
 
 
 # Reductions of segments of a dim: the dim and the list of segments are whole, all other dims run side by side.

@@ -120,23 +120,18 @@ def _local_arange(call: LocalCall) -> Any:
     counted = positions(call, "d0", call.result_shape()[0], call.emit.home)
     if isinstance(start, float) or isinstance(step, float):
         counted = counted.to(torch.float64)  # torch counts in double precision, too
-    counted = counted * step + start
-    return counted.to(result_dtype(call))
+    return (counted * step + start).to(result_dtype(call))
 
 
 @if_sharded("d0")
 def _local_linspace(call: LocalCall) -> Any:
     """Counted from the start in the first half, and from the end in the second, as torch does."""
-    emit, steps = call.emit, call.arg("steps")
-    start, end = call.arg("start"), call.arg("end")
+    start, end, steps = call.arg("start"), call.arg("end"), call.arg("steps")
     step = (end - start) / (steps - 1)
     place = positions(call, "d0", call.result_shape()[0], call.emit.home)
     wide = place.to(torch.float64)
-    ahead = wide * step + start
-    left = steps - 1 - wide
-    back = end - left * step
-    first_half = place < steps // 2
-    return emit.where(first_half, ahead, back).to(result_dtype(call))
+    ahead, back = wide * step + start, end - (steps - 1 - wide) * step
+    return call.emit.where(place < steps // 2, ahead, back).to(result_dtype(call))
 
 
 @rule_maker("aten.eye")
@@ -187,7 +182,7 @@ def _local_triangle(call: LocalCall) -> Any:
 def _rows_and_columns(call: LocalCall, shape: Sequence[int], device: torch.device) -> list[Any]:
     """Rows, and columns, in the whole matrix of the elements that a rank holds, each to be broadcast to these."""
     return [
-        reshape_along(call, positions(call, f"d{len(shape) - 2 + place}", shape[-2 + place], device), place, 2)
+        reshape_along(positions(call, f"d{len(shape) - 2 + place}", shape[-2 + place], device), place, 2)
         for place in (0, 1)
     ]
 

@@ -99,16 +99,10 @@ def _local_grouped_mm(call: LocalCall) -> Any:
     if start is None or grouped == "k":
         return product
     dim = 0 if grouped == "i" else 1
-    computed = reshape_along(call, _before_last_end(call, length, ends), dim, 2)
+    computed = call.emit.arange(length, device=ends.device) < ends.slice(0, -1)
     # Rows behind this rank's groups were not computed: they hold anything.
-    product = call.emit.where(computed, product, 0)
+    product = call.emit.where(reshape_along(computed, dim, 2), product, 0)
     return _align_groups(call, product, dim, -start)
-
-
-def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:
-    """A mask of `length` positions: True before the last end."""
-    counted = call.emit.arange(length, device=ends.device)
-    return counted < ends.slice(0, -1)
 
 
 def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
@@ -177,14 +171,8 @@ def _local(call: LocalCall) -> Any:
     if grouped is not None and call.axes(grouped):
         length = left.shape[0] if grouped == "i" else right.shape[1]
         rest[-1] = local_ends(call, rest[-1], grouped, length)
-    columns = right.transpose(-2, -1).contiguous()
-    return call.run(
-        operands=[
-            left.contiguous(),
-            columns.transpose(-2, -1),
-            *(value.contiguous() for value in rest),
-        ]
-    )
+    right = right.transpose(-2, -1).contiguous().transpose(-2, -1)
+    return call.run(operands=[left.contiguous(), right, *(value.contiguous() for value in rest)])
 
 
 # Hugging Face's product of groups of rows with a matrix each, which mixtures of experts call where `aten._grouped_mm`

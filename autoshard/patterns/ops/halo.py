@@ -140,7 +140,7 @@ def extend_by_halo(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -
         value = value.slice(halo.dim, 0, rows + halo.after)
     after = max(halo.after, 0)
     # Its last rows stand before the next rank's stretch, its first rows behind the stretch before.
-    borders = [_last_rows(call, value, halo.dim, halo.before), _first_rows(call, value, halo.dim, after)]
+    borders = [_last_rows(value, halo.dim, halo.before), _first_rows(value, halo.dim, after)]
     borders = _neighbour_borders(call, borders, halo, fill)
     return _concatenate(call, [borders[0], value, borders[1]], halo.dim)
 
@@ -151,21 +151,21 @@ def fold_halo(call: LocalCall, value: Any, halo: Halo) -> Any:
     after = max(halo.after, 0)
     rows = value.shape[dim] - halo.before - after
     inner = value.slice(dim, halo.before, halo.before + rows)
-    lent = [_last_rows(call, value, dim, after), _first_rows(call, value, dim, halo.before)]
+    lent = [_last_rows(value, dim, after), _first_rows(value, dim, halo.before)]
     back = _neighbour_borders(call, lent, halo, 0.0)
     if halo.after < 0:
-        inner, rows = _concatenate(call, [inner, _zeros(call, inner, dim, -halo.after)], dim), rows - halo.after
+        inner, rows = _concatenate(call, [inner, _zeros(inner, dim, -halo.after)], dim), rows - halo.after
     for part, place in ((back[0], slice(0, after)), (back[1], slice(rows - halo.before, rows))):
         if part is not None:
             inner = _add_rows_at(call, inner, part, dim, place)
     return inner
 
 
-def _first_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
+def _first_rows(value: Any, dim: int, count: int) -> Any:
     return value.slice(dim, 0, count) if count else None
 
 
-def _last_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
+def _last_rows(value: Any, dim: int, count: int) -> Any:
     rows = value.shape[dim]
     return value.slice(dim, rows - count, rows) if count else None
 
@@ -175,19 +175,17 @@ def _concatenate(call: LocalCall, parts: list[Any], dim: int) -> Any:
     return present[0] if len(present) == 1 else call.emit.cat(present, dim)
 
 
-def _zeros(call: LocalCall, like: Any, dim: int, rows: int) -> Any:
+def _zeros(like: Any, dim: int, rows: int) -> Any:
     shape = list(like.shape)
     shape[dim] = rows
-    return like.new_zeros(shape)
+    return like.new_zeros(shape) if rows else None
 
 
 def _add_rows_at(call: LocalCall, value: Any, part: Any, dim: int, place: slice) -> Any:
     """`value` with `part` added to its rows at `place`."""
-    rows = value.shape[dim]
-    around = [place.start, rows - place.stop]
     # Padded and added, since a program has no writing in place.
-    zeros = [_zeros(call, value, dim, count) if count else None for count in around]
-    return value + _concatenate(call, [zeros[0], part, zeros[1]], dim)
+    before, behind = (_zeros(value, dim, count) for count in (place.start, value.shape[dim] - place.stop))
+    return value + _concatenate(call, [before, part, behind], dim)
 
 
 def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: float) -> list[Any]:
@@ -208,8 +206,5 @@ def _neighbour_rows(call: LocalCall, ranks: Any, halo: Halo, step: int, place: s
     neighbour = call.position(halo.name) + step
     outside = neighbour < 0 if step < 0 else neighbour > last
     # The ranks at the ends have one neighbour: they read any rank's rows, which `fill` replaces.
-    inside = neighbour.clamp(0, last)
-    row = ranks.index_select(0, inside.view([1]))
-    row = row.squeeze(0)
-    row = row.slice(halo.dim, place.start, place.stop)
-    return row.masked_fill(outside, fill)
+    row = ranks.index_select(0, neighbour.clamp(0, last).view([1])).squeeze(0)
+    return row.slice(halo.dim, place.start, place.stop).masked_fill(outside, fill)

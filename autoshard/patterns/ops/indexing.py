@@ -69,10 +69,9 @@ def _local_index_select(call: LocalCall) -> Any:
     if not call.axes(f"d{dim}"):
         return call.run()
     place, outside = localize_index(call, index, f"d{dim}", shape[dim])
-    rows = call.run(operands=[table, place])
     if call.call.operands[1].shape:  # an index without dims is broadcast as it is
-        outside = reshape_along(call, outside, dim, len(shape))
-    return rows.masked_fill(outside, 0)
+        outside = reshape_along(outside, dim, len(shape))
+    return call.run(operands=[table, place]).masked_fill(outside, 0)
 
 
 def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> tuple[dict[str, int], list[str], list[list[str]]]:
@@ -199,9 +198,8 @@ def localize_indices(
 
 def non_negative_index(call: LocalCall, index: Any, size: int) -> Any:
     """An index into a dim of `size` without negative numbers, which count from the end."""
-    emit = call.emit
     behind = index + size
-    return emit.where(index < 0, behind, index)
+    return call.emit.where(index < 0, behind, index)
 
 
 @rule_maker("aten.index.Tensor", "aten._unsafe_index.Tensor")
@@ -267,8 +265,7 @@ def _local_one_hot(call: LocalCall) -> Any:
         return call.run(num_classes=classes)
     (index,) = call.operands
     # Every class is compared: scattering ones would need a spare place for classes of other ranks.
-    marked = index.unsqueeze(-1).eq(positions(call, "classes", classes, index.device))
-    return marked.to(torch.int64)
+    return index.unsqueeze(-1).eq(positions(call, "classes", classes, index.device)).to(torch.int64)
 
 
 # Gathering and scattering by index where a mask says so, without looking whether indices elsewhere are in range.
@@ -296,8 +293,7 @@ def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any
     indices, outside = localize_indices(call, dims, first=2)
     mask = call.operands[1]
     if outside is not None:
-        inside = outside.logical_not()
-        mask = mask.logical_and(inside)
+        mask = mask.logical_and(outside.logical_not())
     return [mask, *indices]
 
 

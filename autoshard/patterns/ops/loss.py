@@ -88,8 +88,7 @@ def _run_on_local_classes(call: LocalCall, **changed: Any) -> Any:
     values = named_values(call)
     ignored = values["target"].eq(call.arg("ignore_index"))
     target, outside = local_positions(call, values["target"], "c", call.size("c"))
-    outside = outside.logical_or(ignored)
-    values["target"] = target.masked_fill(outside, _IGNORED_TARGET)
+    values["target"] = target.masked_fill(outside.logical_or(ignored), _IGNORED_TARGET)
     return call.run(operands=list(values.values()), ignore_index=_IGNORED_TARGET, **changed)
 
 

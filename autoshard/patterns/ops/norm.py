@@ -85,10 +85,6 @@ def _family(call: OpCall) -> _Family:
     return _Family(image, "c", "c", ["n", "", *spatial], shape[1], count)
 
 
-def _reduced_names(call: OpCall) -> list[str]:
-    return _family(call).names
-
-
 def _center(gradient: Any, normal: Any, mean: Any, mean_along: Any) -> Any:
     """Return `g - mean(g) - normal · mean(g · normal)`, which is the input's gradient but for the scale.
 
@@ -102,8 +98,7 @@ def _center(gradient: Any, normal: Any, mean: Any, mean_along: Any) -> Any:
 def _per_channel(call: LocalCall, value: Any) -> Any:
     """A value per channel, shaped to broadcast over an image, in the dtype that sums are taken in."""
     spatial = len(shape_of(call.call, "input")) - 2
-    value = value.to(accumulation_dtype(value.dtype))
-    return value.view([-1, *[1] * spatial])
+    return value.to(accumulation_dtype(value.dtype)).view([-1, *[1] * spatial])
 
 
 # Layer and root-mean-square norm, whose statistics are per row, and group norm, per sample and group of channels.
@@ -178,7 +173,7 @@ def _rows(call: LocalCall, value: Any) -> Any:
 
 
 def _image(call: LocalCall, rows: Any) -> Any:
-    """What `_rows` made rows of."""
+    """The image whose `_rows` these are."""
     return rows.view(list(named_values(call)["input"].shape)) if _is_grouped(call) else rows
 
 
@@ -307,16 +302,14 @@ def batch_norm(call: OpCall) -> Rule:
     )
 
 
-@if_sharded(by=_reduced_names)
+@if_sharded(by=lambda call: _family(call).names)
 def _batch_norm(call: LocalCall) -> Any:
-    emit, values = call.emit, named_values(call)
-    x = values["input"]
-    moments = joined_moments(call, x, _family(call.call).layout)
-    mean, variance = (value.view([-1]) for value in moments)
+    values, x = named_values(call), named_values(call)["input"]
+    mean, variance = (value.view([-1]) for value in joined_moments(call, x, _family(call.call).layout))
     scale = (variance + call.arg("eps")).rsqrt()
     parameters = [values[name].to(mean.dtype) if name in values else None for name in ("weight", "bias")]
     # The statistics are known now: the inference kernel applies them in one pass.
-    result, _, _ = emit._native_batch_norm_legit_no_training(x, *parameters, mean, variance, 0.0, call.arg("eps"))
+    result, _, _ = x._native_batch_norm_legit_no_training(*parameters, mean, variance, 0.0, call.arg("eps"))
     results = [result, mean, scale]
     if len(call.call.results) == 6:
         # The space that cuDNN keeps for its backward kernel: without elements, since that kernel did not run.
@@ -328,14 +321,10 @@ def _batch_norm(call: LocalCall) -> Any:
 
 def _update_running_statistics(call: LocalCall, mean: Any, variance: Any) -> list[Any]:
     """The running statistics moved towards those of the batch; the variance kept is the unbiased one."""
-    count = _family(call.call).count
+    values, momentum, count = named_values(call), call.arg("momentum"), _family(call.call).count
     unbiased = variance * (count / max(count - 1, 1))
-    values, momentum = named_values(call), call.arg("momentum")
-    moved = []
-    for name, fresh in (("running_mean", mean), ("running_var", unbiased)):
-        kept = values[name] * (1.0 - momentum)
-        moved.append(kept + fresh * momentum)
-    return moved
+    fresh = {"running_mean": mean, "running_var": unbiased}
+    return [values[name] * (1.0 - momentum) + value * momentum for name, value in fresh.items()]
 
 
 @rule_maker("aten.native_batch_norm_backward", "aten.batch_norm_backward")
@@ -364,7 +353,7 @@ def batch_norm_backward(call: OpCall) -> Rule:
     )
 
 
-@if_sharded(by=_reduced_names)
+@if_sharded(by=lambda call: _family(call).names)
 def _batch_norm_backward(call: LocalCall) -> Any:
     values, family = named_values(call), _family(call.call)
     dtype = accumulation_dtype(values["input"].dtype)
@@ -375,9 +364,8 @@ def _batch_norm_backward(call: LocalCall) -> Any:
     normal = (x - mean) * scale
     sums = [value.sum(family.dims) for value in (gradient * normal, gradient)]
     sums = all_reduce_stacked(call, sums, family.names)
-    results = [_channel_gradient(call, gradient, normal, scale, sums), *sums]
-    mask = call.arg("output_mask")
-    return cast_results(call, [value if wanted else None for wanted, value in zip(mask, results, strict=True)])
+    results = zip(call.arg("output_mask"), [_channel_gradient(call, gradient, normal, scale, sums), *sums], strict=True)
+    return cast_results(call, [value if wanted else None for wanted, value in results])
 
 
 def _channel_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any, sums: Sequence[Any]) -> Any:
@@ -442,8 +430,7 @@ def _accumulated(call: LocalCall) -> Iterable[Any]:
 def _weight_norm(call: LocalCall) -> Any:
     v, g = _accumulated(call)
     lengths = _slice_sum(call, v * v).sqrt()
-    weight = v * (g / lengths)
-    return cast_results(call, [weight, lengths])
+    return cast_results(call, [v * (g / lengths), lengths])
 
 
 @if_sharded(by=_summed_names)
@@ -451,10 +438,8 @@ def _weight_norm_backward(call: LocalCall) -> Any:
     """`grad_g = sum(grad · v) / |v|` and `grad_v = g / |v| · (grad - v · grad_g / |v|)`."""
     gradient, v, g, lengths = _accumulated(call)
     grad_g = _slice_sum(call, gradient * v) / lengths
-    along = v * (grad_g / lengths)
-    across = gradient - along
-    grad_v = across * (g / lengths)
-    return cast_results(call, [grad_v, grad_g])
+    across = gradient - v * (grad_g / lengths)
+    return cast_results(call, [across * (g / lengths), grad_g])
 
 
 # Rows that are scaled down to a largest norm: each on its own, and each needed whole.
@@ -480,4 +465,4 @@ def _local_embedding_renorm(call: LocalCall) -> Any:
     table, indices = call.operands
     stretch = call.operand_shape(0)[0]
     place, _ = localize_index(call, indices, "v", stretch, stretch)
-    return drop_spare(call, call.run(operands=[append_spare(call, table, [0]), place]), [0])
+    return drop_spare(call.run(operands=[append_spare(table, [0]), place]), [0])

@@ -117,9 +117,8 @@ def _uniform(call: LocalCall, dtype: torch.dtype | None, size: Sequence[int] | N
 
 def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
     """The negative of exponentially distributed numbers of rate one."""
-    uniform = _uniform(call, dtype, size)
     # Zero is drawn and one is not, so that 1 - u is never zero.
-    return (-uniform).log1p()
+    return (-_uniform(call, dtype, size)).log1p()
 
 
 register_draw(lambda call: _exponential_noise(call) * (-1.0 / call.arg("lambd")), "exponential.default")
@@ -141,9 +140,7 @@ def _normal(call: LocalCall) -> Any:
     value = draw(call, draws.normal.default, 0.0, 1.0)
     mean, std = call.arg("mean"), call.arg("std")
     value = value * (call.operands[-1] if isinstance(std, TensorMeta) else std)
-    if isinstance(mean, TensorMeta):
-        return value + call.operands[0]
-    return value + mean
+    return value + (call.operands[0] if isinstance(mean, TensorMeta) else mean)
 
 
 register_draw(_normal, "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
@@ -152,8 +149,7 @@ register_draw(_normal, "normal.Tensor_float", "normal.float_Tensor", "normal.Ten
 def _randperm(call: LocalCall) -> Any:
     """A permutation, the same on every rank."""
     # Keys in double precision: that two of many are equal, and the order not random, is as good as excluded.
-    keys = _uniform(call, torch.float64)
-    return keys.argsort(stable=True).to(result_dtype(call))
+    return _uniform(call, torch.float64).argsort(stable=True).to(result_dtype(call))
 
 
 rule("aten.randperm", "-> d!", local=_randperm)
@@ -161,14 +157,12 @@ rule("aten.randperm", "-> d!", local=_randperm)
 
 def _multinomial(call: LocalCall) -> Any:
     """Indices drawn by weight; rows are independent."""
-    count = call.arg("num_samples")
-    dtype = accumulation_dtype(call.operands[0].dtype)
-    weights = call.operands[0].to(dtype)
+    (weights,), count = call.operands, call.arg("num_samples")
+    weights = weights.to(accumulation_dtype(weights.dtype))
     if call.arg("replacement") and count > 1:
         return _with_replacement(call, weights)
     # Exponential clocks: the first to ring have the odds of draws one after another without replacement.
-    noise = -_exponential_noise(call, weights.shape, dtype)
-    return (weights / noise).topk(count)[1]
+    return (weights / -_exponential_noise(call, weights.shape, weights.dtype)).topk(count)[1]
 
 
 def _with_replacement(call: LocalCall, weights: Any) -> Any:
@@ -190,16 +184,14 @@ rule("aten.multinomial", "... d! -> ... k!", local=_multinomial, uneven=True)
 
 def _cauchy(call: LocalCall) -> Any:
     angle = (_uniform(call, torch.float64) - 0.5) * math.pi
-    value = angle.tan() * call.arg("sigma")
-    return (value + call.arg("median")).to(result_dtype(call))
+    return (angle.tan() * call.arg("sigma") + call.arg("median")).to(result_dtype(call))
 
 
 def _geometric(call: LocalCall) -> Any:
     """Number of trials up to the first success, at least one."""
     # P(trials > k) = (1 - p)^k: its logarithm, inverted.
     survival = (-_uniform(call, torch.float64)).log1p()
-    trials = (survival / math.log1p(-call.arg("p"))).ceil()
-    return trials.clamp_min(1.0).to(result_dtype(call))
+    return (survival / math.log1p(-call.arg("p"))).ceil().clamp_min(1.0).to(result_dtype(call))
 
 
 register_draw(_cauchy, "cauchy.default")

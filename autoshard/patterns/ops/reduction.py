@@ -176,12 +176,9 @@ def _local_logsumexp(call: LocalCall) -> Any:
     value = call.operands[0].to(result_dtype(call))  # differences of integers may overflow
     top = all_reduce_over(call, value.amax(dims, True), names, "max")
     # An infinite maximum is its own logarithm of the sum; subtracting it would give nan.
-    infinite = top.abs().eq(math.inf)
-    top = top.masked_fill(infinite, 0)
-    total = (value - top).exp()
-    total = all_reduce_over(call, total.sum(dims, True), names)
-    whole = total.log() + top
-    return whole.reshape(list(call.result_shape())).to(result_dtype(call))
+    top = top.masked_fill(top.abs().eq(math.inf), 0)
+    total = all_reduce_over(call, (value - top).exp().sum(dims, True), names)
+    return (total.log() + top).reshape(list(call.result_shape())).to(result_dtype(call))
 
 
 # Extreme values and where they stand: the ranks agree on the value, then on the first place that holds it.
@@ -204,8 +201,7 @@ def _extreme(call: OpCall) -> Rule:
 
 @if_sharded(by=reduced_names)
 def _local_extreme(call: LocalCall) -> Any:
-    names = sharded_dims(call)
-    (value,), dims = call.operands, reduced_dims(call.call)
+    (value,), dims, names = call.operands, reduced_dims(call.call), sharded_dims(call)
     dtype = value.dtype
     if dtype is torch.bool:
         value = value.to(torch.uint8)
@@ -239,11 +235,10 @@ def _global_index(call: LocalCall, place: Any, dims: Sequence[int]) -> Any:
 
 def _global_extreme(call: LocalCall, best: Any, place: Any, names: Sequence[str], kind: str) -> tuple[Any, Any]:
     """The extreme value of all ranks, and the first place that holds it."""
-    emit = call.emit
-    last = math.prod(call.call.operands[0].shape)
+    emit, last = call.emit, math.prod(call.call.operands[0].shape)
     top = all_reduce_over(call, best, names, kind)
-    behind = place + last  # behind all places of nan, and in front of no offer
-    offer = emit.where(best.eq(top), behind, 2 * last)
+    # Behind all places of nan, and in front of no offer.
+    offer = emit.where(best.eq(top), place + last, 2 * last)
     number = best.dtype.is_floating_point
     if number:
         offer = emit.where(best.isnan(), place, offer)
@@ -264,7 +259,7 @@ def _selected_backward(call: OpCall) -> Rule:
 
 
 def _local_selected_backward(call: LocalCall) -> Any:
-    emit, shape = call.emit, list(call.result_shape())
+    shape = list(call.result_shape())
     dim = call.arg("dim") % len(shape) if shape else 0
     if not call.axes(f"d{dim}"):
         return call.run(sizes=shape)
@@ -272,8 +267,7 @@ def _local_selected_backward(call: LocalCall) -> Any:
     if not call.arg("keepdim"):
         gradient, index = (value.unsqueeze(dim) for value in (gradient, index))
     held = positions(call, f"d{dim}", shape[dim], gradient.device)
-    selected = index.eq(reshape_along(call, held, dim, len(shape)))
-    return emit.where(selected, gradient, 0)
+    return call.emit.where(index.eq(reshape_along(held, dim, len(shape))), gradient, 0)
 
 
 # Norms of vectors: sums of powers, whose shards leave partial results or are put together from the shards' norms.

@@ -88,7 +88,7 @@ def _move_rows(call: OpCall) -> Rule:
 
 @if_sharded("group")
 def _local_dispatch(call: LocalCall) -> Any:
-    (values, order, places, splits) = call.operands
+    values, order, places, splits = call.operands
     # `order` numbers rows, each token having so many of them behind each other.
     tokens = order.floor_divide(call.size("repeats"))
     arrived = _exchange_rows(call, values.index_select(0, tokens), splits, back=False)

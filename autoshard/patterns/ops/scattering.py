@@ -27,7 +27,7 @@ from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 
-def append_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+def append_spare(value: Any, dims: Sequence[int]) -> Any:
     """The value with one more row behind the end of every dim in `dims`."""
     ndim = len(value.shape)
     # `constant_pad_nd` counts from the last dim, before and behind in turn.
@@ -35,7 +35,7 @@ def append_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     return value.constant_pad_nd(pad)
 
 
-def drop_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+def drop_spare(value: Any, dims: Sequence[int]) -> Any:
     """The value without the last row of every dim in `dims`."""
     shape = value.shape
     for dim in dims:
@@ -47,8 +47,8 @@ def _write_to_spare(call: LocalCall, index: Any, name: str, dim: int, *rest: Any
     """The operator that writes along a sharded dim, where an index of another rank's stretch is that of a spare row."""
     stretch = call.operand_shape(0)[dim]
     place, _ = localize_index(call, index, name, stretch, stretch)
-    written = call.run(operands=[append_spare(call, call.operands[0], [dim]), place, *rest])
-    return drop_spare(call, written, [dim])
+    written = call.run(operands=[append_spare(call.operands[0], [dim]), place, *rest])
+    return drop_spare(written, [dim])
 
 
 # One index along one dim.
@@ -90,8 +90,7 @@ def _add_rows(call: LocalCall) -> Any:
     dim = call.arg("dim") % len(shape)
     if call.axes(f"d{dim}"):
         values[1], outside = localize_index(call, values[1], f"d{dim}", shape[dim])
-        outside = reshape_along(call, outside, dim, len(shape))
-        values[2] = values[2].masked_fill(outside, 0)
+        values[2] = values[2].masked_fill(reshape_along(outside, dim, len(shape)), 0)
     return call.run(operands=values)
 
 
@@ -207,8 +206,8 @@ def _index_put(call: OpCall) -> Rule | None:
     def local_overwrite(program: LocalCall) -> Any:
         split = [dim for dim in dims.indexed if program.axes(f"d{dim}")]
         indices, _ = localize_indices(program, dims, spare=True)
-        target = append_spare(program, program.operands[0], split) if split else program.operands[0]
-        return drop_spare(program, program.run(operands=[target, *indices, program.operands[-1]]), split)
+        target = append_spare(program.operands[0], split) if split else program.operands[0]
+        return drop_spare(program.run(operands=[target, *indices, program.operands[-1]]), split)
 
     return build(
         dims.sizes,
@@ -251,8 +250,8 @@ def _local_put(call: LocalCall) -> Any:
         return call.run(operands=[target, index, source])
     shape = call.operand_shape(0)
     place, _ = localize_flat_index(call, math.prod(shape))
-    flat = append_spare(call, target.reshape([-1]), [0])
-    written = drop_spare(call, call.run(operands=[flat, place, source]), [0])
+    flat = append_spare(target.reshape([-1]), [0])
+    written = drop_spare(call.run(operands=[flat, place, source]), [0])
     return written.reshape(list(shape))
 
 

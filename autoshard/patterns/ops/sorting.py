@@ -20,6 +20,7 @@ from autoshard.patterns.ops._helpers import (
     factor_names,
     numbered_dims,
     operand_names,
+    reshape_along,
     result_dtype,
     same_dims_rule,
     stretch_start,
@@ -69,19 +70,18 @@ def _local_topk(call: LocalCall) -> Any:
     # The k largest of all are among the k largest of every stretch; a stretch may have fewer.
     values, places = call.run(k=min(call.arg("k"), shape[dim]))
     places = places + stretch_start(call, name, shape[dim])
-    values, places = (_merge_rank_dim(call, all_gather_stacked(call, value, name), dim) for value in (values, places))
+    values, places = (_merge_rank_dim(all_gather_stacked(call, value, name), dim) for value in (values, places))
     values, chosen = call.run(operands=[values])
     return values, places.gather(dim, chosen)
 
 
-def _merge_rank_dim(call: LocalCall, stacked: Any, dim: int) -> Any:
+def _merge_rank_dim(stacked: Any, dim: int) -> Any:
     """`[ranks, ..., n, ...]` with the ranks' parts of the dim `dim` behind each other: `[..., ranks * n, ...]`."""
     shape = list(stacked.shape)
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
-    moved = stacked.permute(order)
     ranks = shape.pop(0)
     shape[dim] *= ranks
-    return moved.reshape(shape)
+    return stacked.permute(order).reshape(shape)
 
 
 # How many elements stand before a value is the sum of how many do in every part of what is sorted.
@@ -198,10 +198,7 @@ def _local_scan(call: LocalCall) -> Any:
         return scanned
     scan = _SCANS[call.call.op._schema.name]
     totals = all_gather_stacked(call, scanned.select(dim, -1), name)
-    ranks = emit.arange(call.share(name), device=scanned.device)
-    ranks = ranks.reshape([-1] + [1] * (len(shape) - 1))
+    ranks = reshape_along(emit.arange(call.share(name), device=scanned.device), 0, len(shape))
     # Every rank folds the totals of all, those behind its stretch replaced by nothing: no branch on the rank.
-    before = ranks < call.position(name)
-    start = scan.fold(emit.where(before, totals, scan.neutral))
-    start = start.to(result_dtype(call)).unsqueeze(dim)
-    return scan.join(scanned, start)
+    start = scan.fold(emit.where(ranks < call.position(name), totals, scan.neutral))
+    return scan.join(scanned, start.to(result_dtype(call)).unsqueeze(dim))

@@ -187,10 +187,10 @@ def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
 
 def _queries_after_keys(call: LocalCall, turn: _RingStep) -> Any:
     """Truth, a 0-d value, of this rank's queries coming after the keys that it holds."""
-    emit, stretch = call.emit, None
+    stretch = None
     for axis, steps in turn.moved.items():
         size = call.mesh.sizes[axis]
-        place = (emit.coordinate(axis) - steps).remainder(size)
+        place = (call.emit.coordinate(axis) - steps).remainder(size)
         stretch = place if stretch is None else stretch * size + place
     return call.position("n") > stretch
 
@@ -213,24 +213,6 @@ def _merge_attention(call: LocalCall, first: Any, first_log: Any, second: Any, s
 
 
 _GROUPED = "(h r)"  # how the rules of attention write the dim of query heads
-
-
-def attention_variants(
-    call: OpCall, operands: Mapping[str, str], results: Sequence[str], inner: LocalProgram, **options: Any
-) -> list[Rule]:
-    """The variants of a rule of attention that fit the call.
-
-    Args:
-        call: the attention on whole tensors.
-        operands: dims of the operands by argument name, query heads written `(h r)`, key heads `h`.
-        results: dims of the results, likewise.
-        inner: the local program of the rule.
-        options: those of the rule, as `bind_named` takes them.
-    """
-    heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
-    variants = [grouped_heads(call, operands, results, inner, **options)] if heads > groups else []
-    along = sequence_parallel(call, operands, results, sizes={"h": groups, "r": heads // groups}, **options)
-    return [*variants, along] if along is not None else variants
 
 
 def grouped_heads(
