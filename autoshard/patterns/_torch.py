@@ -60,7 +60,7 @@ def rank_and_size(group: str) -> tuple[int, int]:
 
 
 def has_philox(device_type: str) -> bool:
-    """Whether torch has its stateless generator for devices of this type."""
+    """Return True if torch has its stateless generator for devices of this type."""
     name = "aten::_philox_uniform_"
     return hasattr(torch.ops.aten, "_philox_uniform_") and _has_kernel(name, _dispatch_key(device_type))
 
@@ -119,7 +119,7 @@ def mesh_strategy_function(op: OpOverload) -> StrategyFunction | None:
 
 
 def runs_unchanged(op: OpOverload) -> bool:
-    """Whether DTensor runs the operator itself on the shards, with the arguments that it got.
+    """Return True if DTensor runs the operator itself on the shards, with the arguments that it got.
 
     Of some operators it changes arguments that are shapes or counts, others it hands to code of its own.
     """

@@ -1,4 +1,4 @@
-"""What was decided for a joint graph, as data, and where every tensor then has to go."""
+"""The decisions for a joint graph, as data, and the specs of every tensor that follow from them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def phase_of(output: JointOutput) -> str:
 
 
 class Flow:
-    """Where every tensor of a joint graph lies and has to go under some decisions."""
+    """The specs in which every tensor of a joint graph is made and wanted under some decisions."""
 
     def __init__(self, rules: GraphRules, decisions: Decisions, mesh: MeshShape) -> None:
         self.rules = rules

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -54,10 +54,8 @@ def define_operator(
 # Collectives inside.
 
 
-class CollectiveRunner(Protocol):
-    """Runs a functional collective and waits for its result."""
-
-    def __call__(self, op: OpOverload, value: Tensor, *args: Any) -> Tensor: ...
+CollectiveRunner = Callable[..., Tensor]
+"""Runs a functional collective and waits for its result: `(op, value, *args)`."""
 
 
 def define(schema: str, program: Callable[..., Any], shapes: Callable[..., Any]) -> OpOverload:

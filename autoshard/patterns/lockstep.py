@@ -142,7 +142,7 @@ def _of_rank(value: Any, rank: int) -> Any:
 
 
 def _collective_result(op: Any, tensors: Sequence[torch.Tensor], index: int, args: Sequence[Any]) -> torch.Tensor:
-    """What the rank at `index` of a line gets from a collective over the line's tensors."""
+    """Return the result of a collective over the tensors of a line, on the rank at `index` of it."""
     if op == collectives.all_gather_into_tensor.default:
         return torch.cat(list(tensors))
     if op == collectives.all_reduce.default:

@@ -25,16 +25,16 @@ Shards = Mapping[Coordinate, torch.Tensor]
 
 _SEED_COUNT = 32
 _FALSE_ALARM_RATE = 1e-7
-"""How often a right strategy would be called wrong, were the seeds not fixed."""
+"""The rate at which a right strategy would be called wrong, were the seeds not fixed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What an operator gives on whole tensors, under one seed each.
+    """The results of an operator on whole tensors, under one seed each.
 
     Attributes:
         whole: its results as a tuple, for every seed; those under the first seed alone if nothing is random.
-        random: whether the seed matters.
+        random: True if the seed matters.
     """
 
     whole: tuple[tuple[Any, ...], ...]
@@ -48,7 +48,7 @@ class Draws:
     def problems(
         self, runs: Sequence[Sequence[Shards | None]], specs: Sequence[Spec], mesh: MeshShape
     ) -> Iterator[str]:
-        """What is wrong with a strategy's results.
+        """Yield the problems of a strategy's results.
 
         Args:
             runs: for every one of `seeds`, the shards of every result; None for a result that is no tensor.
@@ -85,7 +85,7 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _problem(shards: Sequence[Shards], whole: Sequence[torch.Tensor], spec: Spec, mesh: MeshShape) -> str | None:
-    """What is wrong with one result: its shards under every seed and the first one again, beside the operator's own."""
+    """Return the problem of one result: its shards under every seed, then the first again, beside the operator's."""
     problem = _shape_problem(shards[0], spec, mesh, whole[0])
     problem = problem or next(filter(None, (_replica_problem(one, spec, mesh) for one in shards)), None)
     if problem is not None:
@@ -121,7 +121,7 @@ def _replica_problem(shards: Shards, spec: Spec, mesh: MeshShape) -> str | None:
 
 
 def _distribution_problem(drawn: torch.Tensor, whole: torch.Tensor) -> str | None:
-    """Whether two samples, the draws along the first dim, come from one distribution."""
+    """Return a problem if two samples, the draws along the first dim, do not come from one distribution."""
     count = whole.numel()
     distance = _distribution_distance(drawn.flatten(), whole.flatten())
     limit = math.sqrt(-math.log(_FALSE_ALARM_RATE / 2) / 2) * math.sqrt(2 / count)
@@ -143,7 +143,7 @@ def _distribution_distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _shard_problem(drawn: torch.Tensor, whole: torch.Tensor, spec: Spec, mesh: MeshShape) -> str | None:
-    """Whether two shards draw the same numbers: then they go up and down together over the seeds."""
+    """Return a problem if two shards draw the same numbers: then they go up and down together over the seeds."""
     for axis in spec.shard_axes:
         first, *others = (tuple(place * (own == axis) for own in range(mesh.ndim)) for place in range(mesh.sizes[axis]))
         for other in others:

@@ -84,17 +84,16 @@ def _new_rule(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
         [list(sizes)],
         reductions=dict.fromkeys(unshared, (None,)),
         linear=[{0}] if call.op._schema.name == "aten::new_zeros" else [],
-        local=_local_new,
+        # The strides of `new_empty_strided` are those of the whole tensor.
+        local=_local_new_empty if call.op == aten.new_empty_strided.default else run_resized("size"),
         uneven=True,
         fill=dict.fromkeys(unshared),
         variants=variants,
     )
 
 
-def _local_new(call: LocalCall) -> Any:
-    if call.call.op == aten.new_empty_strided.default:  # strides are those of the whole tensor
-        return call.operands[0].new_empty(list(call.result_shape()))
-    return call.run(size=list(call.result_shape()))
+def _local_new_empty(call: LocalCall) -> Any:
+    return call.operands[0].new_empty(list(call.result_shape()))
 
 
 @rule_maker("aten.arange", "prims.iota")

@@ -128,7 +128,7 @@ class SharedUnits:
 
 
 def _exchanges(call: OpCall) -> list[Exchange]:
-    """What is sent where the hidden units are shared: the state of all samples, or its gradient, at every time step."""
+    """The state of all samples, or its gradient, which shared hidden units exchange at every time step."""
     times, samples, _ = call.result.shape
     state = samples * shape_of(call, "weight")[1] * call.result.dtype.itemsize
     return [("reduce_scatter" if call.op._schema.name.endswith("backward") else "all_gather", state, times)]

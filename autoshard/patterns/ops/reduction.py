@@ -441,8 +441,7 @@ def _moments(call: OpCall) -> Rule:
     dtype = call.operands[0].dtype
     if dtype.is_complex:
         return reduction_rule(call, split=False)
-    assert call.results[0] is not None
-    exchange = moments_exchange(math.prod(call.results[0].shape), dtype)
+    exchange = moments_exchange(math.prod(call.result.shape), dtype)
     return reduction_rule(call, kinds=(None,), local=_local_moments, exchange=exchange, fill=0.0)
 
 

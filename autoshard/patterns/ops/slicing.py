@@ -72,7 +72,7 @@ def _is_backward(call: OpCall) -> bool:
 
 
 def _full(call: OpCall) -> TensorMeta:
-    """What a part is taken out of, or put into."""
+    """The tensor that a part is taken out of, or put into."""
     return call.result if _is_backward(call) else call.operands[0]
 
 

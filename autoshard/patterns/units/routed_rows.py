@@ -1,4 +1,4 @@
-"""What is done to routed rows between dispatch and combine: the rules of these operators, taught to split such rows.
+"""The operators between dispatch and combine: variants of their rules that split routed rows.
 
 A rank does to the rows that came to it what it would do to all rows, whichever they are, as long as the operator treats
 rows alike and takes no number of rows for an argument. So every operator on the way from a dispatch to the combines of
@@ -34,7 +34,6 @@ _RESHAPES = frozenset(
         aten.squeeze.dims,
     }
 )
-_EXPANDS = frozenset({aten.expand.default})
 _CUTS = frozenset({"aten::split", "aten::split_with_sizes", "aten::slice"})
 _GROUPED = frozenset(
     {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
@@ -49,7 +48,7 @@ _KINDS_OF: dict[Any, tuple[str, ...]] = {
     routing.spread.default: ("", "route", "ends", "rows"),
     routing.collect.default: ("rows", "route", "ends", ""),
 }
-"""What the operators of a route take of it, and what they give; nothing stands for a tensor that lies as any other."""
+"""Kinds of the operands of a route's operators, and of what they give; nothing for a tensor that lies as any other."""
 
 Place = tuple[fx.Node, int]
 """A tensor of a graph: a node, and which of its results; `graph_rules.Value` is one."""
@@ -237,22 +236,20 @@ def _has(named: Dims | None, factor: int) -> bool:
 
 
 def _rows_program(rule: Rule, call: OpCall, name: str) -> tuple[bool, LocalProgram | None]:
-    """Whether it is known how the operator runs on any number of rows, and the program that does."""
+    """Return True if the operator is known to run on any number of rows, and the program that does so."""
     if rule.local is None or name in _GROUPED or name in _CUTS:
         return True, rule.local
     if call.op in _RESHAPES:
         return True, _reshape_rows
     if call.op is aten.slice_backward.default:
         return True, slice_backward_by_padding
-    return call.op in _EXPANDS, _expand_rows
+    return call.op is aten.expand.default, _expand_rows
 
 
 def _shape_with_any_rows(call: LocalCall) -> list[int]:
     """The local shape of the result, with as many rows as there are."""
-    (result,) = call.rule.results
-    rows = call.rule.indices("source")
-    assert result is not None
-    return [-1 if factors == rows else size for factors, size in zip(result, call.result_shape(), strict=True)]
+    rows, dims = call.rule.indices("source"), call.rule.results[0] or ()
+    return [-1 if factors == rows else size for factors, size in zip(dims, call.result_shape(), strict=True)]
 
 
 def _reshape_rows(call: LocalCall) -> Any:

@@ -1,7 +1,8 @@
-"""Pooling by windows of one size: leading dims (batch, channels) are independent, positions may be sharded.
+"""Images: pooling by windows, positions moved, and images at other positions.
 
-As for convolutions, a dim of positions is sharded where the operand has exactly `stride` positions for each window;
-ranks exchange the rows that windows reach beyond a stretch. Where windows lie in no such order, positions are whole.
+Leading dims (batch, channels) are independent. As for convolutions, a dim of positions is sharded where the operand has
+exactly `stride` positions for each window; ranks exchange the rows that windows reach beyond a stretch. Where windows
+lie in no such order, positions are whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autoshard.patterns.ops.halo import (
     windows_over,
 )
 from autoshard.patterns.registry import rule, rule_maker
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
 
 def _spatial_rank(call: OpCall) -> int:
@@ -160,27 +161,33 @@ for _kind, _large, _small in _IMAGES:
     rule(f"aten.max_unpool{_kind}.default", f"... {_small}, ... {_small} -> ... {_large}")
 
 
-def _adaptive_dims(call: OpCall) -> tuple[str, str, dict[str, int]]:
-    """Dims of the operand and of the pooled image, and sizes of names; e are the positions of a window."""
-    whole, pooled = shape_of(call, "self"), _pooled_shape(call)
-    large = factor_names("b", len(whole) - _spatial_rank(call))
-    small, sizes = list(large), dict[str, int]()
-    for dim in range(len(large), len(whole)):
-        windows = pooled[dim]
-        if windows > 1 and whole[dim] % windows == 0:
-            large.append(f"(x{dim} e{dim}!)")
-            small.append(f"x{dim}")
-            sizes |= {f"x{dim}": windows, f"e{dim}": whole[dim] // windows}
-        else:
-            large.append(f"p{dim}!")
-            small.append(f"q{dim}!")
-    return " ".join(large), " ".join(small), sizes
+def _divided_dims(
+    first: int, source: Sequence[int], result: Sequence[int], aligned: Sequence[bool]
+) -> tuple[list[str], list[str], dict[str, int]]:
+    """Dims of positions of an image and of what becomes of it, numbered from `first` on, and sizes of names.
+
+    An aligned dim of the larger image has `e` positions for each position `x` of the smaller one.
+    """
+    dims: tuple[list[str], list[str]] = ([], [])
+    sizes: dict[str, int] = {}
+    for number, (pair, is_aligned) in enumerate(zip(zip(source, result, strict=True), aligned, strict=True), first):
+        least = min(pair)
+        if is_aligned:
+            sizes |= {f"x{number}": least, f"e{number}": max(pair) // least}
+        for image, size, name in zip(dims, pair, "pq", strict=True):
+            scaled = f"x{number}" if size == least else f"(x{number} e{number}!)"
+            image.append(scaled if is_aligned else f"{name}{number}!")
+    return *dims, sizes
 
 
 @rule_maker(*(f"aten._adaptive_avg_pool{spatial}d{half}.default" for spatial in (2, 3) for half in ("", "_backward")))
 def adaptive_mean_pool(call: OpCall) -> Rule:
     """Means of windows, or the gradient of the operand, of which only the shape is looked at."""
-    large, small, sizes = _adaptive_dims(call)
+    lead = factor_names("b", len(shape_of(call, "self")) - _spatial_rank(call))
+    whole, pooled = (shape[len(lead) :] for shape in (shape_of(call, "self"), _pooled_shape(call)))
+    aligned = [windows > 1 and size % windows == 0 for size, windows in zip(whole, pooled, strict=True)]
+    *images, sizes = _divided_dims(len(lead), whole, pooled, aligned)
+    large, small = (" ".join([*lead, *dims]) for dims in images)
     if "backward" in call.op.name():
         return bind_named(call, {"grad_output": small, "self": large}, [large], linear=[{"grad_output"}], sizes=sizes)
     local = run_resized("output_size", -_spatial_rank(call))
@@ -213,3 +220,111 @@ def channel_shuffle(call: OpCall) -> Rule:
     text = f"n (g c) {positions} -> n (c g) {positions}"
     sizes, local = {"g": call.arg("groups")}, lambda program: program.run(groups=program.size("g"))
     return bind(text, call, linear="0", sizes=sizes, local=local, uneven=True)
+
+
+# Images at other positions: upsampling, and sampling at the points of a grid. Batch and channels are independent.
+#
+# Where every position becomes a whole number of copies, or one of several is kept, positions may be sharded too.
+
+
+_NEAREST = [f"{kind}{spatial}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for spatial in (1, 2, 3)]
+_SMOOTH = [
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+]
+
+
+def _names(prefix: str, spatial: int) -> str:
+    return " ".join(f"{prefix}{place}!" for place in range(spatial))
+
+
+@rule_maker(
+    *(f"aten.{name}{half}.default" for name in _SMOOTH for half in ("", "_backward")),
+    *(f"aten.{name}.vec" for name in (*_SMOOTH, *_NEAREST)),
+)
+def upsample_smooth(call: OpCall) -> Rule:
+    """Interpolated images, a position of the result between several of the operand; or sizes given by scales alone."""
+    spatial = len(call.operands[0].shape) - 2
+    return _resampling_rule(call, _names("p", spatial), _names("q", spatial), {}, None)
+
+
+def _resampling_rule(
+    call: OpCall, source: str, result: str, sizes: dict[str, int], forward: LocalProgram | None
+) -> Rule:
+    """The rule of either half, positions of the image written `source` and `result`; a backward is told local sizes."""
+    if call.op._schema.name.endswith("_backward"):
+        source, result, forward = result, source, _local_upsample_backward
+    uneven = None if forward is None else True
+    return bind(f"n c {source} -> n c {result}", call, linear="0", sizes=sizes, local=forward, uneven=uneven)
+
+
+def _local_upsample_backward(call: LocalCall) -> Any:
+    return call.run(output_size=list(call.operand_shape(0)[2:]), input_size=list(call.result_shape()))
+
+
+@rule_maker(*(f"aten.{name}{half}.default" for name in _NEAREST for half in ("", "_backward")))
+def upsample_nearest(call: OpCall) -> Rule:
+    """Copies of positions, or a choice of them."""
+    shape = call.arg("input_size") if call.op._schema.name.endswith("_backward") else call.operands[0].shape
+    source, result = shape[2:], call.arg("output_size")
+    aligned = [
+        max(pair) % min(pair) == 0 and _given_scale(call, place, len(source)) in (None, pair[1] / pair[0])
+        for place, pair in enumerate(zip(source, result, strict=True))
+    ]
+    before, after, sizes = _divided_dims(0, source, result, aligned)
+    return _resampling_rule(call, " ".join(before), " ".join(after), sizes, run_resized("output_size", 2))
+
+
+def _given_scale(call: OpCall, place: int, spatial: int) -> float | None:
+    """The scale that the call names for a dim of positions, if any."""
+    name = "scales" if spatial == 1 else ("scales_d", "scales_h", "scales_w")[3 - spatial + place]
+    scale: float | None = call.arg(name)
+    return scale
+
+
+# Images sampled at the points of a grid: batch, channels and points are independent; the image's positions are whole.
+#
+# The gradient of the image is partial over the points, that of the grid over the channels.
+
+
+def _operand_dims(call: OpCall) -> dict[str, str]:
+    """Dims of image, grid and result; x are the dims of the grid's points."""
+    spatial = len(shape_of(call, "grid")) - 2
+    points = " ".join(f"x{place}" for place in range(spatial))
+    image = " ".join(f"p{place}!" for place in range(spatial))
+    result = f"n c {points}"
+    return {"input": f"n c {image}", "self": f"n c {image}", "grid": f"n {points} v!", "grad_output": result}
+
+
+def _fill(items: dict[str, str]) -> dict[str, float]:
+    """Zeros for the padding of batch and points: kernels take numbers of the grid for places, and check none."""
+    return dict.fromkeys((name for name in items["grid"].split() if "!" not in name), 0.0)
+
+
+_SAMPLERS = [f"aten.{name}" for name in ("grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback")]
+
+
+@rule_maker(*(f"{name}.default" for name in _SAMPLERS), "aten.cudnn_grid_sampler.default")
+def grid_sample(call: OpCall) -> Rule:
+    """Forward; linear in the image."""
+    items = _operand_dims(call)
+    return bind_named(call, items, [items["grad_output"]], linear=[{"input", "self"}], fill=_fill(items))
+
+
+@rule_maker(*(f"{name}_backward.default" for name in _SAMPLERS))
+def grid_sample_backward(call: OpCall) -> Rule:
+    """Gradients of image and grid; linear in the incoming one."""
+    items = _operand_dims(call)
+    return bind_named(call, items, [items["input"], items["grid"]], linear=[{"grad_output"}], fill=_fill(items))
+
+
+@rule_maker("aten.affine_grid_generator.default")
+def affine_grid(call: OpCall) -> Rule:
+    """The grid of an affine map; linear in the map."""
+    spatial = len(call.arg("size")) - 2
+    points = " ".join(f"x{place}!" for place in range(spatial))
+
+    def local(program: LocalCall) -> Any:
+        return program.run(size=[program.operand_shape(0)[0], *program.arg("size")[1:]])
+
+    return bind(f"n r! k! -> n {points} v!", call, linear="0", local=local, uneven=True)
