@@ -94,7 +94,12 @@ def _mesh_strategies(call: OpCall) -> Iterator[TorchStrategy]:
     """From a function that speaks of a whole mesh, asked about every placement of every operand."""
     placer = mesh_strategy_function(call.op)
     assert placer is not None
-    answer = placer(schema_of(call.op, *_arguments(call, _any_placement, TupleStrategy)))
+
+    def any_placement(meta: TensorMeta) -> OpStrategy:
+        placements = [Replicate(), *(Shard(dim) for dim in range(len(meta.shape))), Partial()]
+        return one_device_strategy(dtensor_meta(meta.shape, meta.dtype), placements)
+
+    answer = placer(schema_of(call.op, *_arguments(call, any_placement, TupleStrategy)))
     for spec in answer.strategies if isinstance(answer, OpStrategy) else ():
         made = spec.output_specs
         outs = [made] * len(call.op._schema.returns) if made is None or isinstance(made, DTensorSpec) else list(made)
@@ -105,12 +110,6 @@ def _mesh_strategies(call: OpCall) -> Iterator[TorchStrategy]:
 def _axis_placements(specs: Sequence[DTensorSpec | None]) -> list[Placement | None]:
     """The placements on the one axis."""
     return [None if spec is None else spec.placements[0] for spec in specs]
-
-
-def _any_placement(meta: TensorMeta) -> OpStrategy:
-    """An operand that may be replicated, sharded in any dim, or a partial sum."""
-    placements = [Replicate(), *(Shard(dim) for dim in range(len(meta.shape))), Partial()]
-    return one_device_strategy(dtensor_meta(meta.shape, meta.dtype), placements)
 
 
 def _arguments(
@@ -183,8 +182,8 @@ def borrowed_rule(call: OpCall) -> Rule | None:
         strategies = torch_strategies(call)
     except Exception as error:  # a registered function raises whatever it likes
         warnings.warn(
-            f"the sharding strategies that torch has for {call.op} are not used on {_shapes(call)}: the function that "
-            f"is registered there raises {type(error).__name__}: {error}",
+            f"the sharding strategies that torch has for {call.op} are not used on {call.shapes_text}: the function "
+            f"that is registered there raises {type(error).__name__}: {error}",
             stacklevel=2,
         )
         return None
@@ -253,7 +252,8 @@ def _strategy_loop(strategy: TorchStrategy, call: OpCall) -> _StrategyLoop | Non
     """The strategy as a loop; None where it shards no operand, or places anything as no loop does."""
     if not all(type(place) in (Shard, Replicate) for place in strategy.operands):
         return None
-    if not all(_is_result_placement(place) for place in strategy.results if place is not None):
+    made = [place for place in strategy.results if place is not None]
+    if not all(type(place) in (Shard, Replicate) or _reduction_of(place) in REDUCTIONS[:-1] for place in made):
         return None
     sides = ((strategy.operands, call.operands), (strategy.results, call.results))
     operands, results = (tuple(place.dim if type(place) is Shard else None for place in side) for side, _ in sides)
@@ -267,10 +267,6 @@ def _strategy_loop(strategy: TorchStrategy, call: OpCall) -> _StrategyLoop | Non
     if all(dim is None for dim in operands) or len(sizes) != 1 or 1 in sizes:
         return None
     return _StrategyLoop(operands, results, tuple(map(_reduction_of, strategy.results)), sizes.pop(), strategy.strided)
-
-
-def _is_result_placement(place: Placement) -> bool:
-    return type(place) in (Shard, Replicate) or _reduction_of(place) in REDUCTIONS[:-1]
 
 
 def _reduction_of(place: Placement | None) -> str | None:
@@ -345,7 +341,3 @@ def _rule_from_loops(
         variants=variants,
         uneven=(),
     )
-
-
-def _shapes(call: OpCall) -> str:
-    return ", ".join(str(list(meta.shape)) for meta in call.operands) or "no tensors"

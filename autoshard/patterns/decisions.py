@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import fx
 from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.errors import PlanError
 from autoshard.patterns.graph_rules import GraphRules, Value
+from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import Choices, operand_spec, result_spec
 from autoshard.size import Sizes
 from autoshard.specs.axes import MeshShape
@@ -124,24 +125,22 @@ class Flow:
         """The spec in which a tensor is made, or lies before the step."""
         if value.node in self._sources:
             return self.decisions.rest[value.node.name]
-        pinned = self.rules.pin_spec(value.node, self.mesh)
-        if pinned is not None:
-            return pinned
-        rule, choices = self.rules.rules[value.node], self.decisions.choices[value.node.name]
-        key = (id(rule), choices, value.result, True)
-        if key not in self._specs:
-            self._specs[key] = result_spec(rule, choices, self.mesh, value.result)
-        return self._specs[key]
+        return self._operator_spec(value.node, value.result, result_spec)
 
     def consumed_spec(self, node: fx.Node, operand: int) -> Spec:
         """The spec in which an operator takes an operand."""
+        return self._operator_spec(node, operand, operand_spec)
+
+    def _operator_spec(
+        self, node: fx.Node, index: int, spec_of: Callable[[Rule, Choices, MeshShape, int], Spec]
+    ) -> Spec:
         pinned = self.rules.pin_spec(node, self.mesh)
         if pinned is not None:
             return pinned
         rule, choices = self.rules.rules[node], self.decisions.choices[node.name]
-        key = (id(rule), choices, operand, False)
+        key = (id(rule), choices, index, spec_of is result_spec)
         if key not in self._specs:
-            self._specs[key] = operand_spec(rule, choices, self.mesh, operand)
+            self._specs[key] = spec_of(rule, choices, self.mesh, index)
         return self._specs[key]
 
     def output_spec(self, output: JointOutput) -> Spec:

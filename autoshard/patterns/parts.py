@@ -173,7 +173,10 @@ class _LoopClasses:
         self._excluded: set[Loop] = set()
         partners = self._returned_values()
         for value in rules.values():
-            self._join(value, partners)
+            descriptions = rules.descriptions(value, partners)
+            for dim, size in enumerate(value.meta.shape):
+                if size > 1:
+                    self._join_dim(descriptions, dim)
         for node in rules.operators:
             self._join_made_dims(node)
             told = factors_with_size_arguments(rules.calls[node], rules.rules[node])
@@ -195,13 +198,8 @@ class _LoopClasses:
                 returned[node].append(value_of(output.node))
         return returned
 
-    def _join(self, value: Value, partners: dict[fx.Node, list[Value]]) -> None:
-        """Unite the loops that all operators touching a value's dims take them for."""
-        for dim, size in enumerate(value.meta.shape):
-            if size > 1:
-                self._join_dim(self.rules.descriptions(value, partners), dim)
-
     def _join_dim(self, descriptions: Sequence[tuple[fx.Node, Dims | None]], dim: int) -> None:
+        """Unite the loops that all operators touching a dim take it for."""
         loops, sizes = [], []
         for node, dims in descriptions:
             factors = self.rules.rules[node].factors

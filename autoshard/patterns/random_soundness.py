@@ -69,7 +69,8 @@ def reference_draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         seeded = torch.Tag.nondeterministic_seeded in op.tags
         whole = (first, *(_run(op, args, kwargs, seed) for seed in range(1, _SEED_COUNT if seeded else 1)))
         # A few draws out of few outcomes, such as three coins, may come up alike under some of the seeds.
-        random = not all(_same(first, other) for other in whole[1:])
+        pairs = (pair for other in whole[1:] for pair in zip(first, other, strict=True))
+        random = not all(torch.equal(*pair) for pair in pairs if isinstance(pair[0], torch.Tensor))
         return Draws(whole if random else (first,), random)
 
 
@@ -77,11 +78,6 @@ def _run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: i
     torch.manual_seed(seed)
     result = op(*args, **kwargs)
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(not isinstance(a, torch.Tensor) or torch.equal(a, b) for a, b in pairs)
 
 
 def _problem(shards: Sequence[Shards], whole: Sequence[torch.Tensor], spec: Spec, mesh: MeshShape) -> str | None:

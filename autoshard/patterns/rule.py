@@ -69,6 +69,11 @@ class OpCall:
         assert meta is not None, self.op
         return meta
 
+    @property
+    def shapes_text(self) -> str:
+        """The shapes of the operands, for messages."""
+        return ", ".join(str(list(meta.shape)) for meta in self.operands) or "no tensors"
+
     def arg(self, name: str) -> Any:
         """Return the argument that the operator's schema calls `name`; its default if it was not passed."""
         for position, argument in enumerate(self.op._schema.arguments):

@@ -101,11 +101,9 @@ def check(
 
 
 def _no_rule_message(call: OpCall) -> str:
-    shapes = ", ".join(str(list(meta.shape)) for meta in call.operands) or "no tensors"
     if has_rule(call.op):
-        return (
-            f"the rule of {call.op} declines this call, on {shapes}: it is replicated, and there is nothing to check."
-        )
+        on = f"the rule of {call.op} declines this call, on {call.shapes_text}"
+        return f"{on}: it is replicated, and there is nothing to check."
     return f"{call.op} has no rule, so that it is replicated: register one with register_rule before checking it."
 
 
@@ -194,15 +192,13 @@ def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Co
     whole = Spec.of(
         *(Spec.all_replicated(1)[0] if axis in spec.partial_axes else spec[axis] for axis in range(mesh.ndim))
     )
+    # Programs may read anything in the place of padding: no number, or one that no index should be.
+    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    padding = math.nan if inexact else 1 if tensor.dtype == torch.bool else 101
     return {
-        coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=_padding_value(term.dtype))
+        coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=padding)
         for coordinate, term in terms.items()
     }
-
-
-def _padding_value(dtype: torch.dtype) -> float:
-    """The padding of uneven shards, where programs may read anything: no number, or one that no index should be."""
-    return math.nan if dtype.is_floating_point or dtype.is_complex else 1 if dtype == torch.bool else 101
 
 
 def _uneven_terms(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -149,7 +149,9 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
     if len(padded) > 1:
         # `_pads` has looked at each axis alone; together they may still pad too much.
         parts = math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice >= 0)
-        if _share_dim(rule, padded) or parts > MOST_PADDING * work_split(rule, choices, mesh):
+        tensors = (dims for dims in (*rule.operands, *rule.results) if dims is not None)
+        share_dim = any(len(padded.intersection(dim)) > 1 for dims in tensors for dim in dims)
+        if share_dim or parts > MOST_PADDING * work_split(rule, choices, mesh):
             return False
     for result in range(len(rule.results)):
         kinds = {kind for choice in choices if (kind := partial_kind(rule, choice, result)) is not None}
@@ -186,12 +188,6 @@ def splits(rule: Rule, choice: int, factor: int) -> bool:
         return True
     # Groups are held with their rows, so that splitting them splits the sources of rows too.
     return choice >= 0 and rule.factors[choice].routed == "group" and rule.factors[factor].routed == "source"
-
-
-def _share_dim(rule: Rule, factors: set[int]) -> bool:
-    """Return True if some dim holds two of the factors."""
-    tensors = (dims for dims in (*rule.operands, *rule.results) if dims is not None)
-    return any(len(factors.intersection(dim)) > 1 for dims in tensors for dim in dims)
 
 
 def local_size(rule: Rule, choices: Choices, mesh: MeshShape, factor: int, before: int | None = None) -> int:

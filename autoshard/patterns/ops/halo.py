@@ -157,7 +157,9 @@ def fold_halo(call: LocalCall, value: Any, halo: Halo) -> Any:
         inner, rows = _concatenate(call, [inner, _zeros(inner, dim, -halo.after)], dim), rows - halo.after
     for part, place in ((back[0], slice(0, after)), (back[1], slice(rows - halo.before, rows))):
         if part is not None:
-            inner = _add_rows_at(call, inner, part, dim, place)
+            # Padded and added, since a program has no writing in place.
+            around = (_zeros(inner, dim, count) for count in (place.start, inner.shape[dim] - place.stop))
+            inner = inner + _concatenate(call, [next(around), part, next(around)], dim)
     return inner
 
 
@@ -179,13 +181,6 @@ def _zeros(like: Any, dim: int, rows: int) -> Any:
     shape = list(like.shape)
     shape[dim] = rows
     return like.new_zeros(shape) if rows else None
-
-
-def _add_rows_at(call: LocalCall, value: Any, part: Any, dim: int, place: slice) -> Any:
-    """`value` with `part` added to its rows at `place`."""
-    # Padded and added, since a program has no writing in place.
-    before, behind = (_zeros(value, dim, count) for count in (place.start, value.shape[dim] - place.stop))
-    return value + _concatenate(call, [before, part, behind], dim)
 
 
 def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: float) -> list[Any]:

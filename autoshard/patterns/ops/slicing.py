@@ -267,12 +267,6 @@ def _stack(call: OpCall) -> Rule:
 # Padding by a constant: dims that are not padded are free, and others where their padding can be split, too.
 
 
-def _padding(pad: Sequence[int], ndim: int, dim: int) -> tuple[int, int]:
-    """Padding before and after a dim; `pad` counts from the last dim."""
-    index = 2 * (ndim - 1 - dim)
-    return (pad[index], pad[index + 1]) if index < len(pad) else (0, 0)
-
-
 @rule_maker("aten.constant_pad_nd")
 def _pad(call: OpCall) -> Rule:
     """Padding of the last dims: of each, the factor inside size and padding stays local."""
@@ -282,7 +276,8 @@ def _pad(call: OpCall) -> Rule:
     source: list[str | list[str]] = []
     target: list[str | list[str]] = []
     for dim, (size, padded) in enumerate(zip(shape, call.result.shape, strict=True)):
-        name, before, after = f"d{dim}", *_padding(pad, ndim, dim)
+        name, at = f"d{dim}", 2 * (ndim - 1 - dim)  # pairs, the last dim's first
+        before, after = pad[at : at + 2] or (0, 0)
         if not before and not after:
             sizes[name] = size
             source.append(name)
