@@ -82,7 +82,7 @@ def _run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: i
 
 def _problem(shards: Sequence[Shards], whole: Sequence[torch.Tensor], spec: Spec, mesh: MeshShape) -> str | None:
     """Return the problem of one result: its shards under every seed, then the first again, beside the operator's."""
-    problem = _shape_problem(shards[0], spec, mesh, whole[0])
+    problem = layout_problem(shards[0], spec, mesh, whole[0])
     problem = problem or next(filter(None, (_replica_problem(one, spec, mesh) for one in shards)), None)
     if problem is not None:
         return problem
@@ -98,12 +98,15 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(values) if values.is_complex() else values).to(torch.float64)
 
 
-def _shape_problem(shards: Shards, spec: Spec, mesh: MeshShape, whole: torch.Tensor) -> str | None:
-    expected = (whole.dtype, local_shape(whole.shape, spec, mesh))
-    found = {(value.dtype, tuple(value.shape)) for value in shards.values()}
-    return (
-        None if found == {expected} else f"a shard is {expected}, but the local program gave {sorted(map(str, found))}"
-    )
+def layout_problem(shards: Shards, spec: Spec, mesh: MeshShape, whole: torch.Tensor) -> str | None:
+    """Return the problem of the dtypes or shapes of shards that should lie as `spec` says; None without one."""
+    dtypes, shapes = {value.dtype for value in shards.values()}, {tuple(value.shape) for value in shards.values()}
+    if dtypes != {whole.dtype}:
+        return f"its dtype is {dtypes}, not {whole.dtype}"
+    expected = local_shape(whole.shape, spec, mesh)
+    if shapes != {expected}:
+        return f"a shard has shape {list(expected)}, but the local program gave {sorted(shapes)}"
+    return None
 
 
 def _replica_problem(shards: Shards, spec: Spec, mesh: MeshShape) -> str | None:

@@ -20,7 +20,7 @@ from autoshard.patterns._torch import CustomOpDef, OpOverload, OpOverloadPacket,
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.padding import emit_local
-from autoshard.patterns.random_soundness import Draws, reference_draws
+from autoshard.patterns.random_soundness import Coordinate, Draws, layout_problem, reference_draws
 from autoshard.patterns.registry import OPERATOR_NAME, call_of, has_rule, rule_for
 from autoshard.patterns.rule import Factor, OpCall, Rule, leaves, refine
 from autoshard.patterns.strategy import (
@@ -34,12 +34,10 @@ from autoshard.patterns.strategy import (
     uneven_axis,
 )
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
 from autoshard.specs.tensors import shard, unshard
 
 Operator = OpOverload | OpOverloadPacket | CustomOpDef | str
-Coordinate = tuple[int, ...]
 Shards = dict[Coordinate, torch.Tensor]
 """One tensor per coordinate of the mesh."""
 
@@ -249,13 +247,8 @@ def compare(
     Args:
         tolerance: relative difference that rounding of the operands explains; rounding of the result comes on top.
     """
-    dtypes = {value.dtype for value in shards.values()}
-    if dtypes != {whole.dtype}:
-        return f"its dtype is {dtypes}, not {whole.dtype}"
-    expected = local_shape(whole.shape, spec, mesh)
-    shapes = {tuple(value.shape) for value in shards.values()}
-    if shapes != {expected}:
-        return f"as {spec} a shard has shape {list(expected)}, but the local program gave {sorted(shapes)}"
+    if problem := layout_problem(shards, spec, mesh, whole):
+        return f"as {spec} {problem}"
     tolerance = max(tolerance, _tolerance(whole.dtype))
     absolute = tolerance * max(1.0, _largest(whole))
     replicated = [axis for axis, placement in enumerate(spec) if placement.is_replicate()]

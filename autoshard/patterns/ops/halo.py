@@ -120,47 +120,35 @@ def padding_beside(halos: Iterable[Halo], first: int, padding: Sequence[int]) ->
 
 
 def extend_by_halos(call: LocalCall, value: Any, halos: Iterable[Halo], fill: float = 0.0) -> Any:
-    """`value` with its neighbours' rows around it along several dims, as by `extend_by_halo`."""
+    """`value` with its neighbours' rows around it along several dims; `fill` in place of them at the two ends."""
     for halo in halos:
-        value = extend_by_halo(call, value, halo, fill)
+        rows = value.shape[halo.dim]
+        if halo.after < 0:  # the last windows of the stretch end before its last rows
+            value = value.slice(halo.dim, 0, rows + halo.after)
+        # Its last rows stand before the next rank's stretch, its first rows behind the stretch before.
+        borders = [_last_rows(value, halo.dim, halo.before), _first_rows(value, halo.dim, max(halo.after, 0))]
+        before, behind = _neighbour_borders(call, borders, halo, fill)
+        value = _concatenate(call, [before, value, behind], halo.dim)
     return value
 
 
 def fold_halos(call: LocalCall, value: Any, halos: Iterable[Halo]) -> Any:
-    """The rows that were computed for the neighbours along several dims given back, as by `fold_halo`."""
+    """The adjoint of `extend_by_halos`: rows computed for the neighbours go to them and are added to theirs."""
     for halo in halos:
-        value = fold_halo(call, value, halo)
+        dim, after = halo.dim, max(halo.after, 0)
+        rows = value.shape[dim] - halo.before - after
+        inner = value.slice(dim, halo.before, halo.before + rows)
+        lent = [_last_rows(value, dim, after), _first_rows(value, dim, halo.before)]
+        back = _neighbour_borders(call, lent, halo, 0.0)
+        if halo.after < 0:
+            inner, rows = _concatenate(call, [inner, _zeros(inner, dim, -halo.after)], dim), rows - halo.after
+        for part, place in ((back[0], slice(0, after)), (back[1], slice(rows - halo.before, rows))):
+            if part is not None:
+                # Padded and added, since a program has no writing in place.
+                around = (_zeros(inner, dim, count) for count in (place.start, inner.shape[dim] - place.stop))
+                inner = inner + _concatenate(call, [next(around), part, next(around)], dim)
+        value = inner
     return value
-
-
-def extend_by_halo(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -> Any:
-    """`value` with its neighbours' rows around it; `fill` in place of them at the two ends."""
-    rows = value.shape[halo.dim]
-    if halo.after < 0:  # the last windows of the stretch end before its last rows
-        value = value.slice(halo.dim, 0, rows + halo.after)
-    after = max(halo.after, 0)
-    # Its last rows stand before the next rank's stretch, its first rows behind the stretch before.
-    borders = [_last_rows(value, halo.dim, halo.before), _first_rows(value, halo.dim, after)]
-    borders = _neighbour_borders(call, borders, halo, fill)
-    return _concatenate(call, [borders[0], value, borders[1]], halo.dim)
-
-
-def fold_halo(call: LocalCall, value: Any, halo: Halo) -> Any:
-    """The adjoint of `extend_by_halo`: rows computed for the neighbours go to them and are added to theirs."""
-    dim = halo.dim
-    after = max(halo.after, 0)
-    rows = value.shape[dim] - halo.before - after
-    inner = value.slice(dim, halo.before, halo.before + rows)
-    lent = [_last_rows(value, dim, after), _first_rows(value, dim, halo.before)]
-    back = _neighbour_borders(call, lent, halo, 0.0)
-    if halo.after < 0:
-        inner, rows = _concatenate(call, [inner, _zeros(inner, dim, -halo.after)], dim), rows - halo.after
-    for part, place in ((back[0], slice(0, after)), (back[1], slice(rows - halo.before, rows))):
-        if part is not None:
-            # Padded and added, since a program has no writing in place.
-            around = (_zeros(inner, dim, count) for count in (place.start, inner.shape[dim] - place.stop))
-            inner = inner + _concatenate(call, [next(around), part, next(around)], dim)
-    return inner
 
 
 def _first_rows(value: Any, dim: int, count: int) -> Any:

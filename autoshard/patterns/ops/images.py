@@ -234,18 +234,15 @@ _SMOOTH = [
 ]
 
 
-def _names(prefix: str, spatial: int) -> str:
-    return " ".join(f"{prefix}{place}!" for place in range(spatial))
-
-
 @rule_maker(
     *(f"aten.{name}{half}.default" for name in _SMOOTH for half in ("", "_backward")),
     *(f"aten.{name}.vec" for name in (*_SMOOTH, *_NEAREST)),
 )
 def upsample_smooth(call: OpCall) -> Rule:
     """Interpolated images, a position of the result between several of the operand; or sizes given by scales alone."""
-    spatial = len(call.operands[0].shape) - 2
-    return _resampling_rule(call, _names("p", spatial), _names("q", spatial), {}, None)
+    spatial = range(len(call.operands[0].shape) - 2)
+    source, result = (" ".join(f"{prefix}{place}!" for place in spatial) for prefix in "pq")
+    return _resampling_rule(call, source, result, {}, None)
 
 
 def _resampling_rule(

@@ -102,12 +102,19 @@ def nll_loss_backward(call: OpCall) -> Rule:
 _ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 
 
-@rule_maker(*(f"aten.{name}.default" for name in _ELEMENTWISE))
+@rule_maker(*(f"aten.{name}{half}.default" for name in _ELEMENTWISE for half in ("", "_backward")))
 def elementwise_loss(call: OpCall) -> Rule | None:
-    """A loss of two tensors of one shape; None where they are broadcast."""
-    if len({meta.shape for meta in call.operands}) > 1:
+    """A loss of two tensors of one shape, or its gradient; None where they are broadcast.
+
+    The gradient is linear in the incoming one, which is a scalar or one number per element.
+    """
+    shape, backward = shape_of(call, "self"), "backward" in call.op.name()
+    if any(meta.shape not in ((shape, ()) if backward else (shape,)) for meta in call.operands):
         return None
     items = dict.fromkeys(("self", "target", "weight"), "...")
+    if backward:
+        items["grad_output"] = "..." if shape_of(call, "grad_output") else ""
+        return bind_named(call, items, ["..."], linear=[{"grad_output"}], local=_reduced_loss, uneven=True)
     whole = call.arg("reduction") == _NONE
     # Zeros are at no distance from zeros, and are probabilities. The soft margin's log(1 + exp(-x · y)) is zero for
     # numbers that are large enough.
@@ -138,17 +145,6 @@ _ZERO_PROBABILITY_LOGIT = -1e4
 def _reduced_loss_of_logits(call: LocalCall) -> Any:
     _replace_padding(call, "self", [factor.name for factor in call.rule.factors], _ZERO_PROBABILITY_LOGIT)
     return _reduced_loss(call)
-
-
-@rule_maker(*(f"aten.{name}_backward.default" for name in _ELEMENTWISE))
-def elementwise_loss_backward(call: OpCall) -> Rule | None:
-    """Its gradient: linear in the incoming one, which is a scalar or one number per element."""
-    shape = shape_of(call, "self")
-    if any(meta.shape not in (shape, ()) for meta in call.operands):
-        return None
-    items = dict.fromkeys(("self", "target", "weight"), "...")
-    items["grad_output"] = "..." if shape_of(call, "grad_output") else ""
-    return bind_named(call, items, ["..."], linear=[{"grad_output"}], local=_reduced_loss, uneven=True)
 
 
 # Losses that compare the scores of a sample's classes with each other: samples are independent, classes whole.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten
@@ -17,14 +17,10 @@ aten = torch.ops.aten
 def whole_rule(call: OpCall) -> Rule:
     """Everything replicated. What an operator draws at random, every rank has from the first."""
 
-    def whole(meta: TensorMeta | None) -> Dims | None:
-        return None if meta is None else ((),) * len(meta.shape)
-
     draws = torch.Tag.nondeterministic_seeded in call.op.tags
     operands = tuple(((),) * len(meta.shape) for meta in call.operands)
-    return Rule(
-        (), operands, tuple(whole(meta) for meta in call.results), local=_keep_first_rank_results if draws else None
-    )
+    results = tuple(None if meta is None else ((),) * len(meta.shape) for meta in call.results)
+    return Rule((), operands, results, local=_keep_first_rank_results if draws else None)
 
 
 def batch_rule(call: OpCall) -> str:

@@ -306,10 +306,8 @@ def _as_strided_scatter(call: OpCall) -> Rule | None:
     plan = _StridedFactors(shape, order, strided, size)
 
     def local(program: LocalCall) -> Any:
-        ones = [dim for dim in range(len(size)) if dim not in strided.dims]
-        value = program.operands[1].permute([*strided.dims, *ones])
-        held = program.operand_shape(0)
-        value = value.reshape([held[dim] for dim in order])
+        ones, held = [dim for dim in range(len(size)) if dim not in strided.dims], program.operand_shape(0)
+        value = program.operands[1].permute([*strided.dims, *ones]).reshape([held[dim] for dim in order])
         return value.permute([order.index(dim) for dim in range(len(shape))])
 
     dims = [plan.source, plan.result]
@@ -320,12 +318,9 @@ def _whole_layout_rule(call: OpCall, order: Sequence[int]) -> Rule:
     """Everything whole, and the operand laid out in memory as the whole tensor was when the call was captured."""
 
     def local(program: LocalCall) -> Any:
-        (value, *rest) = program.operands
-        value = value.permute(list(order)).contiguous()
-        result = program.run(operands=[value, *rest])
-        if not rest:
-            return result
-        return result.permute([order.index(dim) for dim in range(len(order))])
+        value, *rest = program.operands
+        result = program.run(operands=[value.permute(list(order)).contiguous(), *rest])
+        return result.permute([order.index(dim) for dim in range(len(order))]) if rest else result
 
     operands = [numbered_dims(meta.shape, f"operand{place}_") for place, meta in enumerate(call.operands)]
     result = numbered_dims(call.result.shape, "result_")
