@@ -55,8 +55,8 @@ def rank_values(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def rank_and_size(group: str) -> tuple[int, int]:
     """This rank's place among the ranks of a group, and how many they are."""
-    found = _resolve_process_group(group)  # type: ignore[arg-type]  # later releases give names a type of their own
-    return found.rank(), found.size()
+    ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # later releases give names a type of their own
+    return ranks.rank(), ranks.size()
 
 
 def has_philox(device_type: str) -> bool:

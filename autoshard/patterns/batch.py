@@ -72,14 +72,14 @@ class _DimPropagation:
 
     def _propagate(self, dim: Sequence[_DimFactors]) -> Iterator[tuple[fx.Node, int]]:
         """Pass on the places in a dim that some operators know to be followed; yield the factors that learn of more."""
-        for outside, steps in list(dict.fromkeys(span for one in dim for span in self._spans(one))):
+        for outside, steps in list(dict.fromkeys(span for description in dim for span in self._spans(description))):
             for node, factors in dim:
                 left = 1
                 for factor in factors:
                     size = int(self.rules.rules[node].factors[factor].size)
-                    own = _steps_inside((outside, steps), left, size)
-                    if own > self.steps.get((node, factor), 1):
-                        self.steps[node, factor] = own
+                    inside = _steps_inside((outside, steps), left, size)
+                    if inside > self.steps.get((node, factor), 1):
+                        self.steps[node, factor] = inside
                         yield node, factor
                     left *= size
 
@@ -89,11 +89,11 @@ class _DimPropagation:
         left, start, steps = 1, 1, 1
         for factor in factors:
             size = int(self.rules.rules[node].factors[factor].size)
-            own = self.steps.get((node, factor), 1)
-            if own > 1:
+            marked = self.steps.get((node, factor), 1)
+            if marked > 1:
                 start = left if steps == 1 else start
-                steps *= own
-            if steps > 1 and own < size:
+                steps *= marked
+            if steps > 1 and marked < size:
                 yield start, steps
                 steps = 1
             left *= size

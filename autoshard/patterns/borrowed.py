@@ -68,14 +68,14 @@ def torch_strategies(call: OpCall) -> tuple[TorchStrategy, ...]:
         Exception: whatever the registered function raises on a call that it does not expect.
     """
     with outside_modes():
-        found = (
+        strategies = (
             _single_axis_strategies(call)
             if single_axis_strategy_function(call.op)
             else _mesh_strategies(call)
             if mesh_strategy_function(call.op)
             else ()
         )
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(strategies))
 
 
 def _single_axis_strategies(call: OpCall) -> Iterator[TorchStrategy]:
@@ -101,8 +101,10 @@ def _mesh_strategies(call: OpCall) -> Iterator[TorchStrategy]:
 
     answer = placer(schema_of(call.op, *_arguments(call, any_placement, TupleStrategy)))
     for spec in answer.strategies if isinstance(answer, OpStrategy) else ():
-        made = spec.output_specs
-        outs = [made] * len(call.op._schema.returns) if made is None or isinstance(made, DTensorSpec) else list(made)
+        specs = spec.output_specs
+        outs = (
+            [specs] * len(call.op._schema.returns) if specs is None or isinstance(specs, DTensorSpec) else list(specs)
+        )
         ins = outs[:1] * len(call.operands) if spec.input_specs is None else spec.input_specs
         yield _strategy(call, _axis_placements(outs), _axis_placements(ins), False)
 
@@ -252,8 +254,8 @@ def _strategy_loop(strategy: TorchStrategy, call: OpCall) -> _StrategyLoop | Non
     """The strategy as a loop; None where it shards no operand, or places anything as no loop does."""
     if not all(type(place) in (Shard, Replicate) for place in strategy.operands):
         return None
-    made = [place for place in strategy.results if place is not None]
-    if not all(type(place) in (Shard, Replicate) or _reduction_of(place) in REDUCTIONS[:-1] for place in made):
+    placed = [place for place in strategy.results if place is not None]
+    if not all(type(place) in (Shard, Replicate) or _reduction_of(place) in REDUCTIONS[:-1] for place in placed):
         return None
     sides = ((strategy.operands, call.operands), (strategy.results, call.results))
     operands, results = (tuple(place.dim if type(place) is Shard else None for place in side) for side, _ in sides)
@@ -304,12 +306,12 @@ def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:
     owners = []
     for name, value in (*zip(arguments, call.args, strict=False), *call.kwargs):
         owners += [name] * sum(1 for _ in leaves(value, TensorMeta))
-    taken: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for loop in loops:
         operand = next(index for index, dim in enumerate(loop.operands) if dim is not None)
         name = f"{owners[operand]}{loop.operands[operand]}"
-        taken[name] = taken.get(name, 0) + 1
-        yield name if taken[name] == 1 else f"{name}_{taken[name]}"
+        counts[name] = counts.get(name, 0) + 1
+        yield name if counts[name] == 1 else f"{name}_{counts[name]}"
 
 
 def _rule_from_loops(
@@ -320,13 +322,13 @@ def _rule_from_loops(
     whole: dict[str, int] = {}
 
     def dims(side: str, index: int, meta: TensorMeta) -> list[list[str]]:
-        found = []
+        named = []
         for dim, size in enumerate(meta.shape):
             name = next((name for name, loop in loops if (side, index, dim) in loop.places), f"{side}{index}.{dim}")
             if name not in sizes:
                 whole[name] = size
-            found.append([name])
-        return found
+            named.append([name])
+        return named
 
     operands = [dims("operand", index, meta) for index, meta in enumerate(call.operands)]
     results = [None if meta is None else dims("result", index, meta) for index, meta in enumerate(call.results)]

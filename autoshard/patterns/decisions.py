@@ -116,9 +116,9 @@ class Flow:
             (self.consumed_spec(use.node, use.operand), generic.consumed_spec(use.node, use.operand))
             for use in self.rules.uses.get(value, ())
         ]
-        plain = all(split_factor_of(one) == 1 and block_of(one) is None for one in spec)
-        dims = [dim_of(one, len(value.meta.shape)) for one in spec if is_shard(one)]
-        alike = (taken for own, taken in pairs if str(own) == str(spec))
+        plain = all(split_factor_of(placement) == 1 and block_of(placement) is None for placement in spec)
+        dims = [dim_of(placement, len(value.meta.shape)) for placement in spec if is_shard(placement)]
+        alike = (general for example, general in pairs if str(example) == str(spec))
         return next(alike, spec if plain and len(dims) == len(set(dims)) else None)
 
     def produced_spec(self, value: Value) -> Spec:

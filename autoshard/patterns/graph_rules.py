@@ -148,10 +148,10 @@ class GraphRules:
         refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
         self.rules: dict[fx.Node, Rule] = {}
         for node, rule in plain.items():
-            own = tuple(sorted(cuts.get(node, {}).items()))
-            key = (id(rule), own)
+            chains = tuple(sorted(cuts.get(node, {}).items()))
+            key = (id(rule), chains)
             if key not in refined:
-                refined[key] = refine(rule, dict(own))
+                refined[key] = refine(rule, dict(chains))
             self.rules[node] = refined[key]
         if graph.dynamic is not None:
             self._substitute_sizes(graph.dynamic.example)
@@ -164,9 +164,9 @@ class GraphRules:
         """
         calls = {call: call for call in other.calls.values()}
         rules = {_rule_key(rule): rule for rule in other.rules.values()}
-        own = {id(rule): rules.get(_rule_key(rule), rule) for rule in self.rules.values()}
+        shared = {id(rule): rules.get(_rule_key(rule), rule) for rule in self.rules.values()}
         self.calls = {node: calls.get(call, call) for node, call in self.calls.items()}
-        self.rules = {node: own[id(rule)] for node, rule in self.rules.items()}
+        self.rules = {node: shared[id(rule)] for node, rule in self.rules.items()}
 
     def at(self, sizes: Sizes) -> GraphRules:
         """The same calls and rules with dynamic sizes taken at `sizes`."""
@@ -176,11 +176,11 @@ class GraphRules:
 
     def _substitute_sizes(self, sizes: Sizes) -> None:
         """Count all dynamic sizes at `sizes`; what was one object stays one."""
-        taken: dict[int, Any] = {}
+        substituted: dict[int, Any] = {}
         for each in (*self.calls.values(), *self.rules.values()):
-            taken.setdefault(id(each), at(each, sizes))
-        self.calls = {node: taken[id(call)] for node, call in self.calls.items()}
-        self.rules = {node: taken[id(rule)] for node, rule in self.rules.items()}
+            substituted.setdefault(id(each), at(each, sizes))
+        self.calls = {node: substituted[id(call)] for node, call in self.calls.items()}
+        self.rules = {node: substituted[id(rule)] for node, rule in self.rules.items()}
 
     def pin_spec(self, node: fx.Node, mesh: MeshShape) -> Spec | None:
         """The spec that the user pinned this node to with `autoshard.shard`, if it is such a node.
@@ -232,7 +232,7 @@ class GraphRules:
         if RECOMPUTES not in node.meta or not is_random(node):
             return None
         call = self.calls[node]
-        if any(one.name == "dropout_p" for one in call.op._schema.arguments) and call.arg("dropout_p") == 0:
+        if any(argument.name == "dropout_p" for argument in call.op._schema.arguments) and call.arg("dropout_p") == 0:
             return None  # attention, whose kernels could drop and do not
         return self._by_name.get(node.meta[RECOMPUTES])
 
@@ -286,26 +286,26 @@ class GraphRules:
         The tensors that the step is given are padded with zeros, and so is what is sliced of a larger tensor.
         """
         known = {Value(source.node) for source in self.graph.inputs}
-        found: dict[fx.Node, tuple[bool, ...]] = {}
+        by_node: dict[fx.Node, tuple[bool, ...]] = {}
         for node in self.operators:
-            found[node] = zeros = tuple(value in known for value in self.operands[node])
+            by_node[node] = zeros = tuple(value in known for value in self.operands[node])
             rule = self.rules[node]
             variants = [zero_padded_results(each, range(len(each.factors)), zeros) for each in (rule, *rule.variants)]
             known |= {Value(node, index) for index, kept in enumerate(zip(*variants, strict=True)) if all(kept)}
-        return found
+        return by_node
 
     @cached_property
     def unreduced(self) -> frozenset[Value]:
         """Values on the way to a gradient whose partial sums are added later, in another dtype."""
-        found: set[Value] = set()
+        partial: set[Value] = set()
         waiting = [node for node in self.operators if node.meta.get(REDUCED) == "here"]
         while waiting:
             for value in self.operands[waiting.pop()]:
                 if value.node in self.rules and len(self.uses[value]) == 1 and value not in self.outputs_of:
-                    found.add(value)
+                    partial.add(value)
                     if value.node in self.calls and (self.rules[value.node].free or self.calls[value.node].op is _ADD):
                         waiting.append(value.node)
-        return frozenset(found)
+        return frozenset(partial)
 
     def restores_dtype(self, node: fx.Node) -> bool:
         """Return True if an operator casts a gradient back that was reduced in another dtype."""
@@ -437,7 +437,7 @@ def generic_sizes(graph: JointGraph, mesh: MeshShape, other_than: Sizes | None =
     Raises:
         InputError: the range in which the graph holds has no such value.
     """
-    taken = other_than or {}
+    avoided = other_than or {}
     dynamic = graph.dynamic
     assert dynamic is not None
     static = {
@@ -448,27 +448,27 @@ def generic_sizes(graph: JointGraph, mesh: MeshShape, other_than: Sizes | None =
         if not is_dynamic(size)
     }
     shapes = [expr for dims in dynamic.dims.values() for expr in dims.values()]
-    found = dict(dynamic.example)
-    for name in found:
+    values = dict(dynamic.example)
+    for name in values:
         low, high = dynamic.ranges[name]
-        for value in itertools.islice(_near(max(found[name], 2 * mesh.size + 1), low, high), _TRIES):
-            tried = found | {name: value}
-            others = {found[other] for other in found if other != name}
-            sizes = {int(evaluate(expr, tried)) for expr in shapes if name in expr.free_symbols}
-            alone = math.gcd(value, mesh.size) == 1 and not sizes & (static | others) and value != taken.get(name)
-            if alone and dynamic.serves(tried):
-                found = tried
+        for value in itertools.islice(_near(max(values[name], 2 * mesh.size + 1), low, high), _TRIES):
+            candidate = values | {name: value}
+            others = {values[other] for other in values if other != name}
+            sizes = {int(evaluate(expr, candidate)) for expr in shapes if name in expr.free_symbols}
+            alone = math.gcd(value, mesh.size) == 1 and not sizes & (static | others) and value != avoided.get(name)
+            if alone and dynamic.serves(candidate):
+                values = candidate
                 break
         else:
-            if name in taken:
-                found = found | {name: taken[name]}
+            if name in avoided:
+                values = values | {name: avoided[name]}
                 continue
             raise InputError(
                 f'dynamic: no size of "{name}" from {low} to {"any" if high is None else high} can stand for all '
                 f"others on the mesh {mesh}: one that no axis divides and that no other size of the model equals. "
                 f'Leave "{name}" out of dynamic, so that every size is planned by itself.'
             )
-    return found
+    return values
 
 
 def _near(start: int, low: int, high: int | None) -> Iterator[int]:

@@ -104,11 +104,11 @@ class Lockstep:
 
     def _line(self, rank: int, axis: int) -> list[int]:
         """The ranks that differ from `rank` in their coordinate on `axis` alone, in its order."""
-        own = self._coordinates[rank]
+        here = self._coordinates[rank]
         return [
             other
             for other, coordinate in enumerate(self._coordinates)
-            if coordinate[:axis] + coordinate[axis + 1 :] == own[:axis] + own[axis + 1 :]
+            if coordinate[:axis] + coordinate[axis + 1 :] == here[:axis] + here[axis + 1 :]
         ]
 
     def _collective(self, op: Any, value: PerRank, *args: Any) -> PerRank:

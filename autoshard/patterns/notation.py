@@ -71,6 +71,10 @@ class Notation:
         """All names in the order in which they first occur, `...` among them."""
         return tuple(dict.fromkeys(name for item in self.operands + self.results for dim in item for name in dim.names))
 
+    def error(self, problem: str) -> RuleError:
+        """Return the error of a rule whose options do not fit it."""
+        return RuleError(f'rule "{self.text}": {problem}')
+
 
 @cache
 def parse(text: str) -> Notation:
@@ -181,10 +185,10 @@ def check_options(
     linear_sets(linear, notation.text, len(notation.operands))
     for name, kinds in (reduce or {}).items():
         if name not in notation.names:
-            raise RuleError(f'rule "{notation.text}": reduce names "{name}", which does not occur in the rule.')
+            raise notation.error(f'reduce names "{name}", which does not occur in the rule.')
         for kind in kinds_of(notation, name, kinds):
             if kind not in REDUCTIONS:
-                raise RuleError(f'rule "{notation.text}": reduce["{name}"] is {kind!r}: use one of {REDUCTIONS}.')
+                raise notation.error(f'reduce["{name}"] is {kind!r}: use one of {REDUCTIONS}.')
 
 
 def check_padding(
@@ -200,20 +204,18 @@ def check_padding(
     """Raise `RuleError` unless the options of a rule for padding fit its text and its other options."""
     fill = fill or {}
     if isinstance(uneven, str):
-        raise RuleError(f'rule "{notation.text}": uneven={uneven!r} is a text: give a list of names, or True for all.')
+        raise notation.error(f"uneven={uneven!r} is a text: give a list of names, or True for all.")
     listed = () if uneven is None or isinstance(uneven, bool) else uneven
     for option, names in (("uneven", listed), ("fill", fill)):
         for name in names:
             if name not in notation.names:
-                raise RuleError(f'rule "{notation.text}": {option} names "{name}", which does not occur in the rule.')
+                raise notation.error(f'{option} names "{name}", which does not occur in the rule.')
             if name in notation.whole:
-                raise RuleError(f'rule "{notation.text}": {option} names "{name}", which ! says is never sharded.')
+                raise notation.error(f'{option} names "{name}", which ! says is never sharded.')
     for name, number in fill.items():
         if number is not None and not isinstance(number, (int, float)):
-            raise RuleError(
-                f'rule "{notation.text}": fill["{name}"] is {number!r}: give a number that does not change the result, '
-                "or None where padding may hold anything."
-            )
+            change = "give a number that does not change the result, or None where padding may hold anything."
+            raise notation.error(f'fill["{name}"] is {number!r}: {change}')
     operands, results = (
         [tuple(dim.names for dim in item) for item in side] for side in (notation.operands, notation.results)
     )
@@ -221,9 +223,9 @@ def check_padding(
     padding = Padding(operands, results, kinds, linear_sets(linear, notation.text, len(operands)), local is not None)
     for name in listed:
         if name not in fill and not padding.has_safe_fill(name):
-            raise RuleError(
-                f'rule "{notation.text}": uneven names "{name}", which a result lacks, and nothing tells how to keep '
-                f'padding out of it. Say with fill={{"{name}": ...}} which number in its place does not change the '
+            raise notation.error(
+                f'uneven names "{name}", which a result lacks, and nothing tells how to keep padding out of it. Say '
+                f'with fill={{"{name}": ...}} which number in its place does not change the '
                 "result (None: any), or with linear in which operands the operator is linear."
             )
 
@@ -233,9 +235,7 @@ def kinds_of(notation: Notation, name: str, kinds: Reduction | Sequence[Reductio
     if kinds is None or isinstance(kinds, str):
         return (kinds,) * len(notation.results)
     if len(kinds) != len(notation.results):
-        raise RuleError(
-            f'rule "{notation.text}": reduce["{name}"] has {len(kinds)} kinds for {len(notation.results)} results.'
-        )
+        raise notation.error(f'reduce["{name}"] has {len(kinds)} kinds for {len(notation.results)} results.')
     return tuple(kinds)
 
 

@@ -107,9 +107,9 @@ def with_unequal_loops(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop]
     def cuts_of(node: fx.Node, dims: Dims) -> dict[int, tuple[Any, ...]]:
         loops = {dim: [size_of(node, factor) for factor in factors] for dim, factors in enumerate(dims)}
         return {
-            dim: tuple(_cut_points(own))
-            for dim, own in loops.items()
-            if any(isinstance(one, DynamicSize) for one in own)
+            dim: tuple(_cut_points(sizes))
+            for dim, sizes in loops.items()
+            if any(isinstance(size, DynamicSize) for size in sizes)
         }
 
     named: dict[str, dict[int, Any]] = {}
@@ -217,8 +217,8 @@ class _LoopClasses:
         """Unite the dims that an operator makes, such as a diagonal's, with those it reads, where all have one size."""
         rule = self.rules.rules[node]
         read = {factor for dims in rule.operands for factors in dims for factor in factors}
-        made = {factor for dims in rule.results for factors in dims or () for factor in factors}
-        sizes = {factor: rule.factors[factor].size for factor in read ^ made if rule.factors[factor].size > 1}
+        written = {factor for dims in rule.results for factors in dims or () for factor in factors}
+        sizes = {factor: rule.factors[factor].size for factor in read ^ written if rule.factors[factor].size > 1}
         if not read or sets_result_sizes(node) or sizes.keys() <= read:
             return
         loops = [(node.name, factor) for factor in sizes]
@@ -272,7 +272,9 @@ def factors_with_size_arguments(call: OpCall, rule: Rule) -> Iterator[int]:
             yield from range(len(rule.factors))  # such as `linspace`
         return
     given = {argument.name for argument in arguments[: len(call.args)]} | dict(call.kwargs).keys()
-    if call.op in _NO_SIZE_ARGUMENTS or not given.intersection(one.name for one in arguments if _is_size(one)):
+    if call.op in _NO_SIZE_ARGUMENTS or not given.intersection(
+        argument.name for argument in arguments if _is_size(argument)
+    ):
         return
     names = {argument.name for argument in arguments}
     tensors = [*rule.operands, *(dims for dims in rule.results if dims is not None)]
@@ -295,9 +297,9 @@ def set_size_arguments(node: fx.Node, results: Sequence[tuple[int, ...] | None])
         node.update_arg(_RANGE_END_ARGUMENT[node.target], shape[0])
         return
     if node.target is aten.repeat.default:
-        own = _prepend_ones(node.args[0].meta["val"].shape, len(shape))  # type: ignore[union-attr]
-        repeats = zip(own, shape, node.args[1], strict=True)  # type: ignore[arg-type]
-        node.update_arg(1, [size if one == 1 else times for one, size, times in repeats])
+        before = _prepend_ones(node.args[0].meta["val"].shape, len(shape))  # type: ignore[union-attr]
+        repeats = zip(before, shape, node.args[1], strict=True)  # type: ignore[arg-type]
+        node.update_arg(1, [size if old == 1 else times for old, size, times in repeats])
         return
     for place, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
         if _is_shape(argument):

@@ -83,10 +83,10 @@ def _run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: i
 def _problem(shards: Sequence[Shards], whole: Sequence[torch.Tensor], spec: Spec, mesh: MeshShape) -> str | None:
     """Return the problem of one result: its shards under every seed, then the first again, beside the operator's."""
     problem = layout_problem(shards[0], spec, mesh, whole[0])
-    problem = problem or next(filter(None, (_replica_problem(one, spec, mesh) for one in shards)), None)
+    problem = problem or next(filter(None, (_replica_problem(held, spec, mesh) for held in shards)), None)
     if problem is not None:
         return problem
-    *drawn, again = [_numbers(unshard(one, spec, mesh, whole[0].shape)) for one in shards]
+    *drawn, again = [_numbers(unshard(held, spec, mesh, whole[0].shape)) for held in shards]
     if not torch.equal(drawn[0], again):
         return "what is drawn does not follow from the step's seed: the same seed gave different numbers"
     together, expected = torch.stack(drawn), torch.stack([_numbers(value) for value in whole])
@@ -134,17 +134,21 @@ def _distribution_problem(drawn: torch.Tensor, whole: torch.Tensor) -> str | Non
     return None
 
 
-def _distribution_distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def _distribution_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """The Kolmogorov-Smirnov distance of two samples: the largest difference between their distribution functions."""
-    points = torch.cat([one, other]).unique()
-    shares = [torch.searchsorted(sample.sort().values, points, right=True) / sample.numel() for sample in (one, other)]
+    points = torch.cat([first, second]).unique()
+    shares = [
+        torch.searchsorted(sample.sort().values, points, right=True) / sample.numel() for sample in (first, second)
+    ]
     return (shares[0] - shares[1]).abs().max().item()
 
 
 def _shard_problem(drawn: torch.Tensor, whole: torch.Tensor, spec: Spec, mesh: MeshShape) -> str | None:
     """Return a problem if two shards draw the same numbers: then they go up and down together over the seeds."""
     for axis in spec.shard_axes:
-        first, *others = (tuple(place * (own == axis) for own in range(mesh.ndim)) for place in range(mesh.sizes[axis]))
+        first, *others = (
+            tuple(place * (number == axis) for number in range(mesh.ndim)) for place in range(mesh.sizes[axis])
+        )
         for other in others:
             together = _correlation(drawn, spec, mesh, first, other)
             if together > 0.5 > abs(_correlation(whole, spec, mesh, first, other)) + 0.25:
@@ -152,9 +156,9 @@ def _shard_problem(drawn: torch.Tensor, whole: torch.Tensor, spec: Spec, mesh: M
     return None
 
 
-def _correlation(values: torch.Tensor, spec: Spec, mesh: MeshShape, one: Coordinate, other: Coordinate) -> float:
+def _correlation(values: torch.Tensor, spec: Spec, mesh: MeshShape, first: Coordinate, second: Coordinate) -> float:
     """Correlation over the draws, position by position, of the parts of two ranks."""
-    cut = [torch.stack([shard(draw, spec, mesh, coordinate) for draw in values]) for coordinate in (one, other)]
+    cut = [torch.stack([shard(draw, spec, mesh, coordinate) for draw in values]) for coordinate in (first, second)]
     common = [slice(min(sizes)) for sizes in zip(*(part.shape for part in cut), strict=True)]
     parts = [part[tuple(common)] - part[tuple(common)].mean(0) for part in cut]
     norm = (parts[0].square().sum() * parts[1].square().sum()).sqrt().clamp_min(1e-12)

@@ -125,10 +125,10 @@ def _inner_parts(rule: Rule, index: int, size: int, mesh: MeshShape) -> Iterator
     cuts = [outer for outer in range(2, size) if size % outer == 0]
     parts = [(refine(rule, {index: (outer,)}), (index + part,)) for part in (1, 0) for outer in cuts]
     parts = [(cut, choices) for cut, choices in parts if fits(cut, choices, mesh)]
-    strided = [one for one in parts if one[1] == (index + 1,) and not _is_padded(*one, mesh)]
-    padded = [[one for one in parts if one[1] == (index + part,) and _is_padded(*one, mesh)] for part in (1, 0)]
-    for found in (strided, *padded):
-        yield from found[:1]
+    strided = [pair for pair in parts if pair[1] == (index + 1,) and not _is_padded(*pair, mesh)]
+    padded = [[pair for pair in parts if pair[1] == (index + part,) and _is_padded(*pair, mesh)] for part in (1, 0)]
+    for group in (strided, *padded):
+        yield from group[:1]
 
 
 def _is_padded(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
@@ -255,12 +255,12 @@ def compare(
     first: Mapping[Coordinate, torch.Tensor] | None = None
     for copy in itertools.product(*(range(mesh.sizes[axis]) for axis in replicated)):
         chosen = dict(zip(replicated, copy, strict=True))
-        one = {place: shards[tuple(chosen.get(axis, index) for axis, index in enumerate(place))] for place in shards}
-        if first is not None and all(torch.equal(one[place], first[place]) for place in shards):
+        held = {place: shards[tuple(chosen.get(axis, index) for axis, index in enumerate(place))] for place in shards}
+        if first is not None and all(torch.equal(held[place], first[place]) for place in shards):
             continue  # what was right of the first copy is right of this one
-        first = first or one
+        first = first or held
         try:
-            total = unshard(one, spec, mesh, tuple(whole.shape))
+            total = unshard(held, spec, mesh, tuple(whole.shape))
             if not torch.equal(total, whole):  # which most are, and which takes no time
                 torch.testing.assert_close(total, whole, rtol=tolerance, atol=absolute, equal_nan=True)
         except (AssertionError, RuntimeError, ValueError) as error:

@@ -69,7 +69,7 @@ rule(["aten.ones_like", "aten.full_like", "aten.empty_like", "prims.full_like"],
 def _new(call: OpCall) -> Rule:
     """Only the dtype of the operand matters: dims of equal size lie alike, or in any way."""
     pairs = zip(call.operands[0].shape, call.result.shape, strict=False)
-    alike = {dim for dim, (size, made) in enumerate(pairs) if size == made}
+    alike = {dim for dim, (size, new_size) in enumerate(pairs) if size == new_size}
     return _new_rule(call, alike, [_new_rule(call, set(), ())] if alike else ())
 
 
@@ -204,8 +204,8 @@ def _local_trace(call: LocalCall) -> Any:
 def _diagonal(call: OpCall) -> Rule:
     """The two dims must be whole, and so must the diagonal, which is the last dim of what is taken or put back."""
     name = call.op._schema.name
-    made = name in ("aten::diagonal_backward", "aten::diag_embed")  # the matrices, of diagonals alone
-    full = call.result if made else call.operands[0]
+    gives_matrices = name in ("aten::diagonal_backward", "aten::diag_embed")  # the matrices, of diagonals alone
+    full = call.result if gives_matrices else call.operands[0]
     thin = call.result if name == "aten::diagonal" else call.operands[-1]
     crossed = [call.arg("dim1") % len(full.shape), call.arg("dim2") % len(full.shape)]
     sizes = numbered_dims(full.shape) | {"diagonal": thin.shape[-1]}

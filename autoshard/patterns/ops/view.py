@@ -366,7 +366,7 @@ def _merged_variant(rule: Rule, dim: int) -> Rule:
     parts = rule.operands[0][dim]
     factors = tuple(replace(each, shardable=False) if at in parts else each for at, each in enumerate(rule.factors))
     whole = Factor(f"whole{dim}", math.prod(rule.factors[part].size for part in parts), contiguous=True)
-    dims: Dims = tuple((len(factors),) if at == dim else own for at, own in enumerate(rule.operands[0]))
+    dims: Dims = tuple((len(factors),) if at == dim else named for at, named in enumerate(rule.operands[0]))
     return replace(
         rule,
         factors=(*factors, whole),

@@ -55,11 +55,11 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
     plain = all(name not in operands or call.arg(name) is None for name in ("attn_mask", "attn_bias"))
-    own = call.op.namespace == "autoshard"
-    known = own or any(kernel in call.op.name() for kernel in ("flash", "cudnn"))
+    captured = call.op.namespace == "autoshard"
+    known = captured or any(kernel in call.op.name() for kernel in ("flash", "cudnn"))
     if not known or query[2] != key[2] or not plain:
         return None
-    if own and (call.arg("window") or call.arg("dropout_p")):
+    if captured and (call.arg("window") or call.arg("dropout_p")):
         return None
     backward = "grad_out" in operand_names(call)
     reduce = {name: kinds for name, kinds in options.pop("reduce").items() if name != "s"}
@@ -112,11 +112,11 @@ def _ring_steps(call: LocalCall) -> Iterator[_RingStep]:
     """All steps of the ring. What is held at the next step is handed on before this one is worked on."""
     names, axes = operand_names(call.call), call.axes("n")
     places = [names.index(name) for name in _RING_OPERANDS]
-    own = [call.operands[place] for place in places]
+    stretches = [call.operands[place] for place in places]
     widths = [call.operand_shape(place)[-1] for place in places]
     moved = dict.fromkeys(axes, 0)
     turn = _RingStep(call.operands, None, dict(moved))
-    packed = call.emit.cat(own, -1)
+    packed = call.emit.cat(stretches, -1)
     for place in shift_axes([call.mesh.sizes[axis] for axis in axes]):
         axis = axes[place]
         packed = call.emit.collective(shift, packed, 1, axis=axis)
@@ -199,8 +199,8 @@ def _merge_attention(call: LocalCall, first: Any, first_log: Any, second: Any, s
     """Attention to two sets of keys, from attention to each: weighted by their sums of exponentials."""
     log = first_log.logaddexp(second_log)
 
-    def weighted(value: Any, own: Any) -> Any:
-        weight = (own - log).exp()
+    def weighted(value: Any, logarithm: Any) -> Any:
+        weight = (logarithm - log).exp()
         return value * (weight if len(weight.shape) == len(value.shape) else weight.unsqueeze(-1))
 
     return weighted(first, first_log) + weighted(second, second_log), log

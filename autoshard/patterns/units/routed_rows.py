@@ -85,11 +85,11 @@ def with_routed_rows(
     """
     ways = _RouteTracker()
     for node, call in calls.items():
-        taken = {position: ways.routed[place] for position, place in enumerate(operands[node]) if place in ways.routed}
+        routed = {position: ways.routed[place] for position, place in enumerate(operands[node]) if place in ways.routed}
         if call.op == routing.group.default:
-            ways.begin(node, call, taken)
-        elif taken:
-            ways.follow(node, call, rules[node], taken)
+            ways.begin(node, call, routed)
+        elif routed:
+            ways.follow(node, call, rules[node], routed)
     ways.unsplittable |= {ways.routed[place].route for place in outputs if place in ways.routed}
     return dict(rules) | ways.changed_rules(rules)
 
@@ -113,36 +113,39 @@ class _RouteTracker:
     unsplittable: set[fx.Node] = field(default_factory=set)
     _variant_cache: dict[tuple[object, ...], Rule | None] = field(default_factory=dict)  # equal calls share one variant
 
-    def begin(self, node: fx.Node, call: OpCall, taken: Mapping[int, _RoutedTensor]) -> None:
+    def begin(self, node: fx.Node, call: OpCall, operands_of_route: Mapping[int, _RoutedTensor]) -> None:
         """A route begins; if by the rows of another, neither can be split."""
-        self.unsplittable |= {node} if taken else set()
-        self.unsplittable |= {each.route for each in taken.values()}
+        self.unsplittable |= {node} if operands_of_route else set()
+        self.unsplittable |= {each.route for each in operands_of_route.values()}
         self.ends[node], self.groups[node] = node, call.arg("groups")
         for index, kind in enumerate(_RESULTS_OF_GROUP):
             self.routed[node, index] = _RoutedTensor(node, kind)  # type: ignore[arg-type]
 
-    def follow(self, node: fx.Node, call: OpCall, rule: Rule, taken: Mapping[int, _RoutedTensor]) -> None:
+    def follow(self, node: fx.Node, call: OpCall, rule: Rule, operands_of_route: Mapping[int, _RoutedTensor]) -> None:
         """An operator takes routed tensors; if it does not know how, the route can not be split."""
-        route, *others = {each.route for each in taken.values()}
-        kinds = [taken[position].kind if position in taken else "" for position in range(len(call.operands))]
+        route, *others = {each.route for each in operands_of_route.values()}
+        kinds = [
+            operands_of_route[position].kind if position in operands_of_route else ""
+            for position in range(len(call.operands))
+        ]
         if others:
             self.unsplittable |= {route, *others}
         if call.op in _KINDS_OF:
-            *expected, made = _KINDS_OF[call.op]
+            *expected, result = _KINDS_OF[call.op]
             self.ends[node] = route
-            if kinds != expected or any(each.dim for each in taken.values()):
+            if kinds != expected or any(each.dim for each in operands_of_route.values()):
                 self.unsplittable.add(route)
-            if made:
+            if result:
                 self.routed[node, 0] = _RoutedTensor(route, "rows")
         elif not others:
-            self._follow_row_operator(node, call, rule, route, taken)
+            self._follow_row_operator(node, call, rule, route, operands_of_route)
 
     def _follow_row_operator(
-        self, node: fx.Node, call: OpCall, rule: Rule, route: fx.Node, taken: Mapping[int, _RoutedTensor]
+        self, node: fx.Node, call: OpCall, rule: Rule, route: fx.Node, operands_of_route: Mapping[int, _RoutedTensor]
     ) -> None:
-        dims = {position: each.dim for position, each in taken.items() if each.kind == "rows"}
-        ends = frozenset(position for position, each in taken.items() if each.kind == "ends")
-        if not dims or len(dims) + len(ends) < len(taken):
+        dims = {position: each.dim for position, each in operands_of_route.items() if each.kind == "rows"}
+        ends = frozenset(position for position, each in operands_of_route.items() if each.kind == "ends")
+        if not dims or len(dims) + len(ends) < len(operands_of_route):
             self.unsplittable.add(route)
             return
         key = (id(rule), id(call), tuple(dims.items()), ends, self.groups[route])
@@ -217,8 +220,8 @@ def routed_variant(
 
 def _rows_factor(rule: Rule, dims: Mapping[int, int]) -> int | None:
     """The factor that rows are: the only one of their dim, nowhere else, and in the end added up if anything."""
-    found = {rule.operands[position][dim] for position, dim in dims.items()}
-    (factors,) = found if len(found) == 1 else ((),)
+    products = {rule.operands[position][dim] for position, dim in dims.items()}
+    (factors,) = products if len(products) == 1 else ((),)
     if len(factors) != 1 or not rule.factors[factors[0]].shardable:
         return None
     (rows,) = factors
