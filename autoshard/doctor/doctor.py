@@ -27,7 +27,7 @@ from autoshard.patterns.graph_rules import GraphRules
 from autoshard.patterns.ops.unknown import batch_advice
 from autoshard.patterns.registry import is_borrowed, rule_for
 from autoshard.patterns.rule import OpCall
-from autoshard.patterns.variants import WHOLE
+from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.runtime.arguments import check_examples, check_module
 from autoshard.specs.axes import MeshShape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autoshard.patterns import ops as ops  # registers the rules
-from autoshard.patterns import units as units
 from autoshard.patterns.soundness import Finding, check
 
 __all__ = ["Finding", "check"]

@@ -38,33 +38,8 @@ from torch.distributed.tensor._op_schema import (
 )
 from torch.utils._python_dispatch import _disable_current_modes  # rules are looked up within modes
 
-__all__ = [
-    "CustomOpDef",
-    "DTensorSpec",
-    "FakeTensorMode",
-    "LocalTensorMode",
-    "OpOverload",
-    "OpOverloadPacket",
-    "OpSchema",
-    "OpStrategy",
-    "StrategyFunction",
-    "TensorMeta",
-    "TupleStrategy",
-    "dtensor_meta",
-    "has_philox",
-    "make_local_tensor",
-    "mesh_strategy_function",
-    "one_device_strategy",
-    "outside_modes",
-    "overload_for",
-    "philox_normal_",
-    "philox_uniform_",
-    "rank_and_size",
-    "rank_values",
-    "runs_unchanged",
-    "schema_of",
-    "single_axis_strategy_function",
-]
+__all__ = ["CustomOpDef", "DTensorSpec", "FakeTensorMode", "LocalTensorMode", "OpOverload", "OpOverloadPacket"]
+__all__ += ["OpSchema", "OpStrategy", "TensorMeta", "TupleStrategy"]
 
 
 def make_local_tensor(values: Sequence[Tensor]) -> Tensor:
@@ -80,12 +55,12 @@ def rank_values(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def rank_and_size(group: str) -> tuple[int, int]:
     """This rank's place among the ranks of a group, and how many they are."""
-    found = _resolve_process_group(group)  # type: ignore[arg-type]  # later releases give names a type of their own
-    return found.rank(), found.size()
+    ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # later releases give names a type of their own
+    return ranks.rank(), ranks.size()
 
 
 def has_philox(device_type: str) -> bool:
-    """Whether torch has its stateless generator for devices of this type."""
+    """Return True if torch has its stateless generator for devices of this type."""
     name = "aten::_philox_uniform_"
     return hasattr(torch.ops.aten, "_philox_uniform_") and _has_kernel(name, _dispatch_key(device_type))
 
@@ -144,7 +119,7 @@ def mesh_strategy_function(op: OpOverload) -> StrategyFunction | None:
 
 
 def runs_unchanged(op: OpOverload) -> bool:
-    """Whether DTensor runs the operator itself on the shards, with the arguments that it got.
+    """Return True if DTensor runs the operator itself on the shards, with the arguments that it got.
 
     Of some operators it changes arguments that are shapes or counts, others it hands to code of its own.
     """

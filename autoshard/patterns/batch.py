@@ -1,4 +1,4 @@
-"""Which loops of a step's operators run over some dim of its inputs or parameters, such as the batch."""
+"""The loops of a step's operators that run over some dim of its inputs or parameters, such as the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Span = tuple[int, int]
 
 
 def batch_factors(rules: GraphRules) -> dict[fx.Node, frozenset[int]]:
-    """For every operator, those of its factors whose splitting splits the batch.
+    """Return for every operator those of its factors whose splitting splits the batch.
 
     The batch is the first dim of the inputs: of those whose first dim has the size that most of them have. It is
     followed along dims that are the same factor, through views, into results and gradients, to where it is summed. A
@@ -33,7 +33,7 @@ def batch_factors(rules: GraphRules) -> dict[fx.Node, frozenset[int]]:
 
 
 def factors_along(rules: GraphRules, dims: Iterable[tuple[fx.Node, int]]) -> dict[fx.Node, frozenset[int]]:
-    """For every operator, those of its factors that run over one of these dims of placeholders, outermost.
+    """Return for every operator those of its factors that run over one of these dims of placeholders, outermost.
 
     A dim is followed from operator to operator, along dims of tensors that they share and factors that they loop over.
     """
@@ -63,7 +63,7 @@ class _DimPropagation:
         return {node: frozenset(some) for node, some in factors.items()}
 
     def _mark_starts(self) -> Iterator[tuple[fx.Node, int]]:
-        """The factors of the dims that are followed, marked."""
+        """Mark the factors of the dims that are followed, and yield them."""
         for node, dim in self.starts:
             dims = self.rules.rules[node].results[0]
             for factor in dims[dim] if dims is not None else ():
@@ -71,29 +71,29 @@ class _DimPropagation:
                 yield node, factor
 
     def _propagate(self, dim: Sequence[_DimFactors]) -> Iterator[tuple[fx.Node, int]]:
-        """Tells all that touch a dim where in it is what is followed, as some know; what they did not know before."""
-        for outside, steps in list(dict.fromkeys(span for one in dim for span in self._spans(one))):
+        """Pass on the places in a dim that some operators know to be followed; yield the factors that learn of more."""
+        for outside, steps in list(dict.fromkeys(span for description in dim for span in self._spans(description))):
             for node, factors in dim:
                 left = 1
                 for factor in factors:
                     size = int(self.rules.rules[node].factors[factor].size)
-                    own = _steps_inside((outside, steps), left, size)
-                    if own > self.steps.get((node, factor), 1):
-                        self.steps[node, factor] = own
+                    inside = _steps_inside((outside, steps), left, size)
+                    if inside > self.steps.get((node, factor), 1):
+                        self.steps[node, factor] = inside
                         yield node, factor
                     left *= size
 
     def _spans(self, description: _DimFactors) -> Iterator[_Span]:
-        """Where a description of a dim knows what is followed to be; neighbouring factors of it are one span."""
+        """Yield the places that a description of a dim marks as followed; neighbouring factors are one span."""
         node, factors = description
         left, start, steps = 1, 1, 1
         for factor in factors:
             size = int(self.rules.rules[node].factors[factor].size)
-            own = self.steps.get((node, factor), 1)
-            if own > 1:
+            marked = self.steps.get((node, factor), 1)
+            if marked > 1:
                 start = left if steps == 1 else start
-                steps *= own
-            if steps > 1 and own < size:
+                steps *= marked
+            if steps > 1 and marked < size:
                 yield start, steps
                 steps = 1
             left *= size
@@ -102,7 +102,7 @@ class _DimPropagation:
 
 
 def _steps_inside(span: _Span, left: int, size: int) -> int:
-    """How many steps of a factor of `size`, with so many to its left, are of a span, if these are its outermost."""
+    """Return the steps of a factor of `size`, `left` to its left, that are a span's, if they are its outermost."""
     start, end = span[0], span[0] * span[1]
     if start > left or left % start or end <= left:
         return 1

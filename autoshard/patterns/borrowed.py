@@ -1,4 +1,4 @@
-"""Rules borrowed from torch: what its registry says of an operator that has no rule here.
+"""Rules borrowed from torch: what its registry of sharding strategies says of an operator that has no rule here.
 
 That registry holds DTensor's own strategies and those that users add with `torch.distributed.tensor.experimental.
 register_sharding`. A strategy places operands and results on one axis; here each becomes a factor, or a linear set.
@@ -8,26 +8,161 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
 
-from autoshard.patterns._torch import FakeTensorMode, OpOverload, outside_modes, runs_unchanged
+from autoshard.patterns._torch import (
+    DTensorSpec,
+    FakeTensorMode,
+    OpOverload,
+    OpStrategy,
+    TupleStrategy,
+    dtensor_meta,
+    mesh_strategy_function,
+    one_device_strategy,
+    outside_modes,
+    runs_unchanged,
+    schema_of,
+    single_axis_strategy_function,
+)
 from autoshard.patterns.build import build
 from autoshard.patterns.notation import REDUCTIONS
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta, specialize
-from autoshard.patterns.torch_registry import TorchStrategy, is_registered, torch_strategies
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta, leaves, specialize
+
+# What the registry offers for a call on one mesh axis.
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStrategy:
+    """Placements on one axis.
+
+    Attributes:
+        operands: of every tensor operand, in the order of `OpCall.operands`.
+        results: of every result; None for a result that is no tensor.
+        strided: the shards may as well be strided ones.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement | None, ...]
+    strided: bool = False
+
+
+def is_registered(op: OpOverload) -> bool:
+    """Return True if torch has strategies for an operator: its own, or some that `register_sharding` added."""
+    return single_axis_strategy_function(op) is not None or mesh_strategy_function(op) is not None
+
+
+def torch_strategies(call: OpCall) -> tuple[TorchStrategy, ...]:
+    """The strategies of torch for a call, each once; none where none are registered.
+
+    Torch is asked about a mesh of one device, which divides every dim: which sizes of an axis divide what, is another
+    question.
+
+    Raises:
+        Exception: whatever the registered function raises on a call that it does not expect.
+    """
+    with outside_modes():
+        strategies = (
+            _single_axis_strategies(call)
+            if single_axis_strategy_function(call.op)
+            else _mesh_strategies(call)
+            if mesh_strategy_function(call.op)
+            else ()
+        )
+        return tuple(dict.fromkeys(strategies))
+
+
+def _single_axis_strategies(call: OpCall) -> Iterator[TorchStrategy]:
+    """From a function that speaks of one axis: results first, then operands, shards of any kind as placeholders."""
+    placer = single_axis_strategy_function(call.op)
+    assert placer is not None
+    args, kwargs = _arguments(call, lambda meta: dtensor_meta(meta.shape, meta.dtype), tuple)
+    for row in placer(call.op, args, kwargs):
+        strided = any(not isinstance(each, Placement) and each is not None for each in row)
+        places = [each if isinstance(each, Placement) or each is None else Shard(each.dim) for each in row]
+        results = len(call.op._schema.returns)
+        yield _strategy(call, places[:results], places[results:], strided)
+
+
+def _mesh_strategies(call: OpCall) -> Iterator[TorchStrategy]:
+    """From a function that speaks of a whole mesh, asked about every placement of every operand."""
+    placer = mesh_strategy_function(call.op)
+    assert placer is not None
+
+    def any_placement(meta: TensorMeta) -> OpStrategy:
+        placements = [Replicate(), *(Shard(dim) for dim in range(len(meta.shape))), Partial()]
+        return one_device_strategy(dtensor_meta(meta.shape, meta.dtype), placements)
+
+    answer = placer(schema_of(call.op, *_arguments(call, any_placement, TupleStrategy)))
+    for spec in answer.strategies if isinstance(answer, OpStrategy) else ():
+        specs = spec.output_specs
+        outs = (
+            [specs] * len(call.op._schema.returns) if specs is None or isinstance(specs, DTensorSpec) else list(specs)
+        )
+        ins = outs[:1] * len(call.operands) if spec.input_specs is None else spec.input_specs
+        yield _strategy(call, _axis_placements(outs), _axis_placements(ins), False)
+
+
+def _axis_placements(specs: Sequence[DTensorSpec | None]) -> list[Placement | None]:
+    """The placements on the one axis."""
+    return [None if spec is None else spec.placements[0] for spec in specs]
+
+
+def _arguments(
+    call: OpCall, operand: Callable[[TensorMeta], Any], operands: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with tensors, and lists that hold tensors, replaced."""
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, TensorMeta):
+            return operand(value)
+        if not isinstance(value, tuple):
+            return value
+        items = [replace(item) for item in value]
+        return operands(items) if any(isinstance(item, TensorMeta) for item in value) else items
+
+    return tuple(map(replace, call.args)), {name: replace(value) for name, value in call.kwargs}
+
+
+def _strategy(
+    call: OpCall, results: list[Placement | None], operands: list[Placement | None], strided: bool
+) -> TorchStrategy:
+    """A strategy with one placement for every operand: those of arguments that are no tensors are left out.
+
+    Raises:
+        ValueError: there are more or fewer operands than the call has.
+    """
+    # `register_sharding` asks for a None at every argument that is no tensor.
+    ins = tuple(placement for placement in operands if placement is not None)
+    if len(ins) != len(call.operands):
+        raise ValueError(f"it places {len(ins)} operands of a call with {len(call.operands)}.")
+    # An operator with one result that is a list of tensors places all of them alike; one without any has none to place.
+    outs = tuple(results) if len(results) == len(call.results) else (*results, None)[:1] * len(call.results)
+
+    def from_start(placement: Any, meta: TensorMeta | None) -> Any:
+        if meta is None or type(placement) is not Shard or placement.dim >= 0:
+            return placement if meta is not None else None
+        return Shard(placement.dim + len(meta.shape))
+
+    return TorchStrategy(
+        tuple(map(from_start, ins, call.operands)), tuple(map(from_start, outs, call.results)), strided
+    )
+
+
+# Rules made of that.
 
 NOT_LINEAR = {"aten::linalg__powsum": "torch lets partial sums through, and takes powers of the terms"}
 """Operators whose strategies for partial sums are not borrowed, since they compute something else, and why."""
 
 
 def may_borrow(op: OpOverload) -> bool:
-    """Whether torch has strategies for an operator that say all: the operator itself, run on shards, is the program.
+    """Return True if torch has strategies for an operator whose program is the operator itself, run on shards.
 
     Not so where DTensor changes arguments on the way; nor for what draws at random, for which DTensor has generators of
     its own, and which would draw the same on every shard.
@@ -49,8 +184,8 @@ def borrowed_rule(call: OpCall) -> Rule | None:
         strategies = torch_strategies(call)
     except Exception as error:  # a registered function raises whatever it likes
         warnings.warn(
-            f"the sharding strategies that torch has for {call.op} are not used on {_shapes(call)}: the function that "
-            f"is registered there raises {type(error).__name__}: {error}",
+            f"the sharding strategies that torch has for {call.op} are not used on {call.shapes_text}: the function "
+            f"that is registered there raises {type(error).__name__}: {error}",
             stacklevel=2,
         )
         return None
@@ -59,12 +194,9 @@ def borrowed_rule(call: OpCall) -> Rule | None:
 
 @lru_cache(maxsize=4096)
 def _rule_from_strategies(call: OpCall, strategies: tuple[TorchStrategy, ...]) -> Rule | None:
-    strategies = tuple(_normalize_dims(strategy, call) for strategy in strategies)
     passed = dict.fromkeys(_linear_operands(each) for each in strategies if call.op._schema.name not in NOT_LINEAR)
     linear = [operands for operands in passed if operands]
-    loops = [
-        loop for each in dict.fromkeys(strategies) if (loop := _strategy_loop(each, call)) and _makes_shards(loop, call)
-    ]
+    loops = [loop for each in strategies if (loop := _strategy_loop(each, call)) and _makes_shards(loop, call)]
     if not loops and not linear:
         return None
     # Loops that meet in a dim are implementations of their own: an operator may offer x[i] alone, or x[i] with y[i].
@@ -110,19 +242,6 @@ class _StrategyLoop:
         )
 
 
-def _normalize_dims(strategy: TorchStrategy, call: OpCall) -> TorchStrategy:
-    """The strategy with no negative dims."""
-
-    def normalize(placement: Any, meta: TensorMeta | None) -> Any:
-        if meta is None or type(placement) is not Shard or placement.dim >= 0:
-            return placement
-        return Shard(placement.dim + len(meta.shape))
-
-    operands = (normalize(*pair) for pair in zip(strategy.operands, call.operands, strict=True))
-    results = (normalize(*pair) for pair in zip(strategy.results, call.results, strict=True))
-    return TorchStrategy(tuple(operands), tuple(results), strategy.strided)
-
-
 def _linear_operands(strategy: TorchStrategy) -> frozenset[int]:
     """The operands that are partial sums where these pass to every result, and all else is replicated; else none."""
     partial = frozenset(index for index, place in enumerate(strategy.operands) if _reduction_of(place) == "sum")
@@ -135,7 +254,8 @@ def _strategy_loop(strategy: TorchStrategy, call: OpCall) -> _StrategyLoop | Non
     """The strategy as a loop; None where it shards no operand, or places anything as no loop does."""
     if not all(type(place) in (Shard, Replicate) for place in strategy.operands):
         return None
-    if not all(_is_result_placement(place) for place in strategy.results if place is not None):
+    placed = [place for place in strategy.results if place is not None]
+    if not all(type(place) in (Shard, Replicate) or _reduction_of(place) in REDUCTIONS[:-1] for place in placed):
         return None
     sides = ((strategy.operands, call.operands), (strategy.results, call.results))
     operands, results = (tuple(place.dim if type(place) is Shard else None for place in side) for side, _ in sides)
@@ -151,31 +271,26 @@ def _strategy_loop(strategy: TorchStrategy, call: OpCall) -> _StrategyLoop | Non
     return _StrategyLoop(operands, results, tuple(map(_reduction_of, strategy.results)), sizes.pop(), strategy.strided)
 
 
-def _is_result_placement(place: Placement) -> bool:
-    return type(place) in (Shard, Replicate) or _reduction_of(place) in REDUCTIONS[:-1]
-
-
 def _reduction_of(place: Placement | None) -> str | None:
     """The reduction of a partial result; None for other placements, and for partial results with data of their own."""
     return place.reduce_op if isinstance(place, Partial) and type(place) is Partial else None
 
 
 def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
-    """Whether the operator, on shards of the operands and its arguments as they are, gives what lies as it should."""
+    """Return True if the operator, on shards and with its arguments as they are, makes shards of its results."""
     share = next((each for each in range(2, math.isqrt(loop.size) + 1) if loop.size % each == 0), loop.size)
 
     def local(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
         return tuple(size // share if at == dim else size for at, size in enumerate(shape))
 
     with outside_modes(), FakeTensorMode():
-        operands = (
+        shards = (
             torch.empty(local(meta.shape, dim), dtype=meta.dtype)
             for meta, dim in zip(call.operands, loop.operands, strict=True)
         )
+        args, kwargs = pytree.tree_map_only(TensorMeta, lambda _: next(shards), (call.args, dict(call.kwargs)))
         try:
-            outputs = call.op(
-                *_substitute_tensors(call.args, operands), **dict(_substitute_tensors(call.kwargs, operands))
-            )
+            outputs = call.op(*args, **kwargs)
         except Exception:  # an operator raises whatever it likes on shapes that do not fit its arguments
             return False
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
@@ -185,31 +300,18 @@ def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
     )
 
 
-def _substitute_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if isinstance(value, TensorMeta):
-        return next(tensors)
-    return [_substitute_tensors(item, tensors) for item in value] if isinstance(value, tuple) else value
-
-
 def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:
     """A name for every loop: the first operand that it shards and the dim there, such as `x0`."""
     arguments = [argument.name for argument in call.op._schema.arguments]
     owners = []
     for name, value in (*zip(arguments, call.args, strict=False), *call.kwargs):
-        owners += [name] * sum(1 for _ in _metas(value))
-    taken: dict[str, int] = {}
+        owners += [name] * sum(1 for _ in leaves(value, TensorMeta))
+    counts: dict[str, int] = {}
     for loop in loops:
         operand = next(index for index, dim in enumerate(loop.operands) if dim is not None)
         name = f"{owners[operand]}{loop.operands[operand]}"
-        taken[name] = taken.get(name, 0) + 1
-        yield name if taken[name] == 1 else f"{name}_{taken[name]}"
-
-
-def _metas(value: Any) -> Iterator[TensorMeta]:
-    if isinstance(value, TensorMeta):
-        yield value
-    for item in value if isinstance(value, tuple) else ():
-        yield from _metas(item)
+        counts[name] = counts.get(name, 0) + 1
+        yield name if counts[name] == 1 else f"{name}_{counts[name]}"
 
 
 def _rule_from_loops(
@@ -220,13 +322,13 @@ def _rule_from_loops(
     whole: dict[str, int] = {}
 
     def dims(side: str, index: int, meta: TensorMeta) -> list[list[str]]:
-        found = []
+        named = []
         for dim, size in enumerate(meta.shape):
             name = next((name for name, loop in loops if (side, index, dim) in loop.places), f"{side}{index}.{dim}")
             if name not in sizes:
                 whole[name] = size
-            found.append([name])
-        return found
+            named.append([name])
+        return named
 
     operands = [dims("operand", index, meta) for index, meta in enumerate(call.operands)]
     results = [None if meta is None else dims("result", index, meta) for index, meta in enumerate(call.results)]
@@ -241,7 +343,3 @@ def _rule_from_loops(
         variants=variants,
         uneven=(),
     )
-
-
-def _shapes(call: OpCall) -> str:
-    return ", ".join(str(list(meta.shape)) for meta in call.operands) or "no tensors"

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from autoshard.patterns.rule import Dims, Exchange, Factor, LocalProgram, Rule
 
-NamedDims = Sequence[Sequence[str]]
-"""For every dim of a tensor, the names of the factors whose product it is, major to minor."""
+NamedDims = Sequence[str | Sequence[str]]
+"""For every dim of a tensor, the name of its factor, or the names of several whose product it is, major to minor."""
+
+_Products = tuple[tuple[str, ...], ...]
+"""The same with names in tuples throughout."""
 
 
 def build(
@@ -54,10 +57,12 @@ def build(
     names = [name for name, size in sizes.items() if size != 1]
     index = {name: position for position, name in enumerate(names)}
 
-    def dims(tensor: NamedDims) -> Dims:
+    def dims(tensor: _Products) -> Dims:
         return tuple(tuple(index[name] for name in dim if sizes[name] != 1) for dim in tensor)
 
-    padding = Padding(operands, results, reductions or {}, linear, local is not None)
+    factors_of = [_products(tensor) for tensor in operands]
+    factors_of_results = [None if tensor is None else _products(tensor) for tensor in results]
+    padding = Padding(factors_of, factors_of_results, reductions or {}, linear, local is not None)
     if uneven is None:
         # The operator itself copes with padding as far as the rule tells; a local program has to promise it.
         uneven = local is None
@@ -78,14 +83,18 @@ def build(
             )
             for name in names
         ),
-        operands=tuple(dims(tensor) for tensor in operands),
-        results=tuple(None if tensor is None else dims(tensor) for tensor in results),
+        operands=tuple(dims(tensor) for tensor in factors_of),
+        results=tuple(None if tensor is None else dims(tensor) for tensor in factors_of_results),
         linear=tuple(frozenset(operands) for operands in linear),
         local=local,
         free=free,
         variants=tuple(variants),
         routed=frozenset(routed),
     )
+
+
+def _products(tensor: NamedDims) -> _Products:
+    return tuple((dim,) if isinstance(dim, str) else tuple(dim) for dim in tensor)
 
 
 def _exchanges(exchange: int | Sequence[Exchange]) -> tuple[Exchange, ...]:
@@ -98,8 +107,8 @@ def _exchanges(exchange: int | Sequence[Exchange]) -> tuple[Exchange, ...]:
 class Padding:
     """The consequences of a rule for padding behind the end of a factor; attributes as the arguments of `build`."""
 
-    operands: Sequence[NamedDims]
-    results: Sequence[NamedDims | None]
+    operands: Sequence[_Products]
+    results: Sequence[_Products | None]
     reductions: Mapping[str, tuple[str | None, ...]]
     linear: Sequence[Collection[int]]
     has_program: bool
@@ -131,5 +140,5 @@ class Padding:
         }
 
 
-def _has(dims: NamedDims, name: str) -> bool:
+def _has(dims: _Products, name: str) -> bool:
     return any(name in dim for dim in dims)

@@ -72,11 +72,11 @@ class CutPropagation:
         return self.chains
 
     def _propagate(self, link: list[tuple[fx.Node, tuple[int, ...]]]) -> list[tuple[fx.Node, int]]:
-        found: set[int] = set()
+        cut_points: set[int] = set()
         for node, factors in link:
             if len(factors) > 1 or node in self.chains:
-                found.update(self._points(node, factors))
-        points, changed = sorted(found), []
+                cut_points.update(self._points(node, factors))
+        points, changed = sorted(cut_points), []
         for node, factors in link if points else ():
             rule, left = self.rules[node], 1
             for factor in factors:
@@ -129,8 +129,8 @@ def useful_cuts(
     return {
         node: {
             factor: chain
-            for factor, cut in own.items()
+            for factor, cut in chains.items()
             if (chain := useful_chain(rules[node].factors[factor].size, cut))
         }
-        for node, own in cuts.items()
+        for node, chains in cuts.items()
     }

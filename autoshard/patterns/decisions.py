@@ -1,8 +1,8 @@
-"""What was decided for a joint graph, as data, and where every tensor then has to go."""
+"""The decisions for a joint graph, as data, and the specs of every tensor that follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import fx
 from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.errors import PlanError
 from autoshard.patterns.graph_rules import GraphRules, Value
+from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import Choices, operand_spec, result_spec
 from autoshard.size import Sizes
 from autoshard.specs.axes import MeshShape
@@ -75,7 +76,7 @@ def phase_of(output: JointOutput) -> str:
 
 
 class Flow:
-    """Where every tensor of a joint graph lies and has to go under some decisions."""
+    """The specs in which every tensor of a joint graph is made and wanted under some decisions."""
 
     def __init__(self, rules: GraphRules, decisions: Decisions, mesh: MeshShape) -> None:
         self.rules = rules
@@ -115,33 +116,31 @@ class Flow:
             (self.consumed_spec(use.node, use.operand), generic.consumed_spec(use.node, use.operand))
             for use in self.rules.uses.get(value, ())
         ]
-        plain = all(split_factor_of(one) == 1 and block_of(one) is None for one in spec)
-        dims = [dim_of(one, len(value.meta.shape)) for one in spec if is_shard(one)]
-        alike = (taken for own, taken in pairs if str(own) == str(spec))
+        plain = all(split_factor_of(placement) == 1 and block_of(placement) is None for placement in spec)
+        dims = [dim_of(placement, len(value.meta.shape)) for placement in spec if is_shard(placement)]
+        alike = (general for example, general in pairs if str(example) == str(spec))
         return next(alike, spec if plain and len(dims) == len(set(dims)) else None)
 
     def produced_spec(self, value: Value) -> Spec:
         """The spec in which a tensor is made, or lies before the step."""
         if value.node in self._sources:
             return self.decisions.rest[value.node.name]
-        pinned = self.rules.pin_spec(value.node, self.mesh)
-        if pinned is not None:
-            return pinned
-        rule, choices = self.rules.rules[value.node], self.decisions.choices[value.node.name]
-        key = (id(rule), choices, value.result, True)
-        if key not in self._specs:
-            self._specs[key] = result_spec(rule, choices, self.mesh, value.result)
-        return self._specs[key]
+        return self._operator_spec(value.node, value.result, result_spec)
 
     def consumed_spec(self, node: fx.Node, operand: int) -> Spec:
         """The spec in which an operator takes an operand."""
+        return self._operator_spec(node, operand, operand_spec)
+
+    def _operator_spec(
+        self, node: fx.Node, index: int, spec_of: Callable[[Rule, Choices, MeshShape, int], Spec]
+    ) -> Spec:
         pinned = self.rules.pin_spec(node, self.mesh)
         if pinned is not None:
             return pinned
         rule, choices = self.rules.rules[node], self.decisions.choices[node.name]
-        key = (id(rule), choices, operand, False)
+        key = (id(rule), choices, index, spec_of is result_spec)
         if key not in self._specs:
-            self._specs[key] = operand_spec(rule, choices, self.mesh, operand)
+            self._specs[key] = spec_of(rule, choices, self.mesh, index)
         return self._specs[key]
 
     def output_spec(self, output: JointOutput) -> Spec:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch.distributed.tensor import Placement, Replicate
+from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention_operator import operators as attentions
 from autoshard.capture.joint import JointGraph, JointOutput
@@ -20,16 +23,15 @@ from autoshard.capture.layers import PREPARATIONS, parameter_layers
 from autoshard.capture.mixed_precision import REDUCED
 from autoshard.capture.nodes import is_random
 from autoshard.capture.recomputation import RECOMPUTES
-from autoshard.errors import HintError
+from autoshard.errors import HintError, InputError
 from autoshard.patterns.cuts import CutPropagation, useful_cuts
-from autoshard.patterns.generic import generic_sizes
 from autoshard.patterns.ops.unknown import batch_rule, whole_rule
+from autoshard.patterns.ops.view import with_merged_dims
 from autoshard.patterns.padding import zero_padded_results
 from autoshard.patterns.registry import op_call, rule_for, tensor_meta
-from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
-from autoshard.patterns.units.merged_dims import with_merged_dims
+from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
 from autoshard.patterns.units.routed_rows import with_routed_rows
-from autoshard.size import DynamicSize, Sizes, at
+from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_placeable
 from autoshard.specs.spec import Spec, placement_text
@@ -141,15 +143,15 @@ class GraphRules:
             plain[node] = rule
         for source in graph.inputs:
             plain[source.node] = _tensor_rule(at(Value(source.node).meta, self.generic))
-        plain = with_routed_rows(plain, self.calls, self._operand_places(), self._output_places())
+        plain = with_routed_rows(plain, self.calls, self.operands, self.outputs_of)
         cuts = useful_cuts(CutPropagation(self.dims(plain), plain, self._input_cuts()).solve(), plain, mesh)
         refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
         self.rules: dict[fx.Node, Rule] = {}
         for node, rule in plain.items():
-            own = tuple(sorted(cuts.get(node, {}).items()))
-            key = (id(rule), own)
+            chains = tuple(sorted(cuts.get(node, {}).items()))
+            key = (id(rule), chains)
             if key not in refined:
-                refined[key] = refine(rule, dict(own))
+                refined[key] = refine(rule, dict(chains))
             self.rules[node] = refined[key]
         if graph.dynamic is not None:
             self._substitute_sizes(graph.dynamic.example)
@@ -162,9 +164,9 @@ class GraphRules:
         """
         calls = {call: call for call in other.calls.values()}
         rules = {_rule_key(rule): rule for rule in other.rules.values()}
-        own = {id(rule): rules.get(_rule_key(rule), rule) for rule in self.rules.values()}
+        shared = {id(rule): rules.get(_rule_key(rule), rule) for rule in self.rules.values()}
         self.calls = {node: calls.get(call, call) for node, call in self.calls.items()}
-        self.rules = {node: own[id(rule)] for node, rule in self.rules.items()}
+        self.rules = {node: shared[id(rule)] for node, rule in self.rules.items()}
 
     def at(self, sizes: Sizes) -> GraphRules:
         """The same calls and rules with dynamic sizes taken at `sizes`."""
@@ -174,11 +176,11 @@ class GraphRules:
 
     def _substitute_sizes(self, sizes: Sizes) -> None:
         """Count all dynamic sizes at `sizes`; what was one object stays one."""
-        taken: dict[int, Any] = {}
+        substituted: dict[int, Any] = {}
         for each in (*self.calls.values(), *self.rules.values()):
-            taken.setdefault(id(each), at(each, sizes))
-        self.calls = {node: taken[id(call)] for node, call in self.calls.items()}
-        self.rules = {node: taken[id(rule)] for node, rule in self.rules.items()}
+            substituted.setdefault(id(each), at(each, sizes))
+        self.calls = {node: substituted[id(call)] for node, call in self.calls.items()}
+        self.rules = {node: substituted[id(rule)] for node, rule in self.rules.items()}
 
     def pin_spec(self, node: fx.Node, mesh: MeshShape) -> Spec | None:
         """The spec that the user pinned this node to with `autoshard.shard`, if it is such a node.
@@ -201,7 +203,7 @@ class GraphRules:
 
     @cached_property
     def first_parameter_uses(self) -> dict[tuple[fx.Node, str], int]:
-        """When each half first computes with a parameter.
+        """The first operator of each half that computes with a parameter.
 
         Keys are nodes that are a parameter, or made of one alone by `PREPARATIONS`, with `"forward"` or `"backward"`;
         values are numbers of operators.
@@ -230,7 +232,7 @@ class GraphRules:
         if RECOMPUTES not in node.meta or not is_random(node):
             return None
         call = self.calls[node]
-        if any(one.name == "dropout_p" for one in call.op._schema.arguments) and call.arg("dropout_p") == 0:
+        if any(argument.name == "dropout_p" for argument in call.op._schema.arguments) and call.arg("dropout_p") == 0:
             return None  # attention, whose kernels could drop and do not
         return self._by_name.get(node.meta[RECOMPUTES])
 
@@ -253,7 +255,7 @@ class GraphRules:
         return {node.name: node for node in self.operators}
 
     def _input_cuts(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
-        """Where dims of placeholders are cut in any case."""
+        """Return the cuts of dims of placeholders that there are in any case."""
         cuts = {} if self.graph.dynamic is None else self.graph.dynamic.cuts
         return {
             source.node: {
@@ -263,14 +265,6 @@ class GraphRules:
             for source in self.graph.inputs
             if source.node.name in cuts
         }
-
-    def _operand_places(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
-        """The tensors that every operator takes."""
-        return {node: [(value.node, value.result) for value in values] for node, values in self.operands.items()}
-
-    def _output_places(self) -> list[tuple[fx.Node, int]]:
-        """The tensors that the step hands back."""
-        return [(value.node, value.result) for value in self.outputs_of]
 
     def _plain_rule(self, node: fx.Node) -> Rule:
         call = self.calls[node]
@@ -287,34 +281,34 @@ class GraphRules:
 
     @cached_property
     def zeros(self) -> dict[fx.Node, tuple[bool, ...]]:
-        """For every operator, which operands hold zeros in their padding, however they are sharded.
+        """The operands of every operator that hold zeros in their padding, however they are sharded.
 
         The tensors that the step is given are padded with zeros, and so is what is sliced of a larger tensor.
         """
         known = {Value(source.node) for source in self.graph.inputs}
-        found: dict[fx.Node, tuple[bool, ...]] = {}
+        by_node: dict[fx.Node, tuple[bool, ...]] = {}
         for node in self.operators:
-            found[node] = zeros = tuple(value in known for value in self.operands[node])
+            by_node[node] = zeros = tuple(value in known for value in self.operands[node])
             rule = self.rules[node]
             variants = [zero_padded_results(each, range(len(each.factors)), zeros) for each in (rule, *rule.variants)]
             known |= {Value(node, index) for index, kept in enumerate(zip(*variants, strict=True)) if all(kept)}
-        return found
+        return by_node
 
     @cached_property
     def unreduced(self) -> frozenset[Value]:
         """Values on the way to a gradient whose partial sums are added later, in another dtype."""
-        found: set[Value] = set()
+        partial: set[Value] = set()
         waiting = [node for node in self.operators if node.meta.get(REDUCED) == "here"]
         while waiting:
             for value in self.operands[waiting.pop()]:
                 if value.node in self.rules and len(self.uses[value]) == 1 and value not in self.outputs_of:
-                    found.add(value)
+                    partial.add(value)
                     if value.node in self.calls and (self.rules[value.node].free or self.calls[value.node].op is _ADD):
                         waiting.append(value.node)
-        return frozenset(found)
+        return frozenset(partial)
 
     def restores_dtype(self, node: fx.Node) -> bool:
-        """Whether an operator casts a gradient back that was reduced in another dtype."""
+        """Return True if an operator casts a gradient back that was reduced in another dtype."""
         return bool(node.meta.get(REDUCED) == "before")
 
     @cached_property
@@ -339,7 +333,7 @@ class GraphRules:
         return {node: tuple(map(value_of, operand_nodes(node))) for node in self.operators}
 
     def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[tuple[fx.Node, tuple[int, ...]]]]:
-        """For every dim of every tensor, the descriptions of it by the operators that touch it.
+        """Yield for every dim of every tensor the descriptions of it by the operators that touch it.
 
         Args:
             rules: of all nodes, whose factors describe the dims; by default the refined ones.
@@ -354,13 +348,31 @@ class GraphRules:
             if output.kind == "gradient" and output.node is not None:
                 gradients[inputs[output.name]].append(value_of(output.node))
         for value in self.values():
-            described = [(value.node, rules[value.node].results[value.result])]
-            described += [(use.node, rules[use.node].operands[use.operand]) for use in self.uses.get(value, ())]
-            for gradient in gradients.get(value.node, ()):
-                described.append((gradient.node, rules[gradient.node].results[gradient.result]))
-            known = [(node, dims) for node, dims in described if dims is not None]
+            known = [(node, dims) for node, dims in self.descriptions(value, gradients, rules) if dims is not None]
             for dim in range(max((len(dims) for _, dims in known), default=0)):
                 yield [(node, dims[dim]) for node, dims in known if dims[dim]]
+
+    def descriptions(
+        self,
+        value: Value,
+        partners: Mapping[fx.Node, Sequence[Value]],
+        rules: Mapping[fx.Node, Rule] | None = None,
+    ) -> list[tuple[fx.Node, Dims | None]]:
+        """Return the dims of a value as its maker, its users and the makers of its partners know them.
+
+        Args:
+            value: the tensor.
+            partners: for inputs of the step, the values of the same dims that are handed back in their place.
+            rules: rules of all nodes; by default the refined ones.
+        """
+        rules = self.rules if rules is None else rules
+        results = [value, *partners.get(value.node, ())]
+        maker, *others = ((each.node, rules[each.node].results[each.result]) for each in results)
+        return [
+            maker,
+            *((use.node, rules[use.node].operands[use.operand]) for use in self.uses.get(value, ())),
+            *others,
+        ]
 
     def values(self) -> Iterator[Value]:
         """Every tensor of the graph: placeholders, then results in order."""
@@ -394,7 +406,7 @@ def pinned_spec(placements: Sequence[Placement], shape: tuple[int, ...], mesh: M
 
 
 def _rule_key(rule: Rule) -> tuple[object, ...]:
-    """What two rules have in common where they say and run the same: equality knows no local programs."""
+    """Return a key that rules share which say and run the same: equality knows no local programs."""
     return rule, rule.local, *(variant.local for variant in rule.variants)
 
 
@@ -403,3 +415,63 @@ def _tensor_rule(meta: TensorMeta) -> Rule:
     factors = tuple(Factor(f"d{dim}", size, uneven=True) for dim, size in enumerate(meta.shape))
     dims = tuple((dim,) if size > 1 else () for dim, size in enumerate(meta.shape))
     return Rule(factors, (), (dims,), free=True)
+
+
+# Sizes that stand for all that calls may have, where sizes are dynamic.
+
+
+_TRIES = 4096
+
+
+def generic_sizes(graph: JointGraph, mesh: MeshShape, other_than: Sizes | None = None) -> Sizes:
+    """Values for the symbols of a graph, near the example's, that nothing but themselves is equal to.
+
+    No mesh axis divides them, and no static size of the graph equals them, so that a program made for them takes
+    nothing for equal, or for even, that at other sizes is not.
+
+    Args:
+        graph: a graph with dynamic sizes.
+        mesh: the mesh axes.
+        other_than: values that are to be others, as far as there are such.
+
+    Raises:
+        InputError: the range in which the graph holds has no such value.
+    """
+    avoided = other_than or {}
+    dynamic = graph.dynamic
+    assert dynamic is not None
+    static = {
+        size
+        for node in graph.graph.nodes
+        for tensor in pytree.tree_leaves(node.meta.get("sizes", node.meta.get("val")))
+        for size in (tensor.shape if isinstance(tensor, torch.Tensor) else (tensor,))
+        if not is_dynamic(size)
+    }
+    shapes = [expr for dims in dynamic.dims.values() for expr in dims.values()]
+    values = dict(dynamic.example)
+    for name in values:
+        low, high = dynamic.ranges[name]
+        for value in itertools.islice(_near(max(values[name], 2 * mesh.size + 1), low, high), _TRIES):
+            candidate = values | {name: value}
+            others = {values[other] for other in values if other != name}
+            sizes = {int(evaluate(expr, candidate)) for expr in shapes if name in expr.free_symbols}
+            alone = math.gcd(value, mesh.size) == 1 and not sizes & (static | others) and value != avoided.get(name)
+            if alone and dynamic.serves(candidate):
+                values = candidate
+                break
+        else:
+            if name in avoided:
+                values = values | {name: avoided[name]}
+                continue
+            raise InputError(
+                f'dynamic: no size of "{name}" from {low} to {"any" if high is None else high} can stand for all '
+                f"others on the mesh {mesh}: one that no axis divides and that no other size of the model equals. "
+                f'Leave "{name}" out of dynamic, so that every size is planned by itself.'
+            )
+    return values
+
+
+def _near(start: int, low: int, high: int | None) -> Iterator[int]:
+    """Numbers from low to high, those from `start` on first, then those below it."""
+    above = itertools.count(start) if high is None else range(start, high + 1)
+    return itertools.chain(above, range(min(start, start if high is None else high), low - 1, -1))

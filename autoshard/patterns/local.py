@@ -10,10 +10,9 @@ import torch
 
 from autoshard.patterns.local_values import TorchEmitter, unwrap
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
-from autoshard.patterns.strategy import Choices, local_shape, local_size
-from autoshard.patterns.variants import resolve_variant
+from autoshard.patterns.strategy import Choices, local_shape, local_size, resolve_variant
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.emitter import Emitter, all_reduce
+from autoshard.specs.emitter import Emitter, collectives
 
 
 class LocalCall:
@@ -35,7 +34,7 @@ class LocalCall:
         rule: Rule,
         choices: Choices,
         mesh: MeshShape,
-        emit: Emitter,
+        emit: Emitter | TorchEmitter,
         operands: Sequence[Any],
         zeros: Sequence[bool] = (),
     ) -> None:
@@ -101,7 +100,7 @@ class LocalCall:
     def all_reduce(self, value: Any, name: str, reduction: str = "sum") -> Any:
         """Reduce `value` over the axes that shard the factor `name`."""
         for axis in self.axes(name):
-            value = all_reduce(self.emit, value, axis, reduction)
+            value = self.emit.collective(collectives.all_reduce.default, value, reduction, axis=axis)
         return value
 
     def run(self, op: Any = None, operands: Sequence[Any] | None = None, **changed: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.emitter import Emitter
+from autoshard.specs.emitter import Emitter, collectives
 
 __all__ = ["LocalValue", "TorchEmitter", "unwrap"]
 
@@ -18,7 +18,7 @@ class LocalValue:
     """A tensor of one rank in a local program.
 
     `x + y` emits the operator that torch's `+` stands for: the overload for tensors or, if `y` is a number, that for
-    numbers. `==` compares identity, so that values can be keys.
+    numbers. Every operator of ATen is a method: `x.sum([0])`. `==` compares identity, so that values can be keys.
 
     Attributes:
         emit: the emitter that made it.
@@ -45,6 +45,15 @@ class LocalValue:
     def device(self) -> torch.device:
         """The device."""
         return self.emit.base.device(self.raw)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        # An operator of ATen, this value its first argument.
+        return partial(getattr(self.emit, name), self)
+
+    def to(self, dtype: torch.dtype) -> LocalValue:
+        """The value in an element type; the value itself where it is in it already."""
+        value: LocalValue = self if self.dtype == dtype else self.emit._to_copy(self, dtype=dtype)
+        return value
 
     def __add__(self, other: Any) -> Any:
         return self.emit.add(self, other)
@@ -75,7 +84,7 @@ class LocalValue:
 
 
 class TorchEmitter:
-    """An `Emitter` for local programs that read like torch: `emit.rsqrt(variance + eps)`.
+    """Emits local programs that read like torch: `emit.rsqrt(variance + eps)`.
 
     Every operator of ATen is a method. Of its overloads, the first in torch's order is taken whose schema fits the
     arguments, so `emit.max(x)` is `aten.max.default` and `emit.max(x, 0)` is `aten.max.dim`. Arguments are those of
@@ -89,6 +98,7 @@ class TorchEmitter:
         self.base = base
         self.mesh: MeshShape = base.mesh
         self.home: torch.device = base.home
+        self.group, self.stream = base.group, base.stream
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if not _overloads(name):
@@ -108,6 +118,10 @@ class TorchEmitter:
         """A value of the emitter below as one of this emitter; None, for a result that is not there, stays None."""
         return raw if raw is None or isinstance(raw, LocalValue) else LocalValue(self, raw)
 
+    def collective(self, op: Any, value: Any, *args: Any, axis: int) -> Any:
+        """The result of a functional collective over a mesh axis, awaited; the axis's group is the last argument."""
+        return self.call(collectives.wait_tensor.default, self.call(op, value, *args, self.group(axis)))
+
     def coordinate(self, axis: int) -> LocalValue:
         """This rank's coordinate on an axis: a 0-d int64 value on the program's device."""
         return LocalValue(self, self.base.coordinate(axis))
@@ -116,29 +130,9 @@ class TorchEmitter:
         """The same on the CPU."""
         return LocalValue(self, self.base.host_coordinate(axis))
 
-    def group(self, axis: int) -> str:
-        """Name of the process group of this rank's line along an axis."""
-        return self.base.group(axis)
-
     def seed(self) -> LocalValue:
         """The step's random seed: a 0-d int64 value on the CPU."""
         return LocalValue(self, self.base.seed())
-
-    def stream(self) -> int:
-        """A number of its own for every random operator of the program."""
-        return self.base.stream()
-
-    def shape(self, value: LocalValue) -> tuple[int, ...]:
-        """Local shape of a value."""
-        return value.shape
-
-    def dtype(self, value: LocalValue) -> torch.dtype:
-        """Element type of a value."""
-        return value.dtype
-
-    def device(self, value: LocalValue) -> torch.device:
-        """Device of a value."""
-        return value.device
 
 
 def unwrap(value: Any) -> Any:

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns._torch import make_local_tensor, rank_values
-from autoshard.patterns.exchanging import program_of
-from autoshard.patterns.ring import shift
-from autoshard.patterns.routed_exchange import exchange_ops
+from autoshard.patterns.exchanging import exchange_ops, program_of, shift
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
 
@@ -106,11 +104,11 @@ class Lockstep:
 
     def _line(self, rank: int, axis: int) -> list[int]:
         """The ranks that differ from `rank` in their coordinate on `axis` alone, in its order."""
-        own = self._coordinates[rank]
+        here = self._coordinates[rank]
         return [
             other
             for other, coordinate in enumerate(self._coordinates)
-            if coordinate[:axis] + coordinate[axis + 1 :] == own[:axis] + own[axis + 1 :]
+            if coordinate[:axis] + coordinate[axis + 1 :] == here[:axis] + here[axis + 1 :]
         ]
 
     def _collective(self, op: Any, value: PerRank, *args: Any) -> PerRank:
@@ -125,7 +123,7 @@ class Lockstep:
         return PerRank(tuple(results))
 
     def _exchange(self, rows: PerRank, splits: PerRank, ranks: int, back: bool, group: str) -> PerRank:
-        """Rows cut as every rank's own counts say (`routed_exchange.exchanged`)."""
+        """Rows cut as every rank's own counts say (`exchanging.exchange_rows`)."""
         axis = self.mesh.index(group)
         sent = [split.view(2, ranks, -1).sum(2)[int(back)].tolist() for split in splits.values]
         pieces = [value.split(sizes) for value, sizes in zip(rows.values, sent, strict=True)]
@@ -144,7 +142,7 @@ def _of_rank(value: Any, rank: int) -> Any:
 
 
 def _collective_result(op: Any, tensors: Sequence[torch.Tensor], index: int, args: Sequence[Any]) -> torch.Tensor:
-    """What the rank at `index` of a line gets from a collective over the line's tensors."""
+    """Return the result of a collective over the tensors of a line, on the rank at `index` of it."""
     if op == collectives.all_gather_into_tensor.default:
         return torch.cat(list(tensors))
     if op == collectives.all_reduce.default:

@@ -13,11 +13,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autoshard.errors import RuleError
-from autoshard.patterns.build import build
-from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
+from autoshard.patterns.build import Padding, build
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
 Linear = str | Sequence[Collection[int]]
 """Linear sets: collections of operand positions, or text such as `"0, 1+2"`: {0}, and {1, 2} jointly."""
@@ -70,6 +70,10 @@ class Notation:
     def names(self) -> tuple[str, ...]:
         """All names in the order in which they first occur, `...` among them."""
         return tuple(dict.fromkeys(name for item in self.operands + self.results for dim in item for name in dim.names))
+
+    def error(self, problem: str) -> RuleError:
+        """Return the error of a rule whose options do not fit it."""
+        return RuleError(f'rule "{self.text}": {problem}')
 
 
 @cache
@@ -181,10 +185,49 @@ def check_options(
     linear_sets(linear, notation.text, len(notation.operands))
     for name, kinds in (reduce or {}).items():
         if name not in notation.names:
-            raise RuleError(f'rule "{notation.text}": reduce names "{name}", which does not occur in the rule.')
+            raise notation.error(f'reduce names "{name}", which does not occur in the rule.')
         for kind in kinds_of(notation, name, kinds):
             if kind not in REDUCTIONS:
-                raise RuleError(f'rule "{notation.text}": reduce["{name}"] is {kind!r}: use one of {REDUCTIONS}.')
+                raise notation.error(f'reduce["{name}"] is {kind!r}: use one of {REDUCTIONS}.')
+
+
+def check_padding(
+    notation: Notation,
+    *,
+    uneven: Collection[str] | bool | None = None,
+    fill: Mapping[str, float | None] | None = None,
+    linear: Linear = (),
+    reduce: Mapping[str, Reduction | Sequence[Reduction]] | None = None,
+    local: LocalProgram | None = None,
+    **_: Any,
+) -> None:
+    """Raise `RuleError` unless the options of a rule for padding fit its text and its other options."""
+    fill = fill or {}
+    if isinstance(uneven, str):
+        raise notation.error(f"uneven={uneven!r} is a text: give a list of names, or True for all.")
+    listed = () if uneven is None or isinstance(uneven, bool) else uneven
+    for option, names in (("uneven", listed), ("fill", fill)):
+        for name in names:
+            if name not in notation.names:
+                raise notation.error(f'{option} names "{name}", which does not occur in the rule.')
+            if name in notation.whole:
+                raise notation.error(f'{option} names "{name}", which ! says is never sharded.')
+    for name, number in fill.items():
+        if number is not None and not isinstance(number, (int, float)):
+            change = "give a number that does not change the result, or None where padding may hold anything."
+            raise notation.error(f'fill["{name}"] is {number!r}: {change}')
+    operands, results = (
+        [tuple(dim.names for dim in item) for item in side] for side in (notation.operands, notation.results)
+    )
+    kinds = {name: kinds_of(notation, name, kind) for name, kind in (reduce or {}).items()}
+    padding = Padding(operands, results, kinds, linear_sets(linear, notation.text, len(operands)), local is not None)
+    for name in listed:
+        if name not in fill and not padding.has_safe_fill(name):
+            raise notation.error(
+                f'uneven names "{name}", which a result lacks, and nothing tells how to keep padding out of it. Say '
+                f'with fill={{"{name}": ...}} which number in its place does not change the '
+                "result (None: any), or with linear in which operands the operator is linear."
+            )
 
 
 def kinds_of(notation: Notation, name: str, kinds: Reduction | Sequence[Reduction]) -> tuple[Reduction, ...]:
@@ -192,9 +235,7 @@ def kinds_of(notation: Notation, name: str, kinds: Reduction | Sequence[Reductio
     if kinds is None or isinstance(kinds, str):
         return (kinds,) * len(notation.results)
     if len(kinds) != len(notation.results):
-        raise RuleError(
-            f'rule "{notation.text}": reduce["{name}"] has {len(kinds)} kinds for {len(notation.results)} results.'
-        )
+        raise notation.error(f'reduce["{name}"] has {len(kinds)} kinds for {len(notation.results)} results.')
     return tuple(kinds)
 
 
@@ -207,12 +248,9 @@ def bind(
     whole: Collection[str] = (),
     contiguous: Collection[str] = (),
     sizes: Mapping[str, int] | None = None,
-    exchange: Mapping[str, int | Sequence[Exchange]] | None = None,
-    local: LocalProgram | None = None,
-    free: bool = False,
-    variants: Sequence[Rule] = (),
     uneven: Collection[str] | bool | None = None,
     fill: Mapping[str, float | None] | None = None,
+    **options: Any,
 ) -> Rule:
     """Return the rule for the shapes of one call.
 
@@ -224,7 +262,8 @@ def bind(
             absent, None where the local program reduces inside.
         whole, contiguous: further names, besides those marked in the text.
         sizes: sizes of names that no shape determines.
-        exchange, local, free, variants, uneven, fill: as in `build`.
+        uneven, fill: as in `build`, with `...` for all dims that it stands for.
+        options: further ones of `build`.
 
     Raises:
         RuleError: the rule does not fit the call.
@@ -249,12 +288,9 @@ def bind(
         reductions=expand_options({name: kinds_of(parsed, name, kinds) for name, kinds in (reduce or {}).items()}),
         whole=expand_marks({*parsed.whole, *whole}),
         contiguous=expand_marks({*parsed.contiguous, *contiguous}),
-        exchange=exchange,
-        local=local,
-        free=free,
-        variants=variants,
         uneven=uneven if uneven is None or isinstance(uneven, bool) else expand_marks(uneven).intersection(names),
         fill=expand_options(fill or {}),
+        **options,
     )
 
 

@@ -172,19 +172,18 @@ def steps_of_ranks(call: LocalCall, axis: int, device: torch.device) -> Any:
     true = local_size(call.rule, call.choices, call.mesh, factor, axis)
     shares = shares_of_ranks(emit.base, axis, true)
     if shares is not None:
-        counts = [emit.call(aten.full.default, [1], share, dtype=torch.int64, device=device) for share in shares]
-        return emit.call(aten.cat.default, counts)
+        return emit.cat([emit.full([1], share, dtype=torch.int64, device=device) for share in shares])
     block = local_size(call.rule, call.choices, call.mesh, factor)
     # Of rank r, true - r * block steps are left, of which it has at least none and at most a block.
-    starts = emit.call(aten.mul.Scalar, emit.call(aten.arange.default, ranks, device=device), block)
-    return emit.call(aten.clamp.default, emit.call(aten.rsub.Scalar, starts, true), 0, block)
+    starts = emit.arange(ranks, device=device) * block
+    return (true - starts).clamp(0, block)
 
 
 def _replace_padding(call: LocalCall, value: Any, dims: Dims, factors: Sequence[int], fill: float) -> Any:
     """Return `value`, a tensor of these dims, with padding along all of the factors replaced."""
     for factor, axis in padded_factors(call.rule, call.choices, call.mesh).items():
         if factor in factors and any(factor in dim for dim in dims):
-            value = _fill(call, value, dims, factor, axis, _fill_value(fill, call.emit.dtype(value)))
+            value = _fill(call, value, dims, factor, axis, _fill_value(fill, value.dtype))
     return value
 
 
@@ -215,15 +214,13 @@ def _fill(call: LocalCall, value: Any, dims: Dims, factor: int, axis: int, fill:
     at = dims[place].index(factor)
     # The dim is (above, steps, below): padding stands behind each of the stretches above.
     above, steps, below = math.prod(sizes[:at]), sizes[at], math.prod(sizes[at + 1 :])
+    # By name, as in `stretch_start`: an emitter of unequal shares reads starts off mul.Tensor.
     start = emit.call(aten.mul.Tensor, emit.coordinate(axis), steps)
-    numbers = emit.call(aten.arange.default, steps, device=emit.device(value))
-    outside = emit.call(aten.ge.Scalar, emit.call(aten.add.Tensor, numbers, start), true)
+    outside = emit.arange(steps, device=value.device) + start >= true
     if above * below > 1:
-        outside = emit.call(aten.view.default, outside, [1, steps, 1])
-        outside = emit.call(aten.expand.default, outside, [above, steps, below])
+        outside = outside.view([1, steps, 1]).expand([above, steps, below])
     shape = [above * steps * below, *[1] * (len(dims) - place - 1)]
-    outside = emit.call(aten.reshape.default, outside, shape)
-    return emit.call(aten.masked_fill.Scalar, value, outside, fill)
+    return value.masked_fill(outside.reshape(shape), fill)
 
 
 def is_share(emit: object, axis: int, size: int) -> bool:

@@ -6,7 +6,9 @@ is 5 and the other's 3. What shares of a dynamic size do then serves such dims a
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,11 +21,11 @@ from autoshard.capture.dynamic import DynamicSizes
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.capture.recomputation import copy_graph
 from autoshard.errors import PlanError
+from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import GraphRules, Value, value_of
-from autoshard.patterns.rule import Dims
-from autoshard.patterns.size_arguments import factors_with_size_arguments, set_size_arguments, sets_result_sizes
-from autoshard.patterns.variants import resolve_variant
+from autoshard.patterns.rule import Dims, OpCall, Rule
+from autoshard.patterns.strategy import resolve_variant
 from autoshard.size import DynamicSize, symbol
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import dim_of
@@ -32,15 +34,17 @@ from autoshard.specs.spec import is_shard
 Loop = tuple[str, int]
 """A loop of an operator, or a dim of what the step is given: the node's name, and which factor of its rule it is."""
 
+aten = torch.ops.aten
+
 _PARTS = symbol("parts")
 
 
 def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[Loop, int]:
-    """The loops that some decisions split along a mesh axis, of those whose dims may lie in unequal parts.
+    """Return the loops that some decisions split along a mesh axis, of those whose dims may lie in unequal parts.
 
     Args:
         flow: the graph, and what was decided.
-        axis: of the mesh.
+        axis: the mesh axis.
         placed: parameters and buffers that stay as they lie: dims of theirs that lie in equal shards remain so.
 
     Returns:
@@ -49,7 +53,7 @@ def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[L
     families = _LoopClasses(flow.rules)
     resting = [source for source in flow.graph.inputs if source.name in placed]
     equal = {families.of(loop) for source in resting for loop in _sharded_loops(flow, source, axis)}
-    found: dict[Loop, int] = {}
+    unequal: dict[Loop, int] = {}
     for node in flow.rules.operators:
         if flow.rules.pin_spec(node, flow.mesh) is None:
             rule, choices = resolve_variant(flow.rules.rules[node], flow.decisions.choices[node.name])
@@ -57,25 +61,25 @@ def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[L
             if rule is flow.rules.rules[node] and choice >= 0 and rule.factors[choice].size > 1:
                 family = families.of((node.name, choice))
                 if family is not None and family not in equal:
-                    found[family] = rule.factors[choice].size
-    return found
+                    unequal[family] = rule.factors[choice].size
+    return unequal
 
 
 def _sharded_loops(flow: Flow, source: JointInput, axis: int) -> Iterator[Loop]:
-    """The loops of the dim of an input that is sharded along a mesh axis."""
+    """Yield the loops of the dim of an input that is sharded along a mesh axis."""
     placement, dims = flow.produced_spec(Value(source.node))[axis], flow.rules.rules[source.node].results[0]
     if is_shard(placement) and dims is not None:
         yield from ((source.node.name, factor) for factor in dims[dim_of(placement, len(dims))])
 
 
 def with_unequal_loops(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: int) -> JointGraph:
-    """The graph in which the dims of some loops are multiples of a size that ranks may share unequally.
+    """Return the graph in which the dims of some loops are multiples of a size that ranks may share unequally.
 
     Args:
         graph: the captured step, of static sizes; it stays as it is.
         mesh: the mesh axes.
         loops: as `unequal_loops` names them, of sizes that `total` divides.
-        total: parts of all ranks together.
+        total: number of parts of all ranks together.
 
     Raises:
         PlanError: some loop is not in the graph, or can not be divided so.
@@ -103,9 +107,9 @@ def with_unequal_loops(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop]
     def cuts_of(node: fx.Node, dims: Dims) -> dict[int, tuple[Any, ...]]:
         loops = {dim: [size_of(node, factor) for factor in factors] for dim, factors in enumerate(dims)}
         return {
-            dim: tuple(_cut_points(own))
-            for dim, own in loops.items()
-            if any(isinstance(one, DynamicSize) for one in own)
+            dim: tuple(_cut_points(sizes))
+            for dim, sizes in loops.items()
+            if any(isinstance(size, DynamicSize) for size in sizes)
         }
 
     named: dict[str, dict[int, Any]] = {}
@@ -117,21 +121,23 @@ def with_unequal_loops(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop]
             named[source.name] = sizes
             cuts[source.node.name] = cuts_of(source.node, rules.rules[source.node].results[0] or ())
     for node in graph.graph.nodes:
-        if node.op == "output" or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+        val = node.meta.get("val")
+        if node.op == "output" or not isinstance(val, (torch.Tensor, tuple, list)):
             continue
-        several = isinstance(node.meta["val"], (tuple, list))
-        own = [Value(node, index) for index in range(len(node.meta["val"]))] if several else [value_of(node)]
-        made = tuple(shapes.get(value) for value in own)
-        if any(isinstance(size, DynamicSize) for shape in made for size in shape or ()):
-            at[node].meta["sizes"] = made
+        values = (
+            [value_of(node)] if isinstance(val, torch.Tensor) else [Value(node, index) for index in range(len(val))]
+        )
+        results = tuple(map(shapes.get, values))
+        if any(isinstance(size, DynamicSize) for shape in results for size in shape or ()):
+            at[node].meta["sizes"] = results
         if node in rules.calls:
-            set_size_arguments(at[node], made)
+            set_size_arguments(at[node], results)
     dynamic = DynamicSizes(named, {_PARTS: (2, None)}, (), example, _PARTS, cuts)
     return replace(copy, dynamic=dynamic)
 
 
 def _check_loops(loops: Iterable[Loop], total: int, families: _LoopClasses) -> None:
-    """`PlanError` unless every loop is of a family that may be divided in so many equal parts."""
+    """Raise `PlanError` unless every loop is of a family that may be divided in so many equal parts."""
     rules = {node.name: rule for node, rule in families.rules.rules.items()}
     for name, factor in loops:
         factors = rules[name].factors if name in rules else ()
@@ -143,7 +149,7 @@ def _check_loops(loops: Iterable[Loop], total: int, families: _LoopClasses) -> N
 
 
 def _cut_points(loops: Sequence[int]) -> Iterator[Any]:
-    """What lies outside of every cut of a dim that is made of some loops, so that the parts in it are a loop too."""
+    """Yield the sizes outside of every cut of a dim made of some loops, so that the parts in it are a loop too."""
     outside = sympy.Integer(1)
     for loop in loops:
         if outside != 1:
@@ -165,9 +171,12 @@ class _LoopClasses:
         self._parent: dict[Loop, Loop] = {}
         self._order = {name: place for place, name in enumerate(node.name for node in rules.graph.graph.nodes)}
         self._excluded: set[Loop] = set()
-        partners = dict(self._returned_values())
+        partners = self._returned_values()
         for value in rules.values():
-            self._join(value, partners)
+            descriptions = rules.descriptions(value, partners)
+            for dim, size in enumerate(value.meta.shape):
+                if size > 1:
+                    self._join_dim(descriptions, dim)
         for node in rules.operators:
             self._join_made_dims(node)
             told = factors_with_size_arguments(rules.calls[node], rules.rules[node])
@@ -175,53 +184,41 @@ class _LoopClasses:
         self._excluded = set(map(self._root, self._excluded))
 
     def of(self, loop: Loop) -> Loop | None:
-        """The family of a loop, by its first one; None where it is of no use."""
+        """Return the family of a loop, by its first one; None where it is of no use."""
         root = self._root(loop)
         return None if root in self._excluded else root
 
-    def _returned_values(self) -> Iterator[tuple[fx.Node, list[Value]]]:
-        """For what the step is given, what is handed back in its place: gradients, new values of buffers."""
-        found: dict[fx.Node, list[Value]] = {}
-        given = {}
-        for source in self.rules.graph.inputs:
-            given[source.name, source.kind == "tangent"] = source.node
+    def _returned_values(self) -> dict[fx.Node, list[Value]]:
+        """Return, for inputs of the step, the values handed back in their place: gradients, new values of buffers."""
+        returned: dict[fx.Node, list[Value]] = defaultdict(list)
+        given = {(source.name, source.kind == "tangent"): source.node for source in self.rules.graph.inputs}
         for output in self.rules.graph.outputs:
             node = given.get((output.name, output.kind == "output"))
             if node is not None and output.node is not None:
-                found.setdefault(node, []).append(value_of(output.node))
-        yield from found.items()
+                returned[node].append(value_of(output.node))
+        return returned
 
-    def _join(self, value: Value, partners: dict[fx.Node, list[Value]]) -> None:
-        """All who touch a value's dims speak of the same loops."""
-        rules = self.rules
-        said: list[tuple[fx.Node, Dims | None]] = [(value.node, rules.rules[value.node].results[value.result])]
-        said += [(use.node, rules.rules[use.node].operands[use.operand]) for use in rules.uses.get(value, ())]
-        for other in partners.get(value.node, ()):
-            said.append((other.node, rules.rules[other.node].results[other.result]))
-        for dim, size in enumerate(value.meta.shape):
-            if size > 1:
-                self._join_dim([(node, () if dims is None else dims[dim]) for node, dims in said])
-
-    def _join_dim(self, said: Sequence[tuple[fx.Node, Sequence[int]]]) -> None:
-        loops = [
-            [(node.name, one) for one in factors if self.rules.rules[node].factors[one].size > 1]
-            for node, factors in said
-        ]
-        sizes = [[self.rules.rules[node].factors[one].size for one in factors] for node, factors in said]
-        alike = all([size for size in one if size > 1] == [size for size in sizes[0] if size > 1] for one in sizes)
-        columns = zip(*loops, strict=True) if alike else [[loop for own in loops for loop in own]]
-        for column in columns:
+    def _join_dim(self, descriptions: Sequence[tuple[fx.Node, Dims | None]], dim: int) -> None:
+        """Unite the loops that all operators touching a dim take it for."""
+        loops, sizes = [], []
+        for node, dims in descriptions:
+            factors = self.rules.rules[node].factors
+            split = [factor for factor in (() if dims is None else dims[dim]) if factors[factor].size > 1]
+            loops.append([(node.name, factor) for factor in split])
+            sizes.append([factors[factor].size for factor in split])
+        alike = all(each == sizes[0] for each in sizes)
+        for column in zip(*loops, strict=True) if alike else [list(itertools.chain(*loops))]:
             for loop in column:
                 self._unite(column[0], loop)
         if not alike:
-            self._excluded.update(loop for own in loops for loop in own)
+            self._excluded.update(itertools.chain(*loops))
 
     def _join_made_dims(self, node: fx.Node) -> None:
-        """What an operator makes dims of, such as a diagonal, is one loop with them where all are of one size."""
+        """Unite the dims that an operator makes, such as a diagonal's, with those it reads, where all have one size."""
         rule = self.rules.rules[node]
         read = {factor for dims in rule.operands for factors in dims for factor in factors}
-        made = {factor for dims in rule.results for factors in dims or () for factor in factors}
-        sizes = {factor: rule.factors[factor].size for factor in read ^ made if rule.factors[factor].size > 1}
+        written = {factor for dims in rule.results for factors in dims or () for factor in factors}
+        sizes = {factor: rule.factors[factor].size for factor in read ^ written if rule.factors[factor].size > 1}
         if not read or sets_result_sizes(node) or sizes.keys() <= read:
             return
         loops = [(node.name, factor) for factor in sizes]
@@ -230,8 +227,8 @@ class _LoopClasses:
         if len(set(sizes.values())) > 1:
             self._excluded.update(loops)
 
-    def _unite(self, one: Loop, other: Loop) -> None:
-        first, second = sorted((self._root(one), self._root(other)), key=lambda loop: self._order[loop[0]])
+    def _unite(self, *loops: Loop) -> None:
+        first, second = sorted(map(self._root, loops), key=lambda loop: self._order[loop[0]])
         if first != second:
             self._parent[second] = first
 
@@ -241,3 +238,126 @@ class _LoopClasses:
             self._parent[loop] = self._parent.get(above, above)
             loop = above
         return loop
+
+
+# Which dims an operator is told the size of, and how it is told another one.
+
+_NO_SIZE_ARGUMENTS = frozenset(
+    {
+        aten.embedding.default,
+        aten.embedding_dense_backward.default,
+        aten.nll_loss_forward.default,
+        aten.nll_loss_backward.default,
+        aten.nll_loss2d_forward.default,
+        aten.nll_loss2d_backward.default,
+        aten.new_empty_strided.default,  # its strides are those of the whole tensor, and nothing depends on them
+    }
+)
+"""Operators none of whose arguments is a size that `set_size_arguments` does not set: others are places."""
+
+_SPATIAL = frozenset({aten.convolution.default, aten.convolution_backward.default})
+
+_RANGE_END_ARGUMENT = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
+"""The argument of a range of whole numbers from zero on that is its size."""
+
+_ROW_COUNT_ARGUMENT = "num_weights"
+"""The argument of the gradient of a table that is the number of its rows."""
+
+
+def factors_with_size_arguments(call: OpCall, rule: Rule) -> Iterator[int]:
+    """Yield the factors of a rule whose sizes are arguments, but for those that `set_size_arguments` sets."""
+    arguments = call.op._schema.arguments
+    if not call.operands:
+        if not any(map(_is_shape, arguments)) and not _is_plain_range(call):
+            yield from range(len(rule.factors))  # such as `linspace`
+        return
+    given = {argument.name for argument in arguments[: len(call.args)]} | dict(call.kwargs).keys()
+    if call.op in _NO_SIZE_ARGUMENTS or not given.intersection(
+        argument.name for argument in arguments if _is_size(argument)
+    ):
+        return
+    names = {argument.name for argument in arguments}
+    tensors = [*rule.operands, *(dims for dims in rule.results if dims is not None)]
+    ndim = max(map(len, tensors))
+    if call.op is aten.repeat.default or ("dim" in names and isinstance(call.arg("dim"), int)):
+        tensors = [dims for dims in tensors if len(dims) == ndim]  # those that have the dims that are told of
+    for dims in tensors:
+        for place in _size_dims(call, ndim):
+            if place < len(dims):
+                yield from dims[place]
+
+
+def set_size_arguments(node: fx.Node, results: Sequence[tuple[int, ...] | None]) -> None:
+    """Put the sizes of results in the place of the numbers among a node's arguments that they are."""
+    assert isinstance(node.target, OpOverload)
+    shape = results[0]
+    if shape is None or not any(isinstance(size, DynamicSize) for size in shape):
+        return
+    if node.target in _RANGE_END_ARGUMENT:
+        node.update_arg(_RANGE_END_ARGUMENT[node.target], shape[0])
+        return
+    if node.target is aten.repeat.default:
+        before = _prepend_ones(node.args[0].meta["val"].shape, len(shape))  # type: ignore[union-attr]
+        repeats = zip(before, shape, node.args[1], strict=True)  # type: ignore[arg-type]
+        node.update_arg(1, [size if old == 1 else times for old, size, times in repeats])
+        return
+    for place, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
+        if _is_shape(argument):
+            node.update_arg(place, list(shape))
+        elif argument.name == _ROW_COUNT_ARGUMENT:
+            node.update_arg(place, shape[0])
+
+
+def sets_result_sizes(node: fx.Node) -> bool:
+    """Return True if `set_size_arguments` sets the size of the dims that an operator makes."""
+    assert isinstance(node.target, OpOverload)
+    arguments = node.target._schema.arguments
+    return node.target is aten.repeat.default or any(
+        _is_shape(argument) or argument.name == _ROW_COUNT_ARGUMENT for argument in arguments
+    )
+
+
+def _size_dims(call: OpCall, ndim: int) -> Sequence[int]:
+    """Return the dims of a call's tensors of which an argument is a size or a place, as far as arguments tell them."""
+    names = {argument.name for argument in call.op._schema.arguments}
+    if call.op in _SPATIAL:
+        return range(2, ndim)
+    if "normalized_shape" in names:
+        return range(ndim - len(call.arg("normalized_shape")), ndim)
+    if "dim" in names and isinstance(call.arg("dim"), int):
+        return (call.arg("dim") % ndim,)
+    if call.op is aten.constant_pad_nd.default:  # pairs, the last dim's first; no padding tells nothing
+        pads = call.arg("pad")
+        return [dim for dim in range(ndim) if any(pads[2 * (ndim - 1 - dim) : 2 * (ndim - dim)])]
+    if call.op is aten.roll.default and call.arg("dims"):
+        return [dim % ndim for dim in call.arg("dims")]
+    if call.op is aten.repeat.default:  # of what is of size 1, so many times is the size
+        times = zip(_prepend_ones(call.operands[0].shape, ndim), call.arg("repeats"), strict=True)
+        return [dim for dim, each in enumerate(times) if min(each) > 1]
+    return range(ndim)
+
+
+def _is_plain_range(call: OpCall) -> bool:
+    """Return True if a call makes the whole numbers from zero on, one by one."""
+    if call.op not in _RANGE_END_ARGUMENT or not isinstance(call.arg("end"), int):
+        return False
+    names = {argument.name for argument in call.op._schema.arguments}
+    return all(call.arg(name) == begin for name, begin in (("start", 0), ("step", 1)) if name in names)
+
+
+def _is_shape(argument: Any) -> bool:
+    """Return True if an argument is the shape of the result."""
+    return argument.name in ("size", "input_sizes") and argument.real_type.kind() == "ListType"
+
+
+def _is_size(argument: Any) -> bool:
+    """Return True if an argument may be a size, by its type: dims and flags are plain integers."""
+    kind = argument.real_type
+    while kind.kind() in ("ListType", "OptionalType"):
+        kind = kind.getElementType()
+    return bool(kind.kind() == "SymIntType") and not _is_shape(argument)
+
+
+def _prepend_ones(shape: Sequence[int], ndim: int) -> tuple[int, ...]:
+    """Return a shape with dims of size 1 before it."""
+    return (1,) * (ndim - len(shape)) + tuple(shape)

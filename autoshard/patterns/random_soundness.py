@@ -25,16 +25,16 @@ Shards = Mapping[Coordinate, torch.Tensor]
 
 _SEED_COUNT = 32
 _FALSE_ALARM_RATE = 1e-7
-"""How often a right strategy would be called wrong, were the seeds not fixed."""
+"""The rate at which a right strategy would be called wrong, were the seeds not fixed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What an operator gives on whole tensors, under one seed each.
+    """The results of an operator on whole tensors, under one seed each.
 
     Attributes:
         whole: its results as a tuple, for every seed; those under the first seed alone if nothing is random.
-        random: whether the seed matters.
+        random: True if the seed matters.
     """
 
     whole: tuple[tuple[Any, ...], ...]
@@ -48,7 +48,7 @@ class Draws:
     def problems(
         self, runs: Sequence[Sequence[Shards | None]], specs: Sequence[Spec], mesh: MeshShape
     ) -> Iterator[str]:
-        """What is wrong with a strategy's results.
+        """Yield the problems of a strategy's results.
 
         Args:
             runs: for every one of `seeds`, the shards of every result; None for a result that is no tensor.
@@ -69,7 +69,8 @@ def reference_draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         seeded = torch.Tag.nondeterministic_seeded in op.tags
         whole = (first, *(_run(op, args, kwargs, seed) for seed in range(1, _SEED_COUNT if seeded else 1)))
         # A few draws out of few outcomes, such as three coins, may come up alike under some of the seeds.
-        random = not all(_same(first, other) for other in whole[1:])
+        pairs = (pair for other in whole[1:] for pair in zip(first, other, strict=True))
+        random = not all(torch.equal(*pair) for pair in pairs if isinstance(pair[0], torch.Tensor))
         return Draws(whole if random else (first,), random)
 
 
@@ -79,18 +80,13 @@ def _run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: i
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(not isinstance(a, torch.Tensor) or torch.equal(a, b) for a, b in pairs)
-
-
 def _problem(shards: Sequence[Shards], whole: Sequence[torch.Tensor], spec: Spec, mesh: MeshShape) -> str | None:
-    """What is wrong with one result: its shards under every seed and the first one again, beside the operator's own."""
-    problem = _shape_problem(shards[0], spec, mesh, whole[0])
-    problem = problem or next(filter(None, (_replica_problem(one, spec, mesh) for one in shards)), None)
+    """Return the problem of one result: its shards under every seed, then the first again, beside the operator's."""
+    problem = layout_problem(shards[0], spec, mesh, whole[0])
+    problem = problem or next(filter(None, (_replica_problem(held, spec, mesh) for held in shards)), None)
     if problem is not None:
         return problem
-    *drawn, again = [_numbers(unshard(one, spec, mesh, whole[0].shape)) for one in shards]
+    *drawn, again = [_numbers(unshard(held, spec, mesh, whole[0].shape)) for held in shards]
     if not torch.equal(drawn[0], again):
         return "what is drawn does not follow from the step's seed: the same seed gave different numbers"
     together, expected = torch.stack(drawn), torch.stack([_numbers(value) for value in whole])
@@ -102,12 +98,15 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(values) if values.is_complex() else values).to(torch.float64)
 
 
-def _shape_problem(shards: Shards, spec: Spec, mesh: MeshShape, whole: torch.Tensor) -> str | None:
-    expected = (whole.dtype, local_shape(whole.shape, spec, mesh))
-    found = {(value.dtype, tuple(value.shape)) for value in shards.values()}
-    return (
-        None if found == {expected} else f"a shard is {expected}, but the local program gave {sorted(map(str, found))}"
-    )
+def layout_problem(shards: Shards, spec: Spec, mesh: MeshShape, whole: torch.Tensor) -> str | None:
+    """Return the problem of the dtypes or shapes of shards that should lie as `spec` says; None without one."""
+    dtypes, shapes = {value.dtype for value in shards.values()}, {tuple(value.shape) for value in shards.values()}
+    if dtypes != {whole.dtype}:
+        return f"its dtype is {dtypes}, not {whole.dtype}"
+    expected = local_shape(whole.shape, spec, mesh)
+    if shapes != {expected}:
+        return f"a shard has shape {list(expected)}, but the local program gave {sorted(shapes)}"
+    return None
 
 
 def _replica_problem(shards: Shards, spec: Spec, mesh: MeshShape) -> str | None:
@@ -121,7 +120,7 @@ def _replica_problem(shards: Shards, spec: Spec, mesh: MeshShape) -> str | None:
 
 
 def _distribution_problem(drawn: torch.Tensor, whole: torch.Tensor) -> str | None:
-    """Whether two samples, the draws along the first dim, come from one distribution."""
+    """Return a problem if two samples, the draws along the first dim, do not come from one distribution."""
     count = whole.numel()
     distance = _distribution_distance(drawn.flatten(), whole.flatten())
     limit = math.sqrt(-math.log(_FALSE_ALARM_RATE / 2) / 2) * math.sqrt(2 / count)
@@ -135,17 +134,21 @@ def _distribution_problem(drawn: torch.Tensor, whole: torch.Tensor) -> str | Non
     return None
 
 
-def _distribution_distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def _distribution_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """The Kolmogorov-Smirnov distance of two samples: the largest difference between their distribution functions."""
-    points = torch.cat([one, other]).unique()
-    shares = [torch.searchsorted(sample.sort().values, points, right=True) / sample.numel() for sample in (one, other)]
+    points = torch.cat([first, second]).unique()
+    shares = [
+        torch.searchsorted(sample.sort().values, points, right=True) / sample.numel() for sample in (first, second)
+    ]
     return (shares[0] - shares[1]).abs().max().item()
 
 
 def _shard_problem(drawn: torch.Tensor, whole: torch.Tensor, spec: Spec, mesh: MeshShape) -> str | None:
-    """Whether two shards draw the same numbers: then they go up and down together over the seeds."""
+    """Return a problem if two shards draw the same numbers: then they go up and down together over the seeds."""
     for axis in spec.shard_axes:
-        first, *others = (tuple(place * (own == axis) for own in range(mesh.ndim)) for place in range(mesh.sizes[axis]))
+        first, *others = (
+            tuple(place * (number == axis) for number in range(mesh.ndim)) for place in range(mesh.sizes[axis])
+        )
         for other in others:
             together = _correlation(drawn, spec, mesh, first, other)
             if together > 0.5 > abs(_correlation(whole, spec, mesh, first, other)) + 0.25:
@@ -153,9 +156,9 @@ def _shard_problem(drawn: torch.Tensor, whole: torch.Tensor, spec: Spec, mesh: M
     return None
 
 
-def _correlation(values: torch.Tensor, spec: Spec, mesh: MeshShape, one: Coordinate, other: Coordinate) -> float:
+def _correlation(values: torch.Tensor, spec: Spec, mesh: MeshShape, first: Coordinate, second: Coordinate) -> float:
     """Correlation over the draws, position by position, of the parts of two ranks."""
-    cut = [torch.stack([shard(draw, spec, mesh, coordinate) for draw in values]) for coordinate in (one, other)]
+    cut = [torch.stack([shard(draw, spec, mesh, coordinate) for draw in values]) for coordinate in (first, second)]
     common = [slice(min(sizes)) for sizes in zip(*(part.shape for part in cut), strict=True)]
     parts = [part[tuple(common)] - part[tuple(common)].mean(0) for part in cut]
     norm = (parts[0].square().sum() * parts[1].square().sum()).sqrt().clamp_min(1e-12)

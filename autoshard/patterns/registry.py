@@ -13,20 +13,11 @@ from torch import fx
 from autoshard.errors import RuleError
 from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.borrowed import borrowed_rule, may_borrow
-from autoshard.patterns.build import Padding
-from autoshard.patterns.notation import (
-    Linear,
-    Notation,
-    Reduction,
-    bind,
-    check_options,
-    kinds_of,
-    linear_sets,
-    parse,
-)
+from autoshard.patterns.notation import Linear, Reduction, bind, check_options, check_padding, parse
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta, specialize
 
-Maker = Callable[[OpCall], Rule | None]
+Maker = Callable[..., Rule | None]
+"""Makes the rule of an `OpCall`, and of options by keyword; None where there is none."""
 
 OPERATOR_NAME = re.compile(r"(?P<namespace>\w+)(?:::|\.)(?P<name>\w+)(?:\.(?P<overload>\w+))?")
 
@@ -101,54 +92,8 @@ def _maker(maker_or_text: Maker | str, options: Mapping[str, Any]) -> Maker:
         return (lambda call: maker(call, **options)) if options else maker
     notation = parse(maker_or_text)
     check_options(notation, options.get("linear", ()), options.get("reduce"))
-    _check_padding(
-        notation,
-        options.get("uneven"),
-        options.get("fill") or {},
-        options.get("linear", ()),
-        options.get("reduce") or {},
-        options.get("local") is not None,
-    )
+    check_padding(notation, **options)
     return lambda call: bind(notation, call, **options)
-
-
-def _check_padding(
-    notation: Notation,
-    uneven: Collection[str] | bool | None,
-    fill: Mapping[str, float | None],
-    linear: Linear,
-    reduce: Mapping[str, Reduction | Sequence[Reduction]],
-    has_program: bool,
-) -> None:
-    """Raise `RuleError` unless the options of a rule for padding fit its text and its other options."""
-    if isinstance(uneven, str):
-        raise RuleError(f'rule "{notation.text}": uneven={uneven!r} is a text: give a list of names, or True for all.')
-    listed = () if uneven is None or isinstance(uneven, bool) else uneven
-    for option, names in (("uneven", listed), ("fill", fill)):
-        for name in names:
-            if name not in notation.names:
-                raise RuleError(f'rule "{notation.text}": {option} names "{name}", which does not occur in the rule.')
-            if name in notation.whole:
-                raise RuleError(f'rule "{notation.text}": {option} names "{name}", which ! says is never sharded.')
-    for name, number in fill.items():
-        if number is not None and not isinstance(number, (int, float)):
-            raise RuleError(
-                f'rule "{notation.text}": fill["{name}"] is {number!r}: give a number that does not change the result, '
-                "or None where padding may hold anything."
-            )
-    operands, results = (
-        [[dim.names for dim in item] for item in side] for side in (notation.operands, notation.results)
-    )
-    kinds = {name: kinds_of(notation, name, kind) for name, kind in reduce.items()}
-    sets = linear_sets(linear, notation.text, len(operands))
-    padding = Padding(operands, results, kinds, sets, has_program)
-    for name in listed:
-        if name not in fill and not padding.has_safe_fill(name):
-            raise RuleError(
-                f'rule "{notation.text}": uneven names "{name}", which a result lacks, and nothing tells how to keep '
-                f'padding out of it. Say with fill={{"{name}": ...}} which number in its place does not change the '
-                "result (None: any), or with linear in which operands the operator is linear."
-            )
 
 
 _default = Registry()

@@ -14,12 +14,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from autoshard.errors import RuleError
 from autoshard.patterns._torch import OpOverload
+
+_Leaf = TypeVar("_Leaf")
 
 Dims = tuple[tuple[int, ...], ...]
 """The factors whose product each dim of a tensor is, by index, major to minor."""
@@ -58,7 +60,19 @@ class OpCall:
     @property
     def operands(self) -> tuple[TensorMeta, ...]:
         """The tensor operands in the order of `args` and `kwargs`, lists included."""
-        return tuple(_tensors((self.args, tuple(value for _, value in self.kwargs))))
+        return tuple(leaves((self.args, tuple(value for _, value in self.kwargs)), TensorMeta))
+
+    @property
+    def result(self) -> TensorMeta:
+        """The first result, of a call that gives a tensor."""
+        meta = self.results[0]
+        assert meta is not None, self.op
+        return meta
+
+    @property
+    def shapes_text(self) -> str:
+        """The shapes of the operands, for messages."""
+        return ", ".join(str(list(meta.shape)) for meta in self.operands) or "no tensors"
 
     def arg(self, name: str) -> Any:
         """Return the argument that the operator's schema calls `name`; its default if it was not passed."""
@@ -72,12 +86,13 @@ class OpCall:
         raise RuleError(f"{self.op} has no argument {name!r}.")
 
 
-def _tensors(value: Any) -> Iterator[TensorMeta]:
-    if isinstance(value, TensorMeta):
+def leaves(value: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
+    """Yield what is of a type in nested tuples and lists, in order."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from leaves(item, kind)
 
 
 @dataclass(frozen=True, slots=True)

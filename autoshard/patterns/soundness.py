@@ -13,23 +13,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autoshard.errors import RuleError
+from autoshard.patterns._torch import CustomOpDef, OpOverload, OpOverloadPacket, overload_for
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.padding import emit_local
-from autoshard.patterns.random_soundness import Draws, reference_draws
-from autoshard.patterns.registry import call_of, has_rule, rule_for
-from autoshard.patterns.rule import Factor, OpCall, Rule, refine
-from autoshard.patterns.sample import Operator, sample_call
-from autoshard.patterns.strategy import Choices, axis_choices, describe, fits, operand_spec, result_spec, uneven_axis
-from autoshard.patterns.variants import offered_factors
+from autoshard.patterns.random_soundness import Coordinate, Draws, layout_problem, reference_draws
+from autoshard.patterns.registry import OPERATOR_NAME, call_of, has_rule, rule_for
+from autoshard.patterns.rule import Factor, OpCall, Rule, leaves, refine
+from autoshard.patterns.strategy import (
+    Choices,
+    axis_choices,
+    describe,
+    fits,
+    offered_factors,
+    operand_spec,
+    result_spec,
+    uneven_axis,
+)
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
 from autoshard.specs.tensors import shard, unshard
 
-Coordinate = tuple[int, ...]
+Operator = OpOverload | OpOverloadPacket | CustomOpDef | str
 Shards = dict[Coordinate, torch.Tensor]
 """One tensor per coordinate of the mesh."""
 
@@ -80,7 +88,7 @@ def check(
     rule = rule_for(call)
     if rule is None:
         raise RuleError(_no_rule_message(call))
-    operands = list(_tensors([*args, *keywords.values()]))
+    operands = list(leaves([*args, *keywords.values()], torch.Tensor))
     meshes = [MeshShape.of({"x": size}) for size in sizes] + [MeshShape.of({"x": 2, "y": 2})]
     return [
         Finding(str(overload), str(mesh), describe(refined, choices, mesh), problem)
@@ -91,11 +99,9 @@ def check(
 
 
 def _no_rule_message(call: OpCall) -> str:
-    shapes = ", ".join(str(list(meta.shape)) for meta in call.operands) or "no tensors"
     if has_rule(call.op):
-        return (
-            f"the rule of {call.op} declines this call, on {shapes}: it is replicated, and there is nothing to check."
-        )
+        on = f"the rule of {call.op} declines this call, on {call.shapes_text}"
+        return f"{on}: it is replicated, and there is nothing to check."
     return f"{call.op} has no rule, so that it is replicated: register one with register_rule before checking it."
 
 
@@ -119,10 +125,10 @@ def _inner_parts(rule: Rule, index: int, size: int, mesh: MeshShape) -> Iterator
     cuts = [outer for outer in range(2, size) if size % outer == 0]
     parts = [(refine(rule, {index: (outer,)}), (index + part,)) for part in (1, 0) for outer in cuts]
     parts = [(cut, choices) for cut, choices in parts if fits(cut, choices, mesh)]
-    strided = [one for one in parts if one[1] == (index + 1,) and not _is_padded(*one, mesh)]
-    padded = [[one for one in parts if one[1] == (index + part,) and _is_padded(*one, mesh)] for part in (1, 0)]
-    for found in (strided, *padded):
-        yield from found[:1]
+    strided = [pair for pair in parts if pair[1] == (index + 1,) and not _is_padded(*pair, mesh)]
+    padded = [[pair for pair in parts if pair[1] == (index + part,) and _is_padded(*pair, mesh)] for part in (1, 0)]
+    for group in (strided, *padded):
+        yield from group[:1]
 
 
 def _is_padded(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
@@ -150,7 +156,7 @@ def run_all_ranks(
 
 
 def _shard_operands(rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]) -> list[PerRank]:
-    """What the ranks hold of every operand."""
+    """The shards of every operand, by rank."""
     held = []
     for position, operand in enumerate(operands):
         shards = shard_unevenly(operand, operand_spec(rule, choices, mesh, position), mesh)
@@ -184,15 +190,13 @@ def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Co
     whole = Spec.of(
         *(Spec.all_replicated(1)[0] if axis in spec.partial_axes else spec[axis] for axis in range(mesh.ndim))
     )
+    # Programs may read anything in the place of padding: no number, or one that no index should be.
+    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    padding = math.nan if inexact else 1 if tensor.dtype == torch.bool else 101
     return {
-        coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=_padding_value(term.dtype))
+        coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=padding)
         for coordinate, term in terms.items()
     }
-
-
-def _padding_value(dtype: torch.dtype) -> float:
-    """What pads uneven shards, where programs may read anything: no number, or one that no index should be."""
-    return math.nan if dtype.is_floating_point or dtype.is_complex else 1 if dtype == torch.bool else 101
 
 
 def _uneven_terms(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -238,30 +242,25 @@ def _problems(
 def compare(
     shards: Mapping[Coordinate, torch.Tensor], spec: Spec, mesh: MeshShape, whole: torch.Tensor, tolerance: float = 0.0
 ) -> str | None:
-    """What is wrong with shards of `whole` that should lie as `spec` says, replicas included; None if nothing is.
+    """Return the problem of shards of `whole` that should lie as `spec` says, replicas included; None without one.
 
     Args:
         tolerance: relative difference that rounding of the operands explains; rounding of the result comes on top.
     """
-    dtypes = {value.dtype for value in shards.values()}
-    if dtypes != {whole.dtype}:
-        return f"its dtype is {dtypes}, not {whole.dtype}"
-    expected = local_shape(whole.shape, spec, mesh)
-    shapes = {tuple(value.shape) for value in shards.values()}
-    if shapes != {expected}:
-        return f"as {spec} a shard has shape {list(expected)}, but the local program gave {sorted(shapes)}"
+    if problem := layout_problem(shards, spec, mesh, whole):
+        return f"as {spec} {problem}"
     tolerance = max(tolerance, _tolerance(whole.dtype))
     absolute = tolerance * max(1.0, _largest(whole))
     replicated = [axis for axis, placement in enumerate(spec) if placement.is_replicate()]
     first: Mapping[Coordinate, torch.Tensor] | None = None
     for copy in itertools.product(*(range(mesh.sizes[axis]) for axis in replicated)):
         chosen = dict(zip(replicated, copy, strict=True))
-        one = {place: shards[tuple(chosen.get(axis, index) for axis, index in enumerate(place))] for place in shards}
-        if first is not None and all(torch.equal(one[place], first[place]) for place in shards):
+        held = {place: shards[tuple(chosen.get(axis, index) for axis, index in enumerate(place))] for place in shards}
+        if first is not None and all(torch.equal(held[place], first[place]) for place in shards):
             continue  # what was right of the first copy is right of this one
-        first = first or one
+        first = first or held
         try:
-            total = unshard(one, spec, mesh, tuple(whole.shape))
+            total = unshard(held, spec, mesh, tuple(whole.shape))
             if not torch.equal(total, whole):  # which most are, and which takes no time
                 torch.testing.assert_close(total, whole, rtol=tolerance, atol=absolute, equal_nan=True)
         except (AssertionError, RuntimeError, ValueError) as error:
@@ -286,9 +285,77 @@ def _tolerance(dtype: torch.dtype) -> float:
     return 1e-9 if eps < 1e-12 else 1e-4 if eps < 1e-6 else max(5e-2, 16 * eps)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+# The arguments of `check`: an operator by any of its names, and a sample call of it in any common form.
+
+
+def sample_call(
+    op: Operator, sample: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
+    """Return the operator, arguments and keyword arguments of one call, tensors detached.
+
+    Args:
+        op: an overload, a packet of overloads (the overload that takes the arguments is used), the result of
+            `torch.library.custom_op`, or a name such as `"mylib::op"` or `"aten.sum.dim_IntList"`.
+        sample: the arguments; or a pair of arguments and keyword arguments; or torch's `SampleInput`; or one tensor.
+        kwargs: further keyword arguments.
+
+    Raises:
+        RuleError: there is no such operator, no overload takes the arguments, or it changes its operands.
+    """
+    args, keywords = _arguments(sample)
+    args, keywords = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, {**keywords, **(kwargs or {})}))
+    overload = _overload(op, args, keywords)
+    if overload._schema.is_mutable:
+        raise RuleError(
+            f"{overload} changes its operands. Captured graphs are functional: write and check the rule of the "
+            "operator that returns the new value instead."
+        )
+    return overload, args, keywords
+
+
+def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample, torch.Tensor):
+        return (sample,), {}
+    if hasattr(sample, "input") and hasattr(sample, "args"):  # SampleInput, without importing torch's test suite
+        return (sample.input, *sample.args), dict(sample.kwargs)
+    if not isinstance(sample, Sequence) or isinstance(sample, str):
+        raise RuleError(
+            f"a sample of type {type(sample).__name__} says nothing of a call: pass the arguments as a tuple, a pair "
+            "(args, kwargs), or torch's SampleInput."
+        )
+    if len(sample) == 2 and isinstance(sample[0], (tuple, list)) and isinstance(sample[1], Mapping):
+        return tuple(sample[0]), dict(sample[1])
+    return tuple(sample), {}
+
+
+def _overload(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload:
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    packet = _operator_by_name(op) if isinstance(op, str) else op
+    if isinstance(packet, OpOverload):
+        return packet
+    names = packet.overloads()
+    if len(names) == 1:
+        return getattr(packet, names[0])
+    try:
+        return overload_for(packet, args, kwargs)
+    except RuntimeError as error:
+        raise RuleError(
+            f"none of the overloads {', '.join(names)} of {packet} takes these arguments. Name the one that is meant, "
+            f'such as "{packet}.{names[0]}", or mend the arguments: {str(error).splitlines()[0]}'
+        ) from error
+
+
+def _operator_by_name(name: str) -> OpOverload | OpOverloadPacket:
+    match = OPERATOR_NAME.fullmatch(name)
+    if match is None:
+        raise RuleError(
+            f'"{name}" is not the name of an operator: write "namespace::name" or "namespace.name.overload".'
+        )
+    try:
+        packet = getattr(getattr(torch.ops, match["namespace"]), match["name"])
+        return packet if match["overload"] is None else getattr(packet, match["overload"])
+    except (AttributeError, RuntimeError) as error:
+        raise RuleError(
+            f'torch knows no operator "{name}": import the module that defines it first, or mend the name.'
+        ) from error

@@ -11,41 +11,86 @@ from typing import NamedTuple
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from autoshard.patterns.rule import Dims, Factor, Rule
-from autoshard.patterns.variants import (
-    WHOLE,
-    Choices,
-    linear_choice,
-    offered_factors,
-    offered_linear,
-    resolve_variant,
-    variant_for,
-)
 from autoshard.size import ceil_div, divides, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical
 from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import BlockShard, Routed, Spec, shard_placement
 
-__all__ = [
-    "WHOLE",
-    "Choices",
-    "axis_choices",
-    "describe",
-    "fits",
-    "keeps_shares",
-    "linear_choice",
-    "local_shape",
-    "local_size",
-    "operand_spec",
-    "operand_specs",
-    "partial_kind",
-    "result_spec",
-    "result_specs",
-    "splits",
-    "splits_evenly",
-    "uneven_axis",
-    "work_split",
-]
+# Rules with several implementations: the factors to choose from, and the variant that choices stand for.
+#
+# Choices count the factors of the rule first, then those that its variants add under new names. Factors of one name in
+# two variants are the same loop, so that an axis may keep its choice while another axis changes the implementation.
+#
+# Source: Whale 3.2.2: a pattern has several implementations, and the cheapest wins.
+
+Choices = tuple[int, ...]
+"""One choice per mesh axis: a factor's index; `WHOLE`; or `linear_choice(k)` for the k-th linear set of the rule."""
+
+WHOLE = -1
+
+
+def linear_choice(index: int) -> int:
+    """Return the choice that passes partial sums through the rule's linear set `index`."""
+    return -2 - index
+
+
+def offered_factors(rule: Rule) -> tuple[Factor, ...]:
+    """Return the factors that choices count: those of the rule, then those that each variant adds."""
+    if not rule.variants:
+        return rule.factors
+    offered: dict[str, Factor] = {}
+    for each in (rule, *rule.variants):
+        for factor in each.factors:
+            offered.setdefault(factor.name, factor)
+    return tuple(offered.values())
+
+
+def offered_linear(rule: Rule) -> tuple[frozenset[int], ...]:
+    """Return the linear sets that choices count: those of the rule, then those that each variant adds."""
+    if not rule.variants:
+        return rule.linear
+    return tuple(dict.fromkeys(operands for each in (rule, *rule.variants) for operands in each.linear))
+
+
+def variant_for(rule: Rule, choices: Choices) -> tuple[Rule, Choices] | None:
+    """Return the first implementation with all chosen factors, and the choices in its factors; None without one."""
+    if not rule.variants:
+        return rule, choices
+    factors, linear = offered_factors(rule), offered_linear(rule)
+    for variant in (rule, *rule.variants):
+        translated = tuple(_choice_in_variant(variant, choice, factors, linear) for choice in choices)
+        if None not in translated:
+            return variant, tuple(choice for choice in translated if choice is not None)
+    return None
+
+
+def _choice_in_variant(
+    variant: Rule, choice: int, factors: tuple[Factor, ...], linear: tuple[frozenset[int], ...]
+) -> int | None:
+    """Return an offered choice as the variant counts it; None if the variant does not have it."""
+    if choice == WHOLE:
+        return WHOLE
+    if choice < WHOLE:
+        operands = linear[-2 - choice]
+        return linear_choice(variant.linear.index(operands)) if operands in variant.linear else None
+    name = factors[choice].name
+    return next(
+        (index for index, factor in enumerate(variant.factors) if factor.name == name and factor.shardable), None
+    )
+
+
+def resolve_variant(rule: Rule, choices: Choices) -> tuple[Rule, Choices]:
+    """Return the implementation that the choices stand for, and the choices as indices of its factors.
+
+    The choices must go together, as `strategy.fits` says.
+    """
+    resolved = variant_for(rule, choices)
+    assert resolved is not None, f"no variant knows all of {choices}"
+    return resolved
+
+
+# Strategies for one mesh axis, and those that go together.
 
 # A guess that works: beyond it, half of the devices idle, and some other strategy is better.
 MOST_PADDING = 2
@@ -104,7 +149,9 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
     if len(padded) > 1:
         # `_pads` has looked at each axis alone; together they may still pad too much.
         parts = math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice >= 0)
-        if _share_dim(rule, padded) or parts > MOST_PADDING * work_split(rule, choices, mesh):
+        tensors = (dims for dims in (*rule.operands, *rule.results) if dims is not None)
+        share_dim = any(len(padded.intersection(dim)) > 1 for dims in tensors for dim in dims)
+        if share_dim or parts > MOST_PADDING * work_split(rule, choices, mesh):
             return False
     for result in range(len(rule.results)):
         kinds = {kind for choice in choices if (kind := partial_kind(rule, choice, result)) is not None}
@@ -141,12 +188,6 @@ def splits(rule: Rule, choice: int, factor: int) -> bool:
         return True
     # Groups are held with their rows, so that splitting them splits the sources of rows too.
     return choice >= 0 and rule.factors[choice].routed == "group" and rule.factors[factor].routed == "source"
-
-
-def _share_dim(rule: Rule, factors: set[int]) -> bool:
-    """Return True if some dim holds two of the factors."""
-    tensors = (dims for dims in (*rule.operands, *rule.results) if dims is not None)
-    return any(len(factors.intersection(dim)) > 1 for dims in tensors for dim in dims)
 
 
 def local_size(rule: Rule, choices: Choices, mesh: MeshShape, factor: int, before: int | None = None) -> int:

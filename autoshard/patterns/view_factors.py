@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.rule import Dims, OpCall, Rule
@@ -144,9 +142,7 @@ def _next(shape: list[int], dim: int) -> int:
 
 def view_rule(call: OpCall) -> Rule:
     """The rule of an operator that gives its only operand another shape, elements in the same order."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    view = factor_view(operand.shape, result.shape)
+    view = factor_view(call.operands[0].shape, call.result.shape)
     names = [f"d{index}" for index in range(len(view.sizes))]
     return build(
         dict(zip(names, view.sizes, strict=True)),
@@ -162,4 +158,4 @@ def view_rule(call: OpCall) -> Rule:
 
 def _reshape(call: LocalCall) -> object:
     # A reshape, whatever the operator: the local value need not lie in memory as the whole one does.
-    return call.emit.call(torch.ops.aten.reshape.default, call.operands[0], call.result_shape())
+    return call.operands[0].reshape(call.result_shape())

@@ -16,8 +16,7 @@ from autoshard.errors import PlanError
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph_rules import GraphRules, Value, value_of
 from autoshard.patterns.rule import Rule
-from autoshard.patterns.strategy import axis_choices, describe, fits, keeps_shares, splits_evenly
-from autoshard.patterns.variants import Choices
+from autoshard.patterns.strategy import Choices, axis_choices, describe, fits, keeps_shares, splits_evenly
 from autoshard.planner.boundary_specs import is_boundary_spec, is_storage_spec
 from autoshard.planner.planning_problem import Constraints
 from autoshard.reshard.path import Resharder

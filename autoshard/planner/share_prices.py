@@ -10,7 +10,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.cluster.worker_shares import scaled_device
 from autoshard.patterns.decisions import Flow
-from autoshard.patterns.variants import offered_factors
+from autoshard.patterns.strategy import offered_factors
 from autoshard.planner.schedule import OperatorPrices
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.program.program_replay import KernelPrices

@@ -21,12 +21,12 @@ from autoshard.patterns.strategy import (
     keeps_shares,
     local_shape,
     operand_specs,
+    resolve_variant,
     result_specs,
     splits_evenly,
     work_split,
 )
 from autoshard.patterns.strategy_arrays import fitting_choices, is_evenly_split, is_plain, local_sizes
-from autoshard.patterns.variants import resolve_variant
 from autoshard.planner.task_graph_restrictions import Restriction
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import local_shape as spec_shape

@@ -11,8 +11,7 @@ from torch import fx
 
 from autoshard.cluster.cost import CostModel
 from autoshard.cluster.flops import flops
-from autoshard.patterns.ring import shift
-from autoshard.patterns.routed_exchange import exchange_ops
+from autoshard.patterns.exchanging import exchange_ops, shift
 from autoshard.program.aliasing import makes_view
 from autoshard.specs.emitter import collectives
 

@@ -16,7 +16,7 @@ from torch import fx
 from autoshard.capture import outside_modes
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
-from autoshard.patterns.variants import resolve_variant
+from autoshard.patterns.strategy import resolve_variant
 from autoshard.program.graph_emitter import add_call
 from autoshard.program.kernels import COLLECTIVE_KINDS
 from autoshard.program.recordings import LocalPrograms, Recording

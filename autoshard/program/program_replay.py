@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autoshard.cluster.cost import CostModel
-from autoshard.patterns.routed_exchange import exchange_ops
+from autoshard.patterns.exchanging import exchange_ops
 from autoshard.program.kernels import (
     COLLECTIVE_KINDS,
     bytes_of,

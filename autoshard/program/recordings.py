@@ -13,7 +13,7 @@ from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.joint import JointGraph
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.variants import Choices
+from autoshard.patterns.strategy import Choices
 from autoshard.program.graph_emitter import GraphEmitter
 from autoshard.program.walk import LocalResults, emit_operator
 from autoshard.reshard.lower import lower

@@ -10,7 +10,7 @@ from torch import fx
 
 from autoshard.errors import RuleError
 from autoshard.patterns.decisions import Flow
-from autoshard.patterns.generic import generic_sizes
+from autoshard.patterns.graph_rules import generic_sizes
 from autoshard.program.localize import LocalStep, localize
 from autoshard.reshard.path import Resharder
 from autoshard.size import Sizes, at, plain

@@ -9,8 +9,7 @@ from typing import Any
 import sympy
 from torch import fx
 
-from autoshard.patterns.ring import lower_shifts
-from autoshard.patterns.routed_exchange import exchange_ops
+from autoshard.patterns.exchanging import exchange_ops, lower_shifts
 from autoshard.program._torch import compile_graph, split_joint, write_code
 from autoshard.program.graph_parts import GraphPart, split_at_waits, split_by_results
 from autoshard.program.localize import LocalStep

@@ -17,7 +17,7 @@ from autoshard.patterns.graph_rules import Value, uncast
 from autoshard.patterns.local import LocalCall, emit_program
 from autoshard.patterns.local_values import unwrap
 from autoshard.patterns.padding import fill_operands, padded_factors, zero_padded_results
-from autoshard.patterns.variants import resolve_variant
+from autoshard.patterns.strategy import resolve_variant
 from autoshard.program.aliasing import storage_root
 from autoshard.reshard.path import Path, Resharder, Step
 from autoshard.size import Sizes, at

@@ -12,7 +12,7 @@ from torch.export import Dim
 
 from autoshard.capture import JointGraph, capture
 from autoshard.errors import InputError
-from autoshard.patterns.generic import generic_sizes
+from autoshard.patterns.graph_rules import generic_sizes
 from autoshard.size import symbol
 from autoshard.specs import MeshShape
 

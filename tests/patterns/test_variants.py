@@ -14,8 +14,18 @@ from autoshard.patterns.notation import bind
 from autoshard.patterns.registry import register_rule
 from autoshard.patterns.rule import OpCall, Rule, refine
 from autoshard.patterns.soundness import compare, run_all_ranks, strategies
-from autoshard.patterns.strategy import WHOLE, axis_choices, describe, fits, linear_choice, operand_spec, result_spec
-from autoshard.patterns.variants import offered_factors, offered_linear, resolve_variant
+from autoshard.patterns.strategy import (
+    WHOLE,
+    axis_choices,
+    describe,
+    fits,
+    linear_choice,
+    offered_factors,
+    offered_linear,
+    operand_spec,
+    resolve_variant,
+    result_spec,
+)
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.soundness import aten, bound, normal

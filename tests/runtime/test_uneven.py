@@ -19,8 +19,7 @@ import autoshard
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules
-from autoshard.patterns.strategy import uneven_axis
-from autoshard.patterns.variants import resolve_variant
+from autoshard.patterns.strategy import resolve_variant, uneven_axis
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import is_shard, placement_text
 from tests.float64 import Float64Mode, default_float64

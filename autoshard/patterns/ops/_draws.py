@@ -11,27 +11,18 @@ for the device, uniform, normal, integer and Bernoulli numbers are drawn with th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoshard.patterns._torch import has_philox, philox_normal_, philox_uniform_
+from autoshard.patterns.exchanging import define_operator
 
 _MASK = (1 << 64) - 1
 _BLOCK = 1 << 24  # uniform numbers that are held at once where others are made of them: 64 MiB of float32
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_COMMON = "Tensor seed, int stream, Tensor? shard, *, ScalarType dtype, Device device"
-_library.define(f"uniform(SymInt[] size, float low, float high, {_COMMON}) -> Tensor")
-_library.define(f"normal(SymInt[] size, float mean, float std, {_COMMON}) -> Tensor")
-_library.define(f"integers(SymInt[] size, int low, int high, {_COMMON}) -> Tensor")
-_library.define(f"bernoulli(SymInt[] size, float p, {_COMMON}) -> Tensor")
 _STEP = "Tensor seed, int stream, Tensor? shard"
-_library.define(f"poisson(Tensor rate, {_STEP}) -> Tensor")
-_library.define(f"gamma(Tensor concentration, {_STEP}) -> Tensor")
-_library.define(f"dirichlet(Tensor concentration, {_STEP}) -> Tensor")
-_library.define(f"key({_STEP}) -> Tensor")
-_library.define(f"binomial(Tensor count, Tensor probability, {_STEP}) -> Tensor")
 
 
 def _splitmix64(value: int) -> int:
@@ -64,59 +55,29 @@ def _generator(key: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(key)
 
 
+# Numbers with parameters that are numbers: operators `name(size, *parameters, seed, stream, shard, *, dtype, device)`.
+
+
 def _is_stateless(values: Tensor) -> bool:
     """Return True if numbers that depend on a key alone can be drawn into a tensor."""
     return values.is_floating_point() and has_philox(values.device.type)
 
 
-def _uniform(
-    size: Sequence[int],
-    low: float,
-    high: float,
-    seed: Tensor,
-    stream: int,
-    shard: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    values, key = torch.empty(size, dtype=dtype, device=device), _key(seed, stream, shard)
+def _uniform(values: Tensor, key: int, low: float, high: float) -> Tensor:
     if _is_stateless(values):
         return philox_uniform_(values, key, 0, low, high)
-    return values.uniform_(low, high, generator=_generator(key, device))
+    return values.uniform_(low, high, generator=_generator(key, values.device))
 
 
-def _normal(
-    size: Sequence[int],
-    mean: float,
-    std: float,
-    seed: Tensor,
-    stream: int,
-    shard: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    values, key = torch.empty(size, dtype=dtype, device=device), _key(seed, stream, shard)
+def _normal(values: Tensor, key: int, mean: float, std: float) -> Tensor:
     if _is_stateless(values):
         return philox_normal_(values, key, mean, std)
-    return values.normal_(mean, std, generator=_generator(key, device))
+    return values.normal_(mean, std, generator=_generator(key, values.device))
 
 
-def _integers(
-    size: Sequence[int],
-    low: int,
-    high: int,
-    seed: Tensor,
-    stream: int,
-    shard: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    values, key = torch.empty(size, dtype=dtype, device=device), _key(seed, stream, shard)
+def _integers(values: Tensor, key: int, low: int, high: int) -> Tensor:
     if not has_philox(values.device.type):
-        return values.random_(low, high, generator=_generator(key, device))
+        return values.random_(low, high, generator=_generator(key, values.device))
     width = high - low
     for offset, block in _blocks(values):
         if width > 1 << 53:  # more than a float64 tells apart: 31 bits and 32 bits
@@ -130,19 +91,9 @@ def _integers(
     return values
 
 
-def _bernoulli(
-    size: Sequence[int],
-    p: float,
-    seed: Tensor,
-    stream: int,
-    shard: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    values, key = torch.empty(size, dtype=dtype, device=device), _key(seed, stream, shard)
+def _bernoulli(values: Tensor, key: int, p: float) -> Tensor:
     if not has_philox(values.device.type):
-        return values.bernoulli_(p, generator=_generator(key, device))
+        return values.bernoulli_(p, generator=_generator(key, values.device))
     for offset, block in _blocks(values):
         block.copy_(_fractions(block, key, offset, torch.float32) < p)
     return values
@@ -163,20 +114,47 @@ def _integers_below(block: Tensor, key: int, offset: int, width: int) -> Tensor:
     return _fractions(block, key, offset, torch.float64).mul_(width).to(torch.int64)
 
 
-def _poisson(rate: Tensor, seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
-    return torch.poisson(rate, generator(seed, stream, shard, rate.device))
+def _define_fill(name: str, parameters: str, fill: Callable[..., Tensor]) -> None:
+    """Define an operator that draws by filling a new tensor: `fill(values, key, *parameters)`."""
+
+    def draw(size: Sequence[int], *arguments: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        *parameters, seed, stream, shard = arguments
+        return fill(torch.empty(size, dtype=dtype, device=device), _key(seed, stream, shard), *parameters)
+
+    def shapes(size: Sequence[int], *_: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    arguments = f"SymInt[] size, {parameters}, {_STEP}, *, ScalarType dtype, Device device"
+    define_operator(f"{name}({arguments}) -> Tensor", draw, shapes)
 
 
-def _gamma(concentration: Tensor, seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
-    return torch.ops.aten._standard_gamma(concentration, generator(seed, stream, shard, concentration.device))
+_define_fill("uniform", "float low, float high", _uniform)
+_define_fill("normal", "float mean, float std", _normal)
+_define_fill("integers", "int low, int high", _integers)
+_define_fill("bernoulli", "float p", _bernoulli)
 
 
-def _dirichlet(concentration: Tensor, seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
-    return torch.ops.aten._sample_dirichlet(concentration, generator(seed, stream, shard, concentration.device))
+# Numbers with tensors as parameters, of the shape of the first: operators `name(*parameters, seed, stream, shard)`.
 
 
-def _binomial(count: Tensor, probability: Tensor, seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
-    return torch.binomial(count, probability, generator(seed, stream, shard, count.device))
+def _define_sample(name: str, parameters: str, sample: Callable[..., Tensor]) -> None:
+    """Define an operator that draws by a kernel of torch: `sample(*parameters, generator)`."""
+
+    def draw(*arguments: Any) -> Tensor:
+        *parameters, seed, stream, shard = arguments
+        return sample(*parameters, generator(seed, stream, shard, parameters[0].device))
+
+    define_operator(f"{name}({parameters}, {_STEP}) -> Tensor", draw, _shape_of_first)
+
+
+def _shape_of_first(parameter: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(parameter)
+
+
+_define_sample("poisson", "Tensor rate", torch.poisson)
+_define_sample("gamma", "Tensor concentration", torch.ops.aten._standard_gamma)
+_define_sample("dirichlet", "Tensor concentration", torch.ops.aten._sample_dirichlet)
+_define_sample("binomial", "Tensor count, Tensor probability", torch.binomial)
 
 
 def _key_tensor(seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
@@ -184,50 +162,6 @@ def _key_tensor(seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
     return torch.full((), _key(seed, stream, shard) >> 1, dtype=torch.int64, device="cpu")
 
 
-def _fake_like(parameter: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(parameter)
-
-
-def _fake_two_parameters(
-    size: Sequence[int],
-    first: float,
-    second: float,
-    seed: Tensor,
-    stream: int,
-    shard: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
-
-
-def _fake_one_parameter(
-    size: Sequence[int],
-    first: float,
-    seed: Tensor,
-    stream: int,
-    shard: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
-
-
-def _implement(name: str, draw: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
-    _library.impl(name, draw, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autoshard::{name}", fake, lib=_library)
-
-
-_implement("uniform", _uniform, _fake_two_parameters)
-_implement("normal", _normal, _fake_two_parameters)
-_implement("integers", _integers, _fake_two_parameters)
-_implement("bernoulli", _bernoulli, _fake_one_parameter)
-_implement("poisson", _poisson, _fake_like)
-_implement("gamma", _gamma, _fake_like)
-_implement("dirichlet", _dirichlet, _fake_like)
-_implement("key", _key_tensor, _fake_like)
-_implement("binomial", _binomial, _fake_like)
+define_operator(f"key({_STEP}) -> Tensor", _key_tensor, _shape_of_first)
 
 draws = torch.ops.autoshard

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
+from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten
 
@@ -56,6 +59,52 @@ def factor_names(prefix: str, count: int) -> list[str]:
     return [f"{prefix}{index}" for index in range(count)]
 
 
+def numbered_dims(shape: Sequence[int], prefix: str = "d") -> dict[str, int]:
+    """A factor for every dim of a tensor, by number, with its size."""
+    return dict(zip(factor_names(prefix, len(shape)), shape, strict=True))
+
+
+def same_dims_rule(call: OpCall, whole: Iterable[int] = (), **options: Any) -> Rule:
+    """The rule of an operator that keeps the dims of its operand, of which those in `whole` must be whole.
+
+    Args:
+        call: the call on whole tensors.
+        whole: numbers of dims, which may count from the end; a tensor without dims has none.
+        options: as in `build`.
+    """
+    sizes = numbered_dims(call.operands[0].shape)
+    dims = list(sizes)
+    results = [None if meta is None else dims for meta in call.results]
+    return build(sizes, [dims], results, whole=[dims[dim] for dim in whole if dims], **options)
+
+
+def if_sharded(
+    *names: str, by: Callable[[OpCall], Iterable[str]] | None = None
+) -> Callable[[LocalProgram], LocalProgram]:
+    """Decorate a local program that is needed where a factor is sharded; elsewhere the operator runs as it is.
+
+    Args:
+        names: the factors.
+        by: gives further ones for a call.
+    """
+
+    def decorate(program: LocalProgram) -> LocalProgram:
+        @functools.wraps(program)
+        def local(call: LocalCall) -> Any:
+            sharded = split_axes(call, [*names, *(by(call.call) if by is not None else ())])
+            return program(call) if sharded else call.run()
+
+        return local
+
+    return decorate
+
+
+@functools.cache
+def run_resized(argument: str, first: int = 0) -> LocalProgram:
+    """The program of an operator that is told the shape of its result, from the dim `first` on, by an argument."""
+    return lambda call: call.run(**{argument: list(call.result_shape()[first:])})
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which torch's own kernels add up numbers of `dtype`."""
     # A sum in bfloat16 itself, of 8 bits, would stop growing at 256 ones.
@@ -79,14 +128,7 @@ def all_reduce_stacked(call: LocalCall, values: Sequence[Any], names: Iterable[s
     # Values of one number per row are small: their all-reduces take the time of a message each, whatever their size.
     emit = call.emit
     stacked = all_reduce_over(call, emit.stack(list(values)), names)
-    return [emit.select(stacked, 0, index) for index in range(len(values))]
-
-
-def cast(call: LocalCall, value: Any, dtype: torch.dtype) -> Any:
-    """`value` in `dtype`; the value itself where it is in it already."""
-    if value.dtype == dtype:
-        return value
-    return call.emit._to_copy(value, dtype=dtype)
+    return [stacked.select(0, index) for index in range(len(values))]
 
 
 def result_dtype(call: LocalCall, result: int = 0) -> torch.dtype:
@@ -98,9 +140,7 @@ def result_dtype(call: LocalCall, result: int = 0) -> torch.dtype:
 
 def cast_results(call: LocalCall, values: Iterable[Any]) -> tuple[Any, ...]:
     """The results of a call in the element types that the operator gives them; None stays None."""
-    return tuple(
-        None if value is None else cast(call, value, result_dtype(call, index)) for index, value in enumerate(values)
-    )
+    return tuple(None if value is None else value.to(result_dtype(call, index)) for index, value in enumerate(values))
 
 
 def shape_of(call: OpCall, name: str) -> tuple[int, ...]:
@@ -108,3 +148,92 @@ def shape_of(call: OpCall, name: str) -> tuple[int, ...]:
     meta = call.arg(name)
     assert isinstance(meta, TensorMeta), name
     return meta.shape
+
+
+# Positions in the whole tensor, for local programs that hold a stretch of one of its dims.
+
+
+def stretch_start(call: LocalCall, name: str, stretch: int) -> Any:
+    """Return the first position of this rank's stretch of the factor `name`: a 0-d int64 value.
+
+    Args:
+        call: the call; the factor is sharded, and contiguous.
+        name: the factor.
+        stretch: length of a rank's stretch.
+    """
+    # By name: a number would take mul.Scalar, and an emitter of unequal shares reads starts off mul.Tensor.
+    return call.emit.call(aten.mul.Tensor, call.position(name), stretch)
+
+
+def positions(call: LocalCall, name: str, stretch: int, device: torch.device | None) -> Any:
+    """Positions in the whole factor `name` of the elements that this rank holds: int64 `[stretch]`."""
+    counted = call.emit.arange(stretch, dtype=torch.int64, device=device)
+    if not call.axes(name):
+        return counted
+    return counted + stretch_start(call, name, stretch)
+
+
+def local_ends(call: LocalCall, ends: Any, name: str, length: int) -> Any:
+    """Ends of groups along the factor `name`, counted in this rank's stretch of `length`: those outside are clamped."""
+    moved = ends - stretch_start(call, name, length)
+    return moved.clamp(0, length).to(ends.dtype)
+
+
+def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, Any]:
+    """Start of this rank's part of the factor `g`, groups that lie behind each other, and the ends of its groups.
+
+    Groups that are padding are empty, and stand behind the last.
+
+    Args:
+        call: the call; `g` is sharded, and contiguous.
+        ends: where every group ends.
+        groups: how many groups a rank has.
+
+    Returns:
+        The start `[1]`, and the ends `[groups]`, counted from there.
+    """
+    (count,) = ends.shape
+    held = positions(call, "g", groups, ends.device)
+    bounds = ends.constant_pad_nd([1, 0])  # the first group starts at zero
+    first = held.slice(0, 0, 1).clamp_max(count)
+    start = bounds.index_select(0, first)
+    last = ends.index_select(0, held.clamp_max(count - 1))
+    return start, last - start
+
+
+def reshape_along(value: Any, dim: int, ndim: int) -> Any:
+    """A vector as a tensor of `ndim` dims that lies along `dim`; all other dims have size one."""
+    shape = [1] * ndim
+    shape[dim] = value.shape[0]
+    return value.reshape(shape)
+
+
+def all_gather_stacked(call: LocalCall, value: Any, name: str) -> Any:
+    """The values of all ranks that hold stretches of the factor `name`, in its order: `[share, *shape of value]`."""
+    emit = call.emit
+    value = value.unsqueeze(0)
+    value = value.clone(memory_format=torch.contiguous_format)
+    # The first axis is the outermost: gathered last, its ranks come in the outer order.
+    for axis in reversed(call.axes(name)):
+        value = emit.collective(collectives.all_gather_into_tensor.default, value, call.mesh.sizes[axis], axis=axis)
+    return value
+
+
+def local_positions(call: LocalCall, index: Any, name: str, stretch: int) -> tuple[Any, Any]:
+    """Positions in the factor `name` counted from the start of this rank's stretch, and which lie outside of it.
+
+    Args:
+        call: the call; the factor is sharded, and contiguous.
+        index: positions in the whole factor, none negative.
+        name: the factor.
+        stretch: length of a rank's stretch.
+    """
+    place = index - stretch_start(call, name, stretch)
+    before, behind = place < 0, place >= stretch
+    return place, before.logical_or(behind)
+
+
+def localize_index(call: LocalCall, index: Any, name: str, stretch: int, outside_at: int = 0) -> tuple[Any, Any]:
+    """As `local_positions`, each position that lies outside replaced by `outside_at`."""
+    place, outside = local_positions(call, index, name, stretch)
+    return place.masked_fill(outside, outside_at), outside

@@ -1,6 +1,4 @@
-"""Attention: the operator of captured graphs, and ATen's kernels by name.
-
-Scaled dot-product attention, forward and backward: the operator of captured graphs, and the kernels of ATen by name.
+"""Scaled dot-product attention, forward and backward: the operator of captured graphs, and the kernels of ATen by name.
 
 Batch and heads are independent. Fewer heads of keys than of queries (grouped-query attention) make a query head the
 product of the key head `h` and its share `r`, which keys lack. The queries' sequence may be sharded too, keys and
@@ -8,7 +6,7 @@ values being whole: their gradients are then partial, as autograd of a contracte
 from the start of the sequence; the operator of captured graphs is told where a rank's queries begin. ATen's kernels
 are not, so that their causal queries stay whole. The memory-efficient kernel pads what it keeps of each query, so that
 its queries are not sharded at all, and what a mask must look like for overridden kernels is theirs to say. Keys may go
-round instead (`units.sequence`).
+round instead (`units.attention`).
 """
 
 from __future__ import annotations
@@ -23,39 +21,32 @@ from autoshard.patterns.ops._helpers import aten, bind_named, operand_names, sha
 from autoshard.patterns.ops.random import draw_arguments, shard_index
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.units.attention_variants import attention_variants
+from autoshard.patterns.units.attention import grouped_heads, sequence_parallel
 
 _QUERY, _KEY, _VALUE, _RESULT = "b (h r) s d!", "b h t! d!", "b h t! e!", "b (h r) s e!"
 _MASK = ("b", "(h r)", "s", "t!")
 _NAMES = ("b", "h", "r", "s")
 
 
-@rule_maker(
+_KERNELS = [
     "autoshard.attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_fused_attention_overrideable",
-)
+]
+
+
+@rule_maker(*_KERNELS, "aten._scaled_dot_product_flash_attention.default")
 def attention(call: OpCall) -> Rule | None:
     """Forward: result, logarithm of the sum of exponentials, and what a kernel keeps for its backward."""
     if not _is_supported(call):
         return None
-    items = _operand_dims(call)
     results = [_RESULT, _statistics_dims(call, call.results[1].shape if call.results[1] else ())]
-    results += [_opaque_dims(f"x{index}", meta.shape if meta else ()) for index, meta in enumerate(call.results[2:])]
-    return _attention_rule(call, items, results)
+    return _attention_rule(call, _operand_dims(call), [*results, *_opaque_results(call, 2)])
 
 
-@rule_maker(
-    "autoshard.attention_backward",
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward",
-    "aten._scaled_dot_product_flash_attention_backward",
-    "aten._scaled_dot_product_efficient_attention_backward",
-    "aten._scaled_dot_product_cudnn_attention_backward",
-    "aten._scaled_dot_product_fused_attention_overrideable_backward",
-)
+@rule_maker(*(f"{name}_backward" for name in _KERNELS), "aten._scaled_dot_product_flash_attention_backward")
 def attention_backward(call: OpCall) -> Rule | None:
     """Gradients of queries, keys, values and, where asked for, the mask; linear in the incoming gradient."""
     if not _is_supported(call):
@@ -94,19 +85,14 @@ def _operand_dims(call: OpCall) -> dict[str, str]:
     """Dims of all operands by argument name."""
     items = {"query": _QUERY, "key": _KEY, "value": _VALUE}
     items |= dict.fromkeys(("grad_out", "grad_out_", "out"), _RESULT)
-    for name, meta in _tensor_arguments(call):
+    for name in operand_names(call):
         if name in ("attn_mask", "attn_bias"):
-            items[name] = _mask_dims(call, meta)
+            items[name] = _mask_dims(shape_of(call, name), _MASK)
         elif name == "logsumexp":
-            items[name] = _statistics_dims(call, meta)
+            items[name] = _statistics_dims(call, shape_of(call, name))
         elif name not in items:
-            items[name] = _opaque_dims(f"y{len(items)}", meta)
+            items[name] = _opaque_dims(f"y{len(items)}", shape_of(call, name))
     return items
-
-
-def _tensor_arguments(call: OpCall) -> list[tuple[str, tuple[int, ...]]]:
-    arguments = ((argument.name, call.arg(argument.name)) for argument in call.op._schema.arguments)
-    return [(name, value.shape) for name, value in arguments if hasattr(value, "shape")]
 
 
 def _opaque_dims(prefix: str, shape: Sequence[int]) -> str:
@@ -114,9 +100,14 @@ def _opaque_dims(prefix: str, shape: Sequence[int]) -> str:
     return " ".join(f"{prefix}_{dim}!" for dim in range(len(shape)))
 
 
-def _mask_dims(call: OpCall, shape: Sequence[int]) -> str:
-    """Dims of a mask, which is broadcast to batch, heads, queries and keys."""
-    names = _MASK[len(_MASK) - len(shape) :]
+def _opaque_results(call: OpCall, first: int) -> list[str]:
+    """Dims of the results from `first` on, which mean nothing here."""
+    return [_opaque_dims(f"x{index}", meta.shape if meta else ()) for index, meta in enumerate(call.results[first:])]
+
+
+def _mask_dims(shape: Sequence[int], names: Sequence[str]) -> str:
+    """Dims of a mask or of what is added to the scores, which is broadcast to batch, heads, queries and keys."""
+    names = names[len(names) - len(shape) :]
     return " ".join("1" if size == 1 else name for name, size in zip(names, shape, strict=True))
 
 
@@ -141,8 +132,10 @@ def _attention_rule(call: OpCall, items: dict[str, str], results: list[str], **o
         "contiguous": ("s",) if causal else (),
         "uneven": True,
     }
-    variants = attention_variants(call, items, results, _attention, **options)
     sizes = {"h": groups, "r": heads // groups}
+    variants = [grouped_heads(call, items, results, _attention, **options)] if heads > groups else []
+    along = sequence_parallel(call, items, results, sizes=sizes, **options)
+    variants += [along] if along is not None else []
     return bind_named(call, items, results, sizes=sizes, local=_attention, variants=variants, **options)
 
 
@@ -183,16 +176,9 @@ _UNSUPPORTED_ARGUMENTS = ("seqused_k", "alibi_slopes", "block_table", "seqlen_k"
 """Arguments that the rules do not cover: a call that passes one has no rule."""
 
 
-@rule_maker("aten._flash_attention_forward.default")
+@rule_maker("aten._flash_attention_forward.default", "aten._flash_attention_backward")
 def flash_attention(call: OpCall) -> Rule | None:
-    """Result and logarithms of the sums of exponentials; states of a generator that draws nothing."""
-    packed = call.arg("cum_seq_q") is not None
-    return _named_kernel_rule(call, _PACKED if packed else _ONE_LENGTH, "(h r) s!" if packed else "b (h r) s!")
-
-
-@rule_maker("aten._flash_attention_backward")
-def flash_attention_backward(call: OpCall) -> Rule | None:
-    """Gradients of queries, keys and values; linear in the incoming one."""
+    """Result, logarithms of the sums of exponentials, and states of a generator that draws nothing; or gradients."""
     packed = len(shape_of(call, "query")) == 3
     return _named_kernel_rule(call, _PACKED if packed else _ONE_LENGTH, "(h r) s!" if packed else "b (h r) s!")
 
@@ -200,12 +186,11 @@ def flash_attention_backward(call: OpCall) -> Rule | None:
 @rule_maker("aten._efficient_attention_forward", "aten._efficient_attention_backward")
 def efficient_attention(call: OpCall) -> Rule | None:
     """Forward and backward; every query head has a key head of its own."""
-    packed = call.arg("cu_seqlens_q") is not None
     if shape_of(call, "query")[2] != shape_of(call, "key")[2]:
         return None
-    return _named_kernel_rule(
-        call, _PACKED_AS_ONE if packed else _ONE_LENGTH, "q! (h r) l!" if packed else "b (h r) l!"
-    )
+    packed = call.arg("cu_seqlens_q") is not None
+    dims, statistics = (_PACKED_AS_ONE, "q! (h r) l!") if packed else (_ONE_LENGTH, "b (h r) l!")
+    return _named_kernel_rule(call, dims, statistics)
 
 
 def _named_kernel_rule(call: OpCall, dims: dict[str, str], statistics: str) -> Rule | None:
@@ -219,7 +204,7 @@ def _named_kernel_rule(call: OpCall, dims: dict[str, str], statistics: str) -> R
     items = {**dims, "grad_out": dims["out"], "grad_out_": dims["out"], "logsumexp": statistics}
     bias = call.arg("bias") if "bias" in schema else None
     if bias is not None:
-        items["bias"] = _bias_dims(bias.shape)
+        items["bias"] = _mask_dims(bias.shape, ("b", "(h r)", "s!", "t!"))
     for name in operand_names(call):
         if name not in items:
             items[name] = _opaque_dims(name, shape_of(call, name))
@@ -228,9 +213,7 @@ def _named_kernel_rule(call: OpCall, dims: dict[str, str], statistics: str) -> R
     if backward and bias is not None:
         results.append(items["bias"])
     known = len(results)
-    results += [
-        _opaque_dims(f"x{at}", meta.shape if meta else ()) for at, meta in enumerate(call.results[known:], known)
-    ]
+    results += _opaque_results(call, known)
     kept = ["sum" if backward and at < known else None for at in range(len(results))]
     return bind_named(
         call,
@@ -241,8 +224,3 @@ def _named_kernel_rule(call: OpCall, dims: dict[str, str], statistics: str) -> R
         reduce={name: kept for name in ("b", "h", "r") if name in dims["query"]},
         uneven=True,
     )
-
-
-def _bias_dims(shape: tuple[int, ...]) -> str:
-    """Dims of what is added to the scores, which may be the same for all samples or heads."""
-    return " ".join("1" if size == 1 else name for name, size in zip(("b", "(h r)", "s!", "t!"), shape, strict=True))

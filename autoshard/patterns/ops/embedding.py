@@ -14,8 +14,15 @@ import torch
 from autoshard.capture.fixed_size_bags import MEAN
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import bind_named, cast, factor_names, named_values, shape_of
-from autoshard.patterns.ops._positions import local_positions, localize_index
+from autoshard.patterns.ops._helpers import (
+    bind_named,
+    factor_names,
+    if_sharded,
+    local_positions,
+    localize_index,
+    named_values,
+    shape_of,
+)
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -27,13 +34,11 @@ def embedding(call: OpCall) -> Rule:
     return bind("v^ d, ... -> ... d", call, linear="0", local=_embedding, uneven=("d", "..."), fill={"v": None})
 
 
+@if_sharded("v")
 def _embedding(call: LocalCall) -> Any:
-    if not call.axes("v"):
-        return call.run()
-    emit, (table, indices) = call.emit, call.operands
+    table, indices = call.operands
     indices, outside = localize_index(call, indices, "v", call.operand_shape(0)[0])
-    rows = call.run(operands=[table, indices])
-    return emit.masked_fill(rows, emit.unsqueeze(outside, -1), 0)
+    return call.run(operands=[table, indices]).masked_fill(outside.unsqueeze(-1), 0)
 
 
 @rule_maker("aten.embedding_dense_backward")
@@ -50,19 +55,15 @@ def embedding_dense_backward(call: OpCall) -> Rule:
     )
 
 
+@if_sharded("v")
 def _embedding_dense_backward(call: LocalCall) -> Any:
-    if not call.axes("v"):
-        return call.run()
-    emit = call.emit
     gradient, indices = call.operands
     stretch = call.result_shape()[0]
     local, skipped = local_positions(call, indices, "v", stretch)
     if call.arg("padding_idx") >= 0:
-        padding = emit.eq(indices, call.arg("padding_idx"))
-        skipped = emit.logical_or(skipped, padding)
+        skipped = skipped.logical_or(indices.eq(call.arg("padding_idx")))
     # The operator skips the padding index: all indices that are not this rank's become that.
-    local = emit.masked_fill(local, skipped, -1)
-    return call.run(operands=[gradient, local], num_weights=stretch, padding_idx=-1)
+    return call.run(operands=[gradient, local.masked_fill(skipped, -1)], num_weights=stretch, padding_idx=-1)
 
 
 # Bags of embeddings that all have one size: sums and means of rows of a table.
@@ -80,45 +81,40 @@ def bags(call: OpCall) -> Rule:
     return bind_named(call, _OPERAND_DIMS, ["b d"], linear=[{"table"}], local=_bags, uneven=("b", "d"), fill={"v": 0.0})
 
 
+@if_sharded("v")
 def _bags(call: LocalCall) -> Any:
-    if not call.axes("v"):
-        return call.run()
     values = named_values(call)
     indices, weights = _local_indices_and_weights(call, call.operand_shape(0)[0])
     result = call.run(operands=[values["table"], indices, weights], weights=weights, mode=0, padding=-1)
-    if call.arg("mode") != MEAN:
-        return result
-    return result / _counts(call)
+    return result / _counts(call) if call.arg("mode") == MEAN else result
 
 
 def _local_indices_and_weights(call: LocalCall, stretch: int) -> tuple[Any, Any]:
     values = named_values(call)
-    indices, outside = localize_bag_indices(call, stretch, call.arg("padding"))
+    indices, outside = _localize_bag_indices(call, stretch, call.arg("padding"))
     dense = values["table"] if "table" in values else values["grad"]
-    return indices, masked_weights(call, dense, values.get("weights"), outside)
+    return indices, _masked_weights(call, dense, values.get("weights"), outside)
 
 
-def localize_bag_indices(call: LocalCall, stretch: int, padding: int) -> tuple[Any, Any]:
+def _localize_bag_indices(call: LocalCall, stretch: int, padding: int) -> tuple[Any, Any]:
     """The operand `indices` as it counts in this rank's stretch of `v`, and which are of other ranks or padding."""
-    emit, indices = call.emit, named_values(call)["indices"]
+    indices = named_values(call)["indices"]
     place, outside = localize_index(call, indices, "v", stretch)
     if padding >= 0:
-        outside = emit.logical_or(outside, emit.eq(indices, padding))
+        outside = outside.logical_or(indices.eq(padding))
     return place, outside
 
 
-def masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> Any:
+def _masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> Any:
     """Weights of rows, one where there are none, and zero for rows that do not count."""
     if weights is None:
-        weights = call.emit.new_ones(like, list(outside.shape))
-    return call.emit.masked_fill(weights, outside, 0.0)
+        weights = like.new_ones(list(outside.shape))
+    return weights.masked_fill(outside, 0.0)
 
 
 def _counts(call: LocalCall) -> Any:
     """Number of rows of every bag on all ranks, at least one: `[b, 1]`."""
-    emit, values = call.emit, named_values(call)
-    rows = emit.ne(values["indices"], call.arg("padding"))
-    return emit.clamp_min(emit.sum(rows, [1], True), 1)
+    return named_values(call)["indices"].ne(call.arg("padding")).sum([1], True).clamp_min(1)
 
 
 @rule_maker("autoshard::bags_backward")
@@ -127,46 +123,14 @@ def bags_backward(call: OpCall) -> Rule:
     return bind_named(call, _OPERAND_DIMS, ["v^ d"], linear=[{"grad"}], local=_bags_backward, uneven=True)
 
 
+@if_sharded("v")
 def _bags_backward(call: LocalCall) -> Any:
-    rows = call.result_shape()[0]
-    if not call.axes("v"):
-        return call.run()
-    values = named_values(call)
+    rows, values = call.result_shape()[0], named_values(call)
     indices, weights = _local_indices_and_weights(call, rows)
     gradient = values["grad"]
     if call.arg("mode") == MEAN:
         gradient = gradient / _counts(call)
     return call.emit.call(call.call.op, gradient, indices, weights, rows, 0, -1)
-
-
-@rule_maker("autoshard::bags_weights_backward")
-def bags_weights_backward(call: OpCall) -> Rule:
-    """The gradient of the rows' weights: a product over the embedding dim."""
-    linear = [{"grad"}, {"table"}]
-    return bind_named(
-        call, _OPERAND_DIMS, ["b k!"], linear=linear, local=_bags_weights_backward, uneven=("b", "d"), fill={"v": None}
-    )
-
-
-def _bags_weights_backward(call: LocalCall) -> Any:
-    return _run_on_local_rows(call, "table", "padding")
-
-
-def _run_on_local_rows(call: LocalCall, table: str, padding: str) -> Any:
-    """The gradient of the rows' weights from the rows that this rank holds: zero for the others.
-
-    Args:
-        call: the call.
-        table: name of the argument that is the table.
-        padding: name of the argument that is the index of padding.
-    """
-    if not call.axes("v"):
-        return call.run()
-    values = named_values(call)
-    values["indices"], outside = localize_bag_indices(call, values[table].shape[0], call.arg(padding))
-    # No index is padding any more: what was, is `outside`.
-    result = call.run(operands=list(values.values()), **{padding: -1})
-    return call.emit.masked_fill(result, outside, 0.0)
 
 
 # ATen's bags of embeddings, which lie one after another in one dim, each as long as the offsets say.
@@ -194,12 +158,12 @@ def _maxima_dims(shape: tuple[int, ...]) -> str:
 @rule_maker("aten._embedding_bag", "aten._embedding_bag_forward_only")
 def offset_bags(call: OpCall) -> Rule:
     """Forward: the rows' sums, means or maxima, and what tells bags apart, which is the same for all columns."""
-    assert call.results[3] is not None
-    maxima = _maxima_dims(call.results[3].shape)
+    maxima = call.results[3]
+    assert maxima is not None
     return bind_named(
         call,
         _OFFSET_DIMS,
-        ["b! d", "x!", "y!", maxima],
+        ["b! d", "x!", "y!", _maxima_dims(maxima.shape)],
         reduce={"d": None, "v": ("sum", None, None, None)},
         whole=("v",) if call.arg("mode") == _MAX else (),
         local=_offset_bags,
@@ -208,28 +172,21 @@ def offset_bags(call: OpCall) -> Rule:
     )
 
 
+@if_sharded("v")
 def _offset_bags(call: LocalCall) -> Any:
-    if not call.axes("v"):
-        return call.run()
     emit, values = call.emit, named_values(call)
     table, offsets = values["weight"], values["offsets"]
     last, padding = call.arg("include_last_offset"), call.arg("padding_idx")
-    place, outside = localize_bag_indices(call, call.operand_shape(0)[0], padding)
-    weights = masked_weights(call, table, values.get("per_sample_weights"), outside)
+    place, outside = _localize_bag_indices(call, call.operand_shape(0)[0], padding)
+    weights = _masked_weights(call, table, values.get("per_sample_weights"), outside)
     sums = emit.call(call.call.op, table, place, offsets, False, _SUM, False, weights, last, -1)[0]
     # What tells bags apart does not depend on the table: one of two rows does as well, for padding and for all else.
-    is_padding = emit.eq(values["indices"], padding)
-    tiny = emit.new_zeros(table, [2, 1])
+    tiny, is_padding = table.new_zeros([2, 1]), values["indices"].eq(padding).to(torch.int64)
     settings = (False, call.arg("mode"), False, values.get("per_sample_weights"), last, 1 if padding >= 0 else -1)
-    _, *apart = emit.call(call.call.op, tiny, cast(call, is_padding, torch.int64), offsets, *settings)
+    _, *apart = emit.call(call.call.op, tiny, is_padding, offsets, *settings)
     if call.arg("mode") == _MEAN:
-        counts = emit.slice(apart[1], 0, 0, sums.shape[0])
-        sums = sums / _column(call, emit.clamp_min(counts, 1))
+        sums = sums / apart[1].slice(0, 0, sums.shape[0]).clamp_min(1).unsqueeze(1)
     return (sums, *apart)
-
-
-def _column(call: LocalCall, value: Any) -> Any:
-    return call.emit.unsqueeze(value, 1)
 
 
 @rule_maker("aten._embedding_bag_backward", "aten._embedding_bag_dense_backward")
@@ -243,45 +200,48 @@ def offset_bags_backward(call: OpCall) -> Rule | None:
     return bind_named(call, items, ["v^ d"], linear=[{"grad"}], whole=whole, local=_offset_bags_backward, uneven=True)
 
 
+@if_sharded("v")
 def _offset_bags_backward(call: LocalCall) -> Any:
-    if not call.axes("v"):
-        return call.run()
-    emit, values, rows = call.emit, named_values(call), call.result_shape()[0]
+    values, rows = named_values(call), call.result_shape()[0]
     bag = _bag_of_index(call)
-    gradient = emit.index_select(values["grad"], 0, bag)
+    gradient = values["grad"].index_select(0, bag)
     if call.arg("mode") == _MEAN:
-        counts = emit.clamp_min(values["bag_size"], 1)
-        counts = emit.index_select(counts, 0, bag)
-        gradient = gradient / _column(call, counts)
+        gradient = gradient / values["bag_size"].clamp_min(1).index_select(0, bag).unsqueeze(1)
     if "per_sample_weights" in values:
-        gradient = gradient * _column(call, values["per_sample_weights"])
-    place, outside = localize_bag_indices(call, rows, call.arg("padding_idx"))
-    place = emit.masked_fill(place, outside, -1)  # which the operator skips
-    return emit.embedding_dense_backward(gradient, place, rows, -1, False)
+        gradient = gradient * values["per_sample_weights"].unsqueeze(1)
+    place, outside = _localize_bag_indices(call, rows, call.arg("padding_idx"))
+    return gradient.embedding_dense_backward(place.masked_fill(outside, -1), rows, -1, False)  # which skips -1
 
 
 def _bag_of_index(call: LocalCall) -> Any:
     """The number of the bag that every index is in; kernels that do not need it leave it out of their results."""
-    emit, values = call.emit, named_values(call)
+    values = named_values(call)
     if "offsets" not in values:
         return values["offset2bag"]
-    count, device = values["indices"].shape[0], values["indices"].device
-    order = emit.arange(count, dtype=values["offsets"].dtype, device=device)
-    bag = emit.searchsorted(values["offsets"], order, right=True)
-    return bag - 1
+    offsets, indices = values["offsets"], values["indices"]
+    order = call.emit.arange(indices.shape[0], dtype=offsets.dtype, device=indices.device)
+    return offsets.searchsorted(order, right=True) - 1
 
 
-@rule_maker("aten._embedding_bag_per_sample_weights_backward")
-def offset_bags_weights_backward(call: OpCall) -> Rule:
+# Rows' weights, of either kind of bags.
+
+
+@rule_maker("autoshard::bags_weights_backward", dims=_OPERAND_DIMS, result="b k!", uneven=("b", "d"))
+@rule_maker("aten._embedding_bag_per_sample_weights_backward", dims=_OFFSET_DIMS, result="i!", uneven=("d",))
+def bags_weights_backward(call: OpCall, dims: dict[str, str], result: str, uneven: tuple[str, ...]) -> Rule:
     """The gradient of the rows' weights: a product over the embedding dim."""
-    linear = [{"grad"}, {"weight"}]
-    return bind_named(
-        call, _OFFSET_DIMS, ["i!"], linear=linear, local=_offset_bags_weights_backward, uneven=("d",), fill={"v": None}
-    )
+    linear, local = [{"grad"}, {"table", "weight"}], _bags_weights_backward
+    return bind_named(call, dims, [result], linear=linear, local=local, uneven=uneven, fill={"v": None})
 
 
-def _offset_bags_weights_backward(call: LocalCall) -> Any:
-    return _run_on_local_rows(call, "weight", "padding_idx")
+@if_sharded("v")
+def _bags_weights_backward(call: LocalCall) -> Any:
+    """The gradient from the rows that this rank holds: zero for the others."""
+    table, padding = ("table", "padding") if call.call.op.namespace == "autoshard" else ("weight", "padding_idx")
+    values = named_values(call)
+    values["indices"], outside = _localize_bag_indices(call, values[table].shape[0], call.arg(padding))
+    # No index is padding any more: what was, is `outside`.
+    return call.run(operands=list(values.values()), **{padding: -1}).masked_fill(outside, 0.0)
 
 
 # Reductions of segments of a dim: the dim and the list of segments are whole, all other dims run side by side.
@@ -295,20 +255,15 @@ def _segments(call: OpCall) -> Rule | None:
         return None
     data = call.arg("data")
     axis = call.arg("axis") % len(data.shape)
-    before = " ".join(factor_names("b", axis))
-    after = " ".join(factor_names("d", len(data.shape) - axis - 1))
-    elements, reduced = f"{before} n! {after}", f"{before} s! {after}"
+    before, after = factor_names("b", axis), factor_names("d", len(data.shape) - axis - 1)
+    elements, reduced, lengths, ends = (
+        " ".join([*before, *names]) for names in (["n!", *after], ["s!", *after], ["s!"], ["ends!"])
+    )
     sums = call.arg("reduce") in ("sum", "mean") and call.arg("initial") is None
     return bind_named(
         call,
-        {
-            "data": elements,
-            "grad": reduced,
-            "output": reduced,
-            "lengths": f"{before} s!",
-            "offsets": f"{before} ends!",
-        },
+        {"data": elements, "grad": reduced, "output": reduced, "lengths": lengths, "offsets": ends},
         [elements if backward else reduced],
         linear=[{"grad"}] if backward else [{"data"}] if sums else [],
-        uneven=factor_names("d", len(data.shape) - axis - 1),  # lengths in padding would have to add up
+        uneven=after,  # lengths in padding would have to add up
     )

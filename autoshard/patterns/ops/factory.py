@@ -13,40 +13,52 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, cast, result_dtype
-from autoshard.patterns.ops._positions import positions, reshape_along
+from autoshard.patterns.ops._helpers import (
+    aten,
+    factor_names,
+    if_sharded,
+    numbered_dims,
+    positions,
+    reshape_along,
+    result_dtype,
+    run_resized,
+    same_dims_rule,
+)
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
 
-def _factory_rule(call: OpCall, local: LocalProgram, **options: Any) -> Rule:
+def _factory_rule(
+    call: OpCall, local: LocalProgram = LocalCall.run, *, whole: bool = False, contiguous: bool = False
+) -> Rule:
     """A result without operands, with one factor per dim."""
-    (result,) = call.results
-    assert result is not None
-    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)}
-    options = {name: list(sizes) for name, wanted in options.items() if wanted}
-    return build(sizes, [], [[[name] for name in sizes]], local=local if sizes else None, uneven=True, **options)
+    sizes = numbered_dims(call.result.shape)
+    return build(
+        sizes,
+        [],
+        [list(sizes)],
+        whole=sizes if whole else (),
+        contiguous=sizes if contiguous else (),
+        local=local if sizes else None,
+        uneven=True,
+    )
 
 
-@rule_maker("aten.zeros", "aten.ones", "aten.full", "aten.empty.memory_format", "aten.scalar_tensor")
-def _full(call: OpCall) -> Rule:
-    return _factory_rule(call, lambda program: program.run(size=list(program.result_shape())))
-
-
-@rule_maker("prims.full", "prims.scalar_tensor")
-def _prims_full(call: OpCall) -> Rule:
-    return _factory_rule(call, lambda program: program.run(shape=list(program.result_shape())))
+rule_maker(
+    *("aten.zeros", "aten.ones", "aten.full", "aten.empty.memory_format", "aten.scalar_tensor"),
+    local=run_resized("size"),
+)(_factory_rule)
+rule_maker("prims.full", "prims.scalar_tensor", local=run_resized("shape"))(_factory_rule)
 
 
 @rule_maker("aten.empty_strided", "aten.empty_permuted", "prims.empty_strided", "prims.empty_permuted")
 def _empty(call: OpCall) -> Rule:
     """Empty tensors; a shard is row-major, since the strides in the call are those of the whole tensor."""
-    return _factory_rule(call, _local_empty)
 
+    def local(program: LocalCall) -> Any:
+        return program.emit.empty(list(program.result_shape()), dtype=call.result.dtype, device=program.emit.home)
 
-def _local_empty(call: LocalCall) -> Any:
-    shape, device = list(call.result_shape()), call.emit.home
-    return call.emit.empty(shape, dtype=result_dtype(call), device=device)
+    return _factory_rule(call, local)
 
 
 rule(["aten.zeros_like", "aten.zero"], "... -> ...", linear="0")
@@ -56,40 +68,32 @@ rule(["aten.ones_like", "aten.full_like", "aten.empty_like", "prims.full_like"],
 @rule_maker("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty", "aten.new_empty_strided")
 def _new(call: OpCall) -> Rule:
     """Only the dtype of the operand matters: dims of equal size lie alike, or in any way."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    alike = {dim for dim, size in enumerate(operand.shape[: len(result.shape)]) if result.shape[dim] == size}
+    pairs = zip(call.operands[0].shape, call.result.shape, strict=False)
+    alike = {dim for dim, (size, new_size) in enumerate(pairs) if size == new_size}
     return _new_rule(call, alike, [_new_rule(call, set(), ())] if alike else ())
 
 
 def _new_rule(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
     """Operand and result share the dims `alike`; what else the operand is split by, the result does not have."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    names = [f"d{dim}" if dim in alike else f"operand{dim}" for dim in range(len(operand.shape))]
-    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)} | dict(zip(names, operand.shape, strict=True))
-    target = [[f"d{dim}"] for dim in range(len(result.shape))]
-    unshared = {f"operand{dim}": (None,) for dim in range(len(operand.shape))}
-    linear = [{0}] if call.op._schema.name == "aten::new_zeros" else []
-    dims = [[name] for name in names]
-    fill = dict.fromkeys(unshared)
+    shape, sizes = call.operands[0].shape, numbered_dims(call.result.shape)
+    names = [f"d{dim}" if dim in alike else f"operand{dim}" for dim in range(len(shape))]
+    unshared = factor_names("operand", len(shape))
     return build(
-        sizes,
-        [dims],
-        [target],
-        reductions=unshared,
-        linear=linear,
-        local=_local_new,
+        sizes | dict(zip(names, shape, strict=True)),
+        [names],
+        [list(sizes)],
+        reductions=dict.fromkeys(unshared, (None,)),
+        linear=[{0}] if call.op._schema.name == "aten::new_zeros" else [],
+        # The strides of `new_empty_strided` are those of the whole tensor.
+        local=_local_new_empty if call.op == aten.new_empty_strided.default else run_resized("size"),
         uneven=True,
-        fill=fill,
+        fill=dict.fromkeys(unshared),
         variants=variants,
     )
 
 
-def _local_new(call: LocalCall) -> Any:
-    if call.call.op == aten.new_empty_strided.default:  # strides are those of the whole tensor
-        return call.emit.new_empty(call.operands[0], list(call.result_shape()))
-    return call.run(size=list(call.result_shape()))
+def _local_new_empty(call: LocalCall) -> Any:
+    return call.operands[0].new_empty(list(call.result_shape()))
 
 
 @rule_maker("aten.arange", "prims.iota")
@@ -102,41 +106,31 @@ def _linspace(call: OpCall) -> Rule | None:
     """Bounds that are tensors are not looked at; integers, which are rounded as the kernel likes, are made whole."""
     if call.operands or call.results[0] is None:
         return None
-    split = call.results[0].dtype.is_floating_point
-    return (
-        _factory_rule(call, _local_linspace, contiguous=True)
-        if split
-        else _factory_rule(call, LocalCall.run, whole=True)
-    )
+    if not call.result.dtype.is_floating_point:
+        return _factory_rule(call, whole=True)
+    return _factory_rule(call, _local_linspace, contiguous=True)
 
 
+@if_sharded("d0")
 def _local_arange(call: LocalCall) -> Any:
-    """start + step * position, where a shard is asked for."""
-    if not call.axes("d0"):
-        return call.run()
+    """start + step * position."""
     names = [argument.name for argument in call.call.op._schema.arguments]
     start, step = (call.arg(name) if name in names else default for name, default in (("start", 0), ("step", 1)))
     counted = positions(call, "d0", call.result_shape()[0], call.emit.home)
     if isinstance(start, float) or isinstance(step, float):
-        counted = cast(call, counted, torch.float64)  # torch counts in double precision, too
-    counted = counted * step + start
-    return cast(call, counted, result_dtype(call))
+        counted = counted.to(torch.float64)  # torch counts in double precision, too
+    return (counted * step + start).to(result_dtype(call))
 
 
+@if_sharded("d0")
 def _local_linspace(call: LocalCall) -> Any:
     """Counted from the start in the first half, and from the end in the second, as torch does."""
-    if not call.axes("d0"):
-        return call.run()
-    emit, steps = call.emit, call.arg("steps")
-    start, end = call.arg("start"), call.arg("end")
+    start, end, steps = call.arg("start"), call.arg("end"), call.arg("steps")
     step = (end - start) / (steps - 1)
     place = positions(call, "d0", call.result_shape()[0], call.emit.home)
-    wide = cast(call, place, torch.float64)
-    ahead = wide * step + start
-    left = steps - 1 - wide
-    back = end - left * step
-    first_half = place < steps // 2
-    return cast(call, emit.where(first_half, ahead, back), result_dtype(call))
+    wide = place.to(torch.float64)
+    ahead, back = wide * step + start, end - (steps - 1 - wide) * step
+    return call.emit.where(place < steps // 2, ahead, back).to(result_dtype(call))
 
 
 @rule_maker("aten.eye")
@@ -144,28 +138,19 @@ def _eye(call: OpCall) -> Rule:
     return _factory_rule(call, _local_eye, contiguous=True)
 
 
+@if_sharded("d0", "d1")
 def _local_eye(call: LocalCall) -> Any:
-    if not call.axes("d0") and not call.axes("d1"):
-        return call.run()
-    shape, device = call.result_shape(), call.emit.home
-    rows, columns = (reshape_along(call, positions(call, f"d{dim}", shape[dim], device), dim, 2) for dim in (0, 1))
-    return cast(call, call.emit.eq(rows, columns), result_dtype(call))
+    rows, columns = _rows_and_columns(call, call.result_shape(), call.emit.home)
+    return rows.eq(columns).to(result_dtype(call))
 
 
 @rule_maker(
-    "aten.logspace",
-    "aten.tril_indices",
-    "aten.triu_indices",
-    "aten.range",
-    "aten.bartlett_window",
-    "aten.blackman_window",
-    "aten.hamming_window",
-    "aten.hann_window",
-    "aten.kaiser_window",
+    *("aten.logspace", "aten.tril_indices", "aten.triu_indices", "aten.range"),
+    *(f"aten.{kind}_window" for kind in ("bartlett", "blackman", "hamming", "hann", "kaiser")),
 )
 def _constant(call: OpCall) -> Rule | None:
     """Small tables that nothing depends on: made whole; slicing a constant costs nothing."""
-    return None if call.operands else _factory_rule(call, LocalCall.run, whole=True)
+    return None if call.operands else _factory_rule(call, whole=True)
 
 
 # Triangles and diagonals of matrices.
@@ -176,81 +161,62 @@ def _constant(call: OpCall) -> Rule | None:
 
 @rule_maker("aten.tril", "aten.triu")
 def _triangle(call: OpCall) -> Rule:
-    sizes = {f"d{dim}": size for dim, size in enumerate(call.operands[0].shape)}
-    named = [[name] for name in sizes]
-    last = list(sizes)[-2:]
-    return build(sizes, [named], [named], contiguous=last, linear=[{0}], local=_local_triangle, uneven=True)
+    return same_dims_rule(call, contiguous=_matrix_dims(call), linear=[{0}], local=_local_triangle, uneven=True)
 
 
+def _matrix_dims(call: OpCall) -> list[str]:
+    """Names of the dims of rows and columns."""
+    return list(numbered_dims(call.operands[0].shape))[-2:]
+
+
+@if_sharded(by=_matrix_dims)
 def _local_triangle(call: LocalCall) -> Any:
-    shape = call.operand_shape(0)
-    ndim = len(shape)
-    if not call.axes(f"d{ndim - 2}") and not call.axes(f"d{ndim - 1}"):
-        return call.run()
-    distance, diagonal = _columns_less_rows(call, ndim - 2, ndim - 1, shape), call.arg("diagonal")
+    (matrix,), diagonal = call.operands, call.arg("diagonal")
+    rows, columns = _rows_and_columns(call, call.operand_shape(0), matrix.device)
+    distance = columns - rows
     outside = distance > diagonal if call.call.op._schema.name == "aten::tril" else distance < diagonal
-    return call.emit.masked_fill(call.operands[0], outside, 0)
+    return matrix.masked_fill(outside, 0)
 
 
-def _columns_less_rows(call: LocalCall, row: int, column: int, shape: tuple[int, ...]) -> Any:
-    """For every element of the local matrix, its column less its row in the whole one."""
-    device = call.operands[0].device
-    rows, columns = (
-        reshape_along(call, positions(call, f"d{dim}", shape[dim], device), place, 2)
-        for place, dim in enumerate((row, column))
-    )
-    return columns - rows
+def _rows_and_columns(call: LocalCall, shape: Sequence[int], device: torch.device) -> list[Any]:
+    """Rows, and columns, in the whole matrix of the elements that a rank holds, each to be broadcast to these."""
+    return [
+        reshape_along(positions(call, f"d{len(shape) - 2 + place}", shape[-2 + place], device), place, 2)
+        for place in (0, 1)
+    ]
 
 
 @rule_maker("aten.trace")
 def _trace(call: OpCall) -> Rule:
     """The sum of the diagonal, of which every shard holds a part."""
-    rows, columns = call.operands[0].shape
-    sizes = {"d0": rows, "d1": columns}
-    return build(sizes, [[["d0"], ["d1"]]], [[]], contiguous=sizes, linear=[{0}], local=_local_trace, uneven=True)
+    sizes = numbered_dims(call.operands[0].shape)
+    return build(sizes, [list(sizes)], [[]], contiguous=sizes, linear=[{0}], local=_local_trace, uneven=True)
 
 
+@if_sharded("d0", "d1")
 def _local_trace(call: LocalCall) -> Any:
-    if not call.axes("d0") and not call.axes("d1"):
-        return call.run()
-    emit, (matrix,) = call.emit, call.operands
-    aside = emit.ne(_columns_less_rows(call, 0, 1, call.operand_shape(0)), 0)
-    return emit.sum(emit.masked_fill(matrix, aside, 0))
+    (matrix,) = call.operands
+    rows, columns = _rows_and_columns(call, call.operand_shape(0), matrix.device)
+    return matrix.masked_fill((columns - rows).ne(0), 0).sum()
 
 
-@rule_maker("aten.diagonal", "aten.diagonal_backward", "aten.diagonal_scatter")
+@rule_maker("aten.diagonal", "aten.diagonal_backward", "aten.diagonal_scatter", "aten.diag_embed")
 def _diagonal(call: OpCall) -> Rule:
     """The two dims must be whole, and so must the diagonal, which is the last dim of what is taken or put back."""
-    backward = call.op._schema.name == "aten::diagonal_backward"
-    full = call.results[0] if backward else call.operands[0]
-    thin = call.operands[-1] if len(call.operands) == 2 or backward else call.results[0]
-    assert full is not None
-    assert thin is not None
-    ndim = len(full.shape)
-    crossed = {call.arg("dim1") % ndim, call.arg("dim2") % ndim}
-    sizes = {f"d{dim}": size for dim, size in enumerate(full.shape)} | {"diagonal": thin.shape[-1]}
-    long = [[f"d{dim}"] for dim in range(ndim)]
-    short = [names for dim, names in enumerate(long) if dim not in crossed] + [["diagonal"]]
-    whole = [f"d{dim}" for dim in crossed] + ["diagonal"]
-    if backward:
-        return build(sizes, [short], [long], whole=whole, linear=[{0}], local=_local_diagonal_backward, uneven=True)
-    if len(call.operands) == 2:
+    name = call.op._schema.name
+    gives_matrices = name in ("aten::diagonal_backward", "aten::diag_embed")  # the matrices, of diagonals alone
+    full = call.result if gives_matrices else call.operands[0]
+    thin = call.result if name == "aten::diagonal" else call.operands[-1]
+    crossed = [call.arg("dim1") % len(full.shape), call.arg("dim2") % len(full.shape)]
+    sizes = numbered_dims(full.shape) | {"diagonal": thin.shape[-1]}
+    long = factor_names("d", len(full.shape))
+    short = [dim for place, dim in enumerate(long) if place not in crossed] + ["diagonal"]
+    whole = [*(long[dim] for dim in crossed), "diagonal"]
+    if name == "aten::diagonal_backward":
+        local = run_resized("input_sizes")
+        return build(sizes, [short], [long], whole=whole, linear=[{0}], local=local, uneven=True)
+    if name == "aten::diag_embed":
+        return build(sizes, [short], [long], whole=whole, linear=[{0}])
+    if name == "aten::diagonal_scatter":
         return build(sizes, [long, short], [long], whole=whole, linear=[{0, 1}])
     return build(sizes, [long], [short], whole=whole, linear=[{0}], free=True)
-
-
-def _local_diagonal_backward(call: LocalCall) -> Any:
-    return call.run(input_sizes=list(call.result_shape()))
-
-
-@rule_maker("aten.diag_embed")
-def _diag_embed(call: OpCall) -> Rule:
-    """The last dim becomes the diagonal of two, all of which must be whole."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    ndim = len(result.shape)
-    crossed = {call.arg("dim1") % ndim, call.arg("dim2") % ndim}
-    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)} | {"diagonal": operand.shape[-1]}
-    target = [[f"d{dim}"] for dim in range(ndim)]
-    source = [names for dim, names in enumerate(target) if dim not in crossed] + [["diagonal"]]
-    return build(sizes, [source], [target], whole=[*(f"d{dim}" for dim in crossed), "diagonal"], linear=[{0}])

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from autoshard.patterns.build import build
+from autoshard.patterns.exchanging import define_operator
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops._positions import local_ends, local_group_bounds, reshape_along
+from autoshard.patterns.notation import bind
+from autoshard.patterns.ops._helpers import aten, local_ends, local_group_bounds, reshape_along
 from autoshard.patterns.ops.matmul import divide_into_units
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -30,13 +31,6 @@ Two operands of three dims are a batch of matrices.
 """
 
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define(
-    "grouped_mm_of_any(Tensor left, Tensor right, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
-)
-_programs = torch.ops.autoshard
-
-
 def _grouped_mm_or_zeros(
     left: Tensor, right: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -48,8 +42,8 @@ def _grouped_mm_or_zeros(
     return left.new_zeros((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
 
 
-_library.impl("grouped_mm_of_any", _grouped_mm_or_zeros, "CompositeExplicitAutograd")
-torch.library.register_fake("autoshard::grouped_mm_of_any", _grouped_mm_or_zeros, lib=_library)
+_SCHEMA = "(Tensor left, Tensor right, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+_GROUPED_MM_OR_ZEROS = define_operator(f"grouped_mm_of_any{_SCHEMA}", _grouped_mm_or_zeros, _grouped_mm_or_zeros)
 
 
 @rule_maker("aten._grouped_mm")
@@ -100,21 +94,15 @@ def _local_grouped_mm(call: LocalCall) -> Any:
     if grouped in "kj":
         right = _align_groups(call, right, 0 if grouped == "k" else 1, start)
     # Routed rows may be none; torch's kernel asks for one at least.
-    op = _programs.grouped_mm_of_any.default if call.axes("group") else None
+    op = _GROUPED_MM_OR_ZEROS if call.axes("group") else None
     product = call.run(op, operands=[left, right, ends])
     if start is None or grouped == "k":
         return product
     dim = 0 if grouped == "i" else 1
-    computed = reshape_along(call, _before_last_end(call, length, ends), dim, 2)
+    computed = call.emit.arange(length, device=ends.device) < ends.slice(0, -1)
     # Rows behind this rank's groups were not computed: they hold anything.
-    product = call.emit.where(computed, product, 0)
+    product = call.emit.where(reshape_along(computed, dim, 2), product, 0)
     return _align_groups(call, product, dim, -start)
-
-
-def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:
-    """A mask of `length` positions: True before the last end."""
-    counted = call.emit.arange(length, device=ends.device)
-    return counted < call.emit.slice(ends, 0, -1)
 
 
 def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
@@ -125,14 +113,14 @@ def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
     """
     emit = call.emit
     if dim == 1:
-        value = emit.t(value)
+        value = value.t()
     if start is None:
-        value = emit.contiguous(value)
+        value = value.contiguous()
     else:
         length = value.shape[0]
         order = emit.arange(length, device=start.device) + start
-        value = emit.index_select(value, 0, emit.remainder(order, length))
-    return emit.t(value) if dim == 1 else value
+        value = value.index_select(0, order.remainder(length))
+    return value.t() if dim == 1 else value
 
 
 # Products of groups of rows with a matrix of their own each, in eight bits, with a scale for every row and column.
@@ -178,17 +166,45 @@ def scaled_grouped_mm(call: OpCall) -> Rule | None:
 
 def _local(call: LocalCall) -> Any:
     """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
-    emit = call.emit
     left, right, *rest = call.operands
     grouped = GROUPED_DIM.get((len(left.shape), len(right.shape)))
     if grouped is not None and call.axes(grouped):
         length = left.shape[0] if grouped == "i" else right.shape[1]
         rest[-1] = local_ends(call, rest[-1], grouped, length)
-    columns = emit.contiguous(emit.transpose(right, -2, -1))
-    return call.run(
-        operands=[
-            emit.contiguous(left),
-            emit.transpose(columns, -2, -1),
-            *(emit.contiguous(value) for value in rest),
-        ]
-    )
+    right = right.transpose(-2, -1).contiguous().transpose(-2, -1)
+    return call.run(operands=[left.contiguous(), right, *(value.contiguous() for value in rest)])
+
+
+# Hugging Face's product of groups of rows with a matrix each, which mixtures of experts call where `aten._grouped_mm`
+# does not serve (`transformers::grouped_mm_fallback`): rows, columns, contracted dim, and the groups.
+#
+# The rows of groups that a rank does not hold are zero in its result, which is a partial sum. So expert weights may lie
+# by expert, or by any of their other dims, and are never gathered.
+
+
+@rule_maker("transformers::grouped_mm_fallback")
+def grouped_product(call: OpCall) -> Rule:
+    """`(rows [i, k], weights [g, k, j], ends [g]) -> [i, j]`."""
+    text = "i^ k, g^ k j, ends! -> i^ j"
+    return bind(text, call, linear="0, 1", local=_local_product, uneven=True, fill={"g": None})
+
+
+@rule_maker("transformers::grouped_mm_fallback_backward")
+def grouped_product_backward(call: OpCall) -> Rule:
+    """`(rows [i, k], weights [g, k, j], ends [g], gradient [i, j]) -> [i, k], [g, k, j]`."""
+    text = "i^ k, g^ k j, ends!, i^ j -> i^ k, g^ k j"
+    return bind(text, call, linear="3", local=_local_product, uneven=True, fill={"g": None, "i": None})
+
+
+def _local_product(call: LocalCall) -> Any:
+    rows, weights, ends, *gradient = call.operands
+    if call.axes("i"):
+        ends = local_ends(call, ends, "i", call.operand_shape(0)[0])
+    if not call.axes("g"):
+        return call.run(operands=[rows, weights, ends, *gradient])
+    start, ends = local_group_bounds(call, ends, call.operand_shape(1)[0])
+    rows, *gradient = (_align_groups(call, value, 0, start) for value in (rows, *gradient))
+    results = call.run(operands=[rows, weights, ends, *gradient])
+    if not gradient:
+        return _align_groups(call, results, 0, -start)
+    return _align_groups(call, results[0], 0, -start), results[1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._positions import all_gather_stacked
+from autoshard.patterns.ops._helpers import all_gather_stacked
 from autoshard.patterns.rule import Exchange, TensorMeta
 
 
@@ -39,104 +39,125 @@ class Halo:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowDim:
-    """A dim of positions over which a window slides.
+class Windows:
+    """The dims of positions of two images, over which windows slide: one of the smaller image has a position for each.
 
     Attributes:
-        small: the dim in the smaller image, which has one position per window, in the notation of rules.
-        large: the dim in the larger one.
-        sizes: of the names in them.
-        halo: what the windows of a stretch need of the larger image besides the rows of the stretch; None where the
-            dim can not be sharded.
+        small: dims of positions of the smaller image, in the notation of rules.
+        large: those of the larger one.
+        sizes: sizes of the names in them.
+        halos: for every dim that can be sharded, what the windows of a stretch need of the larger image besides it.
     """
 
-    small: str
-    large: str
+    small: list[str]
+    large: list[str]
     sizes: dict[str, int]
-    halo: Halo | None
+    halos: list[Halo]
+
+    def sharded_halos(self, call: LocalCall) -> list[Halo]:
+        """The halos of those dims that are sharded here."""
+        return [halo for halo in self.halos if call.axes(halo.name)]
+
+    def exchanges(self, large: TensorMeta, tensors: int = 1) -> dict[str, list[Exchange]]:
+        """Bytes of exchanging the borders of every stretch, for so many tensors as large as `large`."""
+        return {
+            halo.name: [("gather_of_each", halo.rows * large.bytes // large.shape[halo.dim])] * tensors
+            for halo in self.halos
+        }
 
 
-def window_dim(place: int, dim: int, small: int, large: int, stride: int, before: int, reach: int) -> WindowDim:
-    """Return the factors of a dim of positions, which is sharded into stretches no shorter than the halo.
+def windows_over(
+    first: int,
+    small: Sequence[int],
+    large: Sequence[int],
+    strides: Sequence[int],
+    before: Sequence[int],
+    reaches: Sequence[int],
+) -> Windows:
+    """Return the factors of the dims of positions, which are sharded into stretches no shorter than the halo.
 
     The larger image must have exactly `stride` positions for each of the smaller one, so that a stretch of the one
     belongs to a stretch of the other.
 
     Args:
-        place: number of the dim among those of positions, for its names.
-        dim: the dim of both images.
-        small: size of the smaller image.
-        large: size of the larger one.
-        stride: by which the window moves.
+        first: the first dim of positions of both images.
+        small: sizes of the smaller image; 0 where windows lie in no such order.
+        large: sizes of the larger one.
+        strides: by which windows move.
         before: positions by which the first window begins before the larger image (the padding).
-        reach: positions from the first to the last of a window.
+        reaches: positions from the first to the last of a window.
     """
-    after = reach - before - stride + 1
-    # The halo of a stretch may not reach beyond the neighbour: a stretch has at least `least` windows.
-    least = next((part for part in range(1, small + 1) if small % part == 0 and part * stride >= max(before, after)), 0)
-    if large != small * stride or least in (0, small):
-        return WindowDim(f"q{place}!", f"p{place}!", {}, None)
-    sizes = {f"x{place}": small // least, f"m{place}": least, f"e{place}": stride}
-    rows = f"x{place}^ m{place}!"
-    return WindowDim(f"({rows})", f"({rows} e{place}!)", sizes, Halo(f"x{place}", dim, before, after))
+    windows = Windows([], [], {}, [])
+    for place, (less, more, stride, ahead, reach) in enumerate(
+        zip(small, large, strides, before, reaches, strict=True)
+    ):
+        after = reach - ahead - stride + 1
+        # The halo of a stretch may not reach beyond the neighbour: a stretch has at least `least` windows.
+        parts = (part for part in range(1, less + 1) if less % part == 0 and part * stride >= max(ahead, after))
+        least = next(parts, 0)
+        if more != less * stride or least in (0, less):
+            windows.small.append(f"q{place}!")
+            windows.large.append(f"p{place}!")
+            continue
+        windows.small.append(f"(x{place}^ m{place}!)")
+        windows.large.append(f"(x{place}^ m{place}! e{place}!)")
+        windows.sizes.update({f"x{place}": less // least, f"m{place}": least, f"e{place}": stride})
+        windows.halos.append(Halo(f"x{place}", first + place, ahead, after))
+    return windows
 
 
-def sharded_halos(call: LocalCall, dims: Iterable[WindowDim]) -> list[Halo]:
-    """The halos of those dims that are sharded here."""
-    halos = (dim.halo for dim in dims)
-    return [halo for halo in halos if halo is not None and call.axes(halo.name)]
-
-
-def window_setting(values: Sequence[int] | int, place: int) -> int:
-    """A setting of a window for one dim of positions; one number may stand for all dims."""
+def window_settings(values: Sequence[int] | int, count: int) -> Sequence[int]:
+    """A setting of windows for every dim of positions; one number may stand for all of them."""
     if isinstance(values, int):
-        return values
-    return values[place] if len(values) > 1 else values[0]
+        return [values] * count
+    return values if len(values) > 1 else list(values) * count
 
 
-def halo_exchanges(dims: Iterable[WindowDim], large: TensorMeta, tensors: int = 1) -> dict[str, list[Exchange]]:
-    """Bytes of exchanging the halos: the borders of every stretch, for so many tensors as large as `large`."""
-    halos = [dim.halo for dim in dims if dim.halo is not None]
-    return {
-        halo.name: [("gather_of_each", halo.rows * large.bytes // large.shape[halo.dim])] * tensors for halo in halos
-    }
+def padding_beside(halos: Iterable[Halo], first: int, padding: Sequence[int]) -> list[int]:
+    """The padding of dims of positions, the first of which is `first`: none where a halo takes its place."""
+    bare = {halo.dim - first for halo in halos}
+    return [0 if place in bare else size for place, size in enumerate(padding)]
 
 
-def extend_by_halo(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -> Any:
-    """`value` with its neighbours' rows around it; `fill` in place of them at the two ends."""
-    emit, rows = call.emit, value.shape[halo.dim]
-    if halo.after < 0:  # the last windows of the stretch end before its last rows
-        value = emit.slice(value, halo.dim, 0, rows + halo.after)
-    after = max(halo.after, 0)
-    # Its last rows stand before the next rank's stretch, its first rows behind the stretch before.
-    borders = [_last_rows(call, value, halo.dim, halo.before), _first_rows(call, value, halo.dim, after)]
-    borders = _neighbour_borders(call, borders, halo, fill)
-    return _concatenate(call, [borders[0], value, borders[1]], halo.dim)
+def extend_by_halos(call: LocalCall, value: Any, halos: Iterable[Halo], fill: float = 0.0) -> Any:
+    """`value` with its neighbours' rows around it along several dims; `fill` in place of them at the two ends."""
+    for halo in halos:
+        rows = value.shape[halo.dim]
+        if halo.after < 0:  # the last windows of the stretch end before its last rows
+            value = value.slice(halo.dim, 0, rows + halo.after)
+        # Its last rows stand before the next rank's stretch, its first rows behind the stretch before.
+        borders = [_last_rows(value, halo.dim, halo.before), _first_rows(value, halo.dim, max(halo.after, 0))]
+        before, behind = _neighbour_borders(call, borders, halo, fill)
+        value = _concatenate(call, [before, value, behind], halo.dim)
+    return value
 
 
-def fold_halo(call: LocalCall, value: Any, halo: Halo) -> Any:
-    """The adjoint of `extend_by_halo`: rows computed for the neighbours go to them and are added to theirs."""
-    emit, dim = call.emit, halo.dim
-    after = max(halo.after, 0)
-    rows = value.shape[dim] - halo.before - after
-    inner = emit.slice(value, dim, halo.before, halo.before + rows)
-    lent = [_last_rows(call, value, dim, after), _first_rows(call, value, dim, halo.before)]
-    back = _neighbour_borders(call, lent, halo, 0.0)
-    if halo.after < 0:
-        inner, rows = _concatenate(call, [inner, _zeros(call, inner, dim, -halo.after)], dim), rows - halo.after
-    for part, place in ((back[0], slice(0, after)), (back[1], slice(rows - halo.before, rows))):
-        if part is not None:
-            inner = _add_rows_at(call, inner, part, dim, place)
-    return inner
+def fold_halos(call: LocalCall, value: Any, halos: Iterable[Halo]) -> Any:
+    """The adjoint of `extend_by_halos`: rows computed for the neighbours go to them and are added to theirs."""
+    for halo in halos:
+        dim, after = halo.dim, max(halo.after, 0)
+        rows = value.shape[dim] - halo.before - after
+        inner = value.slice(dim, halo.before, halo.before + rows)
+        lent = [_last_rows(value, dim, after), _first_rows(value, dim, halo.before)]
+        back = _neighbour_borders(call, lent, halo, 0.0)
+        if halo.after < 0:
+            inner, rows = _concatenate(call, [inner, _zeros(inner, dim, -halo.after)], dim), rows - halo.after
+        for part, place in ((back[0], slice(0, after)), (back[1], slice(rows - halo.before, rows))):
+            if part is not None:
+                # Padded and added, since a program has no writing in place.
+                around = (_zeros(inner, dim, count) for count in (place.start, inner.shape[dim] - place.stop))
+                inner = inner + _concatenate(call, [next(around), part, next(around)], dim)
+        value = inner
+    return value
 
 
-def _first_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
-    return call.emit.slice(value, dim, 0, count) if count else None
+def _first_rows(value: Any, dim: int, count: int) -> Any:
+    return value.slice(dim, 0, count) if count else None
 
 
-def _last_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
+def _last_rows(value: Any, dim: int, count: int) -> Any:
     rows = value.shape[dim]
-    return call.emit.slice(value, dim, rows - count, rows) if count else None
+    return value.slice(dim, rows - count, rows) if count else None
 
 
 def _concatenate(call: LocalCall, parts: list[Any], dim: int) -> Any:
@@ -144,19 +165,10 @@ def _concatenate(call: LocalCall, parts: list[Any], dim: int) -> Any:
     return present[0] if len(present) == 1 else call.emit.cat(present, dim)
 
 
-def _zeros(call: LocalCall, like: Any, dim: int, rows: int) -> Any:
+def _zeros(like: Any, dim: int, rows: int) -> Any:
     shape = list(like.shape)
     shape[dim] = rows
-    return call.emit.new_zeros(like, shape)
-
-
-def _add_rows_at(call: LocalCall, value: Any, part: Any, dim: int, place: slice) -> Any:
-    """`value` with `part` added to its rows at `place`."""
-    rows = value.shape[dim]
-    around = [place.start, rows - place.stop]
-    # Padded and added, since a program has no writing in place.
-    zeros = [_zeros(call, value, dim, count) if count else None for count in around]
-    return value + _concatenate(call, [zeros[0], part, zeros[1]], dim)
+    return like.new_zeros(shape) if rows else None
 
 
 def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: float) -> list[Any]:
@@ -173,12 +185,9 @@ def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: fl
 
 def _neighbour_rows(call: LocalCall, ranks: Any, halo: Halo, step: int, place: slice, fill: float) -> Any:
     """Rows at `place` of what the rank `step` further on has in `ranks`; `fill` where there is no such rank."""
-    emit, last = call.emit, call.share(halo.name) - 1
+    last = call.share(halo.name) - 1
     neighbour = call.position(halo.name) + step
     outside = neighbour < 0 if step < 0 else neighbour > last
     # The ranks at the ends have one neighbour: they read any rank's rows, which `fill` replaces.
-    inside = emit.clamp(neighbour, 0, last)
-    row = emit.index_select(ranks, 0, emit.view(inside, [1]))
-    row = emit.squeeze(row, 0)
-    row = emit.slice(row, halo.dim, place.start, place.stop)
-    return emit.masked_fill(row, outside, fill)
+    row = ranks.index_select(0, neighbour.clamp(0, last).view([1])).squeeze(0)
+    return row.slice(halo.dim, place.start, place.stop).masked_fill(outside, fill)

@@ -8,27 +8,17 @@ result (as for a table of embeddings with its vocabulary sharded).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from autoshard.patterns.build import build
+from autoshard.patterns.build import NamedDims, build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._positions import localize_index, positions, reshape_along
+from autoshard.patterns.ops._helpers import if_sharded, localize_index, numbered_dims, positions, reshape_along
 from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.registry import rule, rule_maker
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta
-
-
-def named_dims(meta: TensorMeta) -> dict[str, int]:
-    """A name for every dim of a tensor, with its size."""
-    return {f"d{dim}": size for dim, size in enumerate(meta.shape)}
-
-
-def with_index(source: list[list[str]], dim: int) -> list[list[str]]:
-    """The dims of a tensor whose dim `dim` is what the index has in place of it."""
-    return [["index"] if position == dim else names for position, names in enumerate(source)]
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
 
 def whole_if_bool(call: OpCall, names: Sequence[str]) -> list[str]:
@@ -36,26 +26,40 @@ def whole_if_bool(call: OpCall, names: Sequence[str]) -> list[str]:
     return list(names) if call.operands[0].dtype is torch.bool else []
 
 
+def lookup_rule(
+    call: OpCall,
+    sizes: Mapping[str, int],
+    operands: Sequence[NamedDims],
+    result: NamedDims,
+    names: Sequence[str],
+    local: LocalProgram,
+    whole: Collection[str] = (),
+) -> Rule:
+    """Elements of the first operand, looked up along the factors `names`: a rank has what lies in its stretches."""
+    return build(
+        sizes,
+        operands,
+        [result],
+        whole=[*whole, *whole_if_bool(call, names)],
+        contiguous=names,
+        linear=[{0}],
+        local=local,
+        uneven=True,
+        fill=dict.fromkeys(names),  # indices never point at padding
+    )
+
+
 @rule_maker("aten.index_select")
 def _index_select(call: OpCall) -> Rule:
     operand, index = call.operands
     if not operand.shape:
         return build({}, [[], [[]] * len(index.shape)], [[]], linear=[{0}])
-    dim = call.arg("dim") % len(operand.shape)
-    name = f"d{dim}"
-    sizes = named_dims(operand) | {"index": math.prod(index.shape)}
-    source = [[dim_name] for dim_name in named_dims(operand)]
-    return build(
-        sizes,
-        [source, [["index"]] * len(index.shape)],
-        [with_index(source, dim)],
-        whole=whole_if_bool(call, [name]),
-        contiguous=[name],
-        linear=[{0}],
-        local=_local_index_select,
-        uneven=True,
-        fill={name: None},  # indices never point at padding
-    )
+    sizes = numbered_dims(operand.shape)
+    name = list(sizes)[call.arg("dim")]
+    picked = ["index" if dim == name else dim for dim in sizes]
+    operands = [list(sizes), ["index"] * len(index.shape)]
+    sizes |= {"index": math.prod(index.shape)}
+    return lookup_rule(call, sizes, operands, picked, [name], _local_index_select)
 
 
 def _local_index_select(call: LocalCall) -> Any:
@@ -64,18 +68,13 @@ def _local_index_select(call: LocalCall) -> Any:
     dim = call.arg("dim") % len(shape) if shape else 0
     if not call.axes(f"d{dim}"):
         return call.run()
-    emit = call.emit
     place, outside = localize_index(call, index, f"d{dim}", shape[dim])
-    rows = call.run(operands=[table, place])
     if call.call.operands[1].shape:  # an index without dims is broadcast as it is
-        outside = reshape_along(call, outside, dim, len(shape))
-    return emit.masked_fill(rows, outside, 0)
+        outside = reshape_along(outside, dim, len(shape))
+    return call.run(operands=[table, place]).masked_fill(outside, 0)
 
 
-AlignedDims = tuple[dict[str, int], list[str], list[list[list[str]]]]
-
-
-def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> AlignedDims:
+def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> tuple[dict[str, int], list[str], list[list[str]]]:
     """Sizes, whole names and dims of tensors that run side by side in all dims but `dim`, where the first is indexed.
 
     A dim that the index does not cover entirely stays whole, under a name of its own for every tensor. The indexed
@@ -83,7 +82,7 @@ def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> AlignedDims:
     """
     sizes: dict[str, int] = {}
     whole: list[str] = []
-    dims: list[list[list[str]]] = [[] for _ in tensors]
+    dims: list[list[str]] = [[] for _ in tensors]
     for position in range(len(tensors[0].shape)):
         lengths = [tensor.shape[position] for tensor in tensors]
         for which, length in enumerate(lengths):
@@ -98,7 +97,7 @@ def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> AlignedDims:
             else:
                 whole.append(name)
             sizes[name] = length
-            dims[which].append([name])
+            dims[which].append(name)
     return sizes, whole, dims
 
 
@@ -108,26 +107,14 @@ def _gather(call: OpCall) -> Rule | None:
     if not operand.shape or len(operand.shape) != len(index.shape):
         return None
     sizes, whole, dims = aligned_dims(call.operands, call.arg("dim") % len(operand.shape))
-    return build(
-        sizes,
-        dims,
-        [dims[1]],
-        whole=[*whole, *whole_if_bool(call, ["indexed"])],
-        contiguous=["indexed"],
-        linear=[{0}],
-        local=_local_gather,
-        uneven=True,
-        fill={"indexed": None},  # indices never point at padding
-    )
+    return lookup_rule(call, sizes, dims, dims[1], ["indexed"], _local_gather, whole)
 
 
+@if_sharded("indexed")
 def _local_gather(call: LocalCall) -> Any:
-    if not call.axes("indexed"):
-        return call.run()
     table, index = call.operands
-    shape = call.operand_shape(0)
-    place, outside = localize_index(call, index, "indexed", shape[call.arg("dim") % len(shape)])
-    return call.emit.masked_fill(call.run(operands=[table, place]), outside, 0)
+    place, outside = localize_index(call, index, "indexed", call.operand_shape(0)[call.arg("dim")])
+    return call.run(operands=[table, place]).masked_fill(outside, 0)
 
 
 class AdvancedIndexing:
@@ -149,26 +136,27 @@ class AdvancedIndexing:
         self.tensors = [index for index in padded if index is not None]
         self.indexed = [dim for dim, index in enumerate(padded) if index is not None]
         shape = torch.broadcast_shapes(*(index.shape for index in self.tensors))
-        self.sizes = named_dims(operand) | {f"index{dim}": size for dim, size in enumerate(shape)}
+        dims, index_dims = numbered_dims(operand.shape), numbered_dims(shape, "index")
+        self.sizes = dims | index_dims
         self.names = [f"d{dim}" for dim in self.indexed]
-        self.source = [[f"d{dim}"] for dim in range(len(operand.shape))]
-        self.index_names = [f"index{dim}" for dim in range(len(shape))]
+        self.source = list(dims)
+        self.index_names = list(index_dims)
         # The dims of the index stand where the indexed dims were, or first if those were not neighbours.
         first, last = self.indexed[0], self.indexed[-1]
         neighbours = self.indexed == list(range(first, last + 1))
         before = self.source[:first] if neighbours else []
-        after = [names for dim, names in enumerate(self.source) if dim not in self.indexed and names not in before]
+        after = [name for name in self.source if name not in (*self.names, *before)]
         self.trailing_count = len(after)
-        self.picked_dims = [*before, *([name] for name in self.index_names), *after]
+        self.picked_dims = [*before, *self.index_names, *after]
 
-    def broadcast(self, meta: TensorMeta, names: list[list[str]]) -> list[list[str]]:
+    def broadcast(self, meta: TensorMeta, names: Sequence[str]) -> NamedDims:
         """Dims of a tensor that is broadcast to the dims `names`."""
         aligned = names[len(names) - len(meta.shape) :]
-        return [[] if size == 1 else list(dim) for size, dim in zip(meta.shape, aligned, strict=True)]
+        return [[] if size == 1 else name for size, name in zip(meta.shape, aligned, strict=True)]
 
-    def indices(self) -> list[list[list[str]]]:
+    def indices(self) -> list[NamedDims]:
         """Dims of every index tensor."""
-        return [self.broadcast(meta, [[name] for name in self.index_names]) for meta in self.tensors]
+        return [self.broadcast(meta, self.index_names) for meta in self.tensors]
 
 
 def advanced_indexing(call: OpCall) -> AdvancedIndexing | None:
@@ -194,7 +182,7 @@ def localize_indices(
     Returns:
         The indices, and a mask that is broadcast to what they pick; None where no indexed dim is sharded.
     """
-    emit, outside = call.emit, None
+    outside = None
     whole, local = call.call.operands[0].shape, call.operand_shape(0)
     indices = list(call.operands[first : first + len(dims.tensors)])
     for which, dim in enumerate(dims.indexed):
@@ -202,17 +190,16 @@ def localize_indices(
             continue
         index = non_negative_index(call, indices[which], whole[dim])
         indices[which], beyond = localize_index(call, index, f"d{dim}", local[dim], local[dim] if spare else 0)
-        outside = beyond if outside is None else emit.logical_or(outside, beyond)
+        outside = beyond if outside is None else outside.logical_or(beyond)
     if outside is not None:
-        outside = emit.reshape(outside, [*outside.shape, *[1] * dims.trailing_count])
+        outside = outside.reshape([*outside.shape, *[1] * dims.trailing_count])
     return indices, outside
 
 
 def non_negative_index(call: LocalCall, index: Any, size: int) -> Any:
     """An index into a dim of `size` without negative numbers, which count from the end."""
-    emit = call.emit
     behind = index + size
-    return emit.where(index < 0, behind, index)
+    return call.emit.where(index < 0, behind, index)
 
 
 @rule_maker("aten.index.Tensor", "aten._unsafe_index.Tensor")
@@ -226,44 +213,23 @@ def _index(call: OpCall) -> Rule | None:
         if outside is None:
             return program.run()
         picked = program.run(operands=[program.operands[0], *indices])
-        return program.emit.masked_fill(picked, outside, 0)
+        return picked.masked_fill(outside, 0)
 
-    return build(
-        dims.sizes,
-        [dims.source, *dims.indices()],
-        [dims.picked_dims],
-        whole=whole_if_bool(call, dims.names),
-        contiguous=dims.names,
-        linear=[{0}],
-        local=local,
-        uneven=True,
-        fill=dict.fromkeys(dims.names),  # indices never point at padding
-    )
+    return lookup_rule(call, dims.sizes, [dims.source, *dims.indices()], dims.picked_dims, dims.names, local)
 
 
 @rule_maker("aten.take")
 def _take(call: OpCall) -> Rule:
     """Elements by their row-major position, of which the first dim may be sharded in stretches."""
-    operand, index = call.operands
-    sizes, source, target, whole = flat_dims(operand, index)
-    return build(
-        sizes,
-        [source, target],
-        [target],
-        whole=[*whole, *whole_if_bool(call, ["d0"])],
-        contiguous=["d0"],
-        linear=[{0}],
-        local=_local_take,
-        uneven=True,
-        fill={"d0": None},  # indices never point at padding
-    )
+    dims, index_dims = flat_dims(call)
+    target = list(index_dims)
+    return lookup_rule(call, dims | index_dims, [list(dims), target], target, ["d0"], _local_take, list(dims)[1:])
 
 
-def flat_dims(operand: TensorMeta, index: TensorMeta) -> tuple[dict[str, int], Any, Any, list[str]]:
-    """Sizes, dims of an operand indexed by row-major position and of the index, and what must be whole."""
-    numbered = {f"index{dim}": size for dim, size in enumerate(index.shape)}
-    sizes = named_dims(operand)
-    return sizes | numbered, [[name] for name in sizes], [[name] for name in numbered], list(sizes)[1:]
+def flat_dims(call: OpCall) -> tuple[dict[str, int], dict[str, int]]:
+    """Dims of an operand that is indexed by row-major position, and of the index."""
+    operand, index, *_ = call.operands
+    return numbered_dims(operand.shape), numbered_dims(index.shape, "index")
 
 
 def localize_flat_index(call: LocalCall, outside_at: int) -> tuple[Any, Any]:
@@ -272,24 +238,21 @@ def localize_flat_index(call: LocalCall, outside_at: int) -> tuple[Any, Any]:
     return localize_index(call, index, "d0", math.prod(call.operand_shape(0)), outside_at)
 
 
+@if_sharded("d0")
 def _local_take(call: LocalCall) -> Any:
-    if not call.axes("d0"):
-        return call.run()
     place, outside = localize_flat_index(call, 0)
-    return call.emit.masked_fill(call.run(operands=[call.operands[0], place]), outside, 0)
+    return call.run(operands=[call.operands[0], place]).masked_fill(outside, 0)
 
 
 @rule_maker("aten.one_hot")
 def _one_hot(call: OpCall) -> Rule:
     """Every rank marks the classes that are its own."""
-    (index,), (result,) = call.operands, call.results
-    assert result is not None
-    sizes = named_dims(index)
-    source = [[name] for name in sizes]
+    sizes, result = numbered_dims(call.operands[0].shape), call.result
+    target = [*sizes, "classes"]
     return build(
-        {**sizes, "classes": result.shape[-1]},
-        [source],
-        [[*source, ["classes"]]],
+        sizes | {"classes": result.shape[-1]},
+        [list(sizes)],
+        [target],
         contiguous=["classes"],
         local=_local_one_hot,
         uneven=True,
@@ -297,13 +260,12 @@ def _one_hot(call: OpCall) -> Rule:
 
 
 def _local_one_hot(call: LocalCall) -> Any:
+    classes = call.result_shape()[-1]
     if not call.axes("classes"):
-        return call.run(num_classes=call.result_shape()[-1])
-    emit, (index,) = call.emit, call.operands
+        return call.run(num_classes=classes)
+    (index,) = call.operands
     # Every class is compared: scattering ones would need a spare place for classes of other ranks.
-    classes = positions(call, "classes", call.result_shape()[-1], index.device)
-    marked = emit.eq(emit.unsqueeze(index, -1), classes)
-    return emit._to_copy(marked, dtype=torch.int64)
+    return index.unsqueeze(-1).eq(positions(call, "classes", classes, index.device)).to(torch.int64)
 
 
 # Gathering and scattering by index where a mask says so, without looking whether indices elsewhere are in range.
@@ -326,13 +288,12 @@ def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any
     values = list(call.operands)
     for place, dim in enumerate(dims.indexed, start=2):
         size = call.call.operands[0].shape[dim]
-        values[place] = call.emit.clamp(values[place], -size, size - 1)
+        values[place] = values[place].clamp(-size, size - 1)
     call.operands = tuple(values)
     indices, outside = localize_indices(call, dims, first=2)
     mask = call.operands[1]
     if outside is not None:
-        inside = call.emit.logical_not(outside)
-        mask = call.emit.logical_and(mask, inside)
+        mask = mask.logical_and(outside.logical_not())
     return [mask, *indices]
 
 
@@ -342,13 +303,14 @@ def _masked_index(call: OpCall) -> Rule | None:
     dims = _dims(call)
     if dims is None:
         return None
+    zero = call.arg("fill") == 0
     return build(
         dims.sizes,
         [dims.source, dims.broadcast(call.operands[1], dims.picked_dims), *dims.indices()],
         [dims.picked_dims],
-        whole=whole_if_bool(call, dims.names) if call.arg("fill") == 0 else dims.names,
+        whole=whole_if_bool(call, dims.names) if zero else dims.names,
         contiguous=dims.names,
-        linear=[{0}] if call.arg("fill") == 0 else [],
+        linear=[{0}] if zero else [],
         local=lambda program: program.run(operands=[program.operands[0], *_local_mask_and_indices(program, dims)]),
     )
 

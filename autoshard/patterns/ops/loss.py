@@ -6,11 +6,20 @@ A mean over shards is no partial sum: each rank divides its sum by the count or 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import all_reduce_over, aten, bind_named, named_values, shape_of, split_axes
-from autoshard.patterns.ops._positions import local_positions
+from autoshard.patterns.ops._helpers import (
+    all_reduce_over,
+    aten,
+    bind_named,
+    if_sharded,
+    local_positions,
+    named_values,
+    operand_names,
+    shape_of,
+)
 from autoshard.patterns.padding import padded_factors, without_padded_steps, without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -50,13 +59,13 @@ def nll_loss(call: OpCall) -> Rule:
     )
 
 
+@if_sharded("c", "n", "h", "w")
 def _nll_loss(call: LocalCall) -> Any:
     names = ["c", *_likelihood_dims(call.call)["target"].split()]
-    if not split_axes(call, names):
-        return call.run()
     if call.arg("reduction") == _NONE and len(names) > 1:  # of one sample alone, torch gives the total weight always
         return _run_on_local_classes(call)
-    call.operands = tuple(_ignore_padded_samples(call).values())
+    # Samples that are padding have the target that is ignored.
+    _replace_padding(call, "target", names[1:], call.arg("ignore_index"))
     loss, weight = _run_on_local_classes(call, reduction=_SUM)
     weight = all_reduce_over(call, weight, names)
     if call.arg("reduction") == _MEAN:
@@ -64,26 +73,22 @@ def _nll_loss(call: LocalCall) -> Any:
     return loss, weight
 
 
-def _ignore_padded_samples(call: LocalCall) -> dict[str, Any]:
-    """The operands by argument name, samples that are padding having the target that is ignored."""
-    values = named_values(call)
-    samples = _likelihood_dims(call.call)["target"].split()
-    place = list(values).index("target")
-    values["target"] = without_padding(call, place, values["target"], samples, call.arg("ignore_index"))
-    return values
+def _replace_padding(call: LocalCall, name: str, factors: Sequence[str], fill: float) -> None:
+    """Put a number in the place of padding of the operand that is passed as the argument `name`."""
+    place = operand_names(call.call).index(name)
+    values = list(call.operands)
+    values[place] = without_padding(call, place, values[place], factors, fill)
+    call.operands = tuple(values)
 
 
 def _run_on_local_classes(call: LocalCall, **changed: Any) -> Any:
     """The operator on this rank's stretch of the classes: targets outside it become ignored ones."""
     if not call.axes("c"):
         return call.run(**changed)
-    emit, values = call.emit, named_values(call)
-    names = list(values)
-    classes = call.operand_shape(names.index("self"))[0 if len(shape_of(call.call, "self")) == 1 else 1]
-    ignored = emit.eq(values["target"], call.arg("ignore_index"))
-    target, outside = local_positions(call, values["target"], "c", classes)
-    outside = emit.logical_or(outside, ignored)
-    values["target"] = emit.masked_fill(target, outside, _IGNORED_TARGET)
+    values = named_values(call)
+    ignored = values["target"].eq(call.arg("ignore_index"))
+    target, outside = local_positions(call, values["target"], "c", call.size("c"))
+    values["target"] = target.masked_fill(outside.logical_or(ignored), _IGNORED_TARGET)
     return call.run(operands=list(values.values()), ignore_index=_IGNORED_TARGET, **changed)
 
 
@@ -97,12 +102,19 @@ def nll_loss_backward(call: OpCall) -> Rule:
 _ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 
 
-@rule_maker(*(f"aten.{name}.default" for name in _ELEMENTWISE))
+@rule_maker(*(f"aten.{name}{half}.default" for name in _ELEMENTWISE for half in ("", "_backward")))
 def elementwise_loss(call: OpCall) -> Rule | None:
-    """A loss of two tensors of one shape; None where they are broadcast."""
-    if len({meta.shape for meta in call.operands}) > 1:
+    """A loss of two tensors of one shape, or its gradient; None where they are broadcast.
+
+    The gradient is linear in the incoming one, which is a scalar or one number per element.
+    """
+    shape, backward = shape_of(call, "self"), "backward" in call.op.name()
+    if any(meta.shape not in ((shape, ()) if backward else (shape,)) for meta in call.operands):
         return None
     items = dict.fromkeys(("self", "target", "weight"), "...")
+    if backward:
+        items["grad_output"] = "..." if shape_of(call, "grad_output") else ""
+        return bind_named(call, items, ["..."], linear=[{"grad_output"}], local=_reduced_loss, uneven=True)
     whole = call.arg("reduction") == _NONE
     # Zeros are at no distance from zeros, and are probabilities. The soft margin's log(1 + exp(-x · y)) is zero for
     # numbers that are large enough.
@@ -131,22 +143,8 @@ _ZERO_PROBABILITY_LOGIT = -1e4
 
 
 def _reduced_loss_of_logits(call: LocalCall) -> Any:
-    values = named_values(call)
-    names = [factor.name for factor in call.rule.factors]
-    values["self"] = without_padding(call, list(values).index("self"), values["self"], names, _ZERO_PROBABILITY_LOGIT)
-    call.operands = tuple(values.values())
+    _replace_padding(call, "self", [factor.name for factor in call.rule.factors], _ZERO_PROBABILITY_LOGIT)
     return _reduced_loss(call)
-
-
-@rule_maker(*(f"aten.{name}_backward.default" for name in _ELEMENTWISE))
-def elementwise_loss_backward(call: OpCall) -> Rule | None:
-    """Its gradient: linear in the incoming one, which is a scalar or one number per element."""
-    shape = shape_of(call, "self")
-    if any(meta.shape not in (shape, ()) for meta in call.operands):
-        return None
-    items = dict.fromkeys(("self", "target", "weight"), "...")
-    items["grad_output"] = "..." if shape_of(call, "grad_output") else ""
-    return bind_named(call, items, ["..."], linear=[{"grad_output"}], local=_reduced_loss, uneven=True)
 
 
 # Losses that compare the scores of a sample's classes with each other: samples are independent, classes whole.
@@ -163,19 +161,18 @@ def _operand_dims(call: OpCall) -> dict[str, str]:
     return items
 
 
-@rule_maker("aten.multi_margin_loss.default", "aten.multilabel_margin_loss_forward.default")
+@rule_maker(
+    *("aten.multi_margin_loss.default", "aten.multi_margin_loss_backward.default"),
+    *("aten.multilabel_margin_loss_forward.default", "aten.multilabel_margin_loss_backward.default"),
+)
 def margin_loss(call: OpCall) -> Rule:
-    """The loss and, for several labels, which classes are among them."""
-    items = _operand_dims(call)
-    results = [items["loss"], items["is_target"]][: len(call.results)]
-    return bind_named(call, items, results, local=_local_margin_loss, fill={"n": None})
-
-
-@rule_maker("aten.multi_margin_loss_backward.default", "aten.multilabel_margin_loss_backward.default")
-def margin_loss_backward(call: OpCall) -> Rule:
-    """The gradient of the scores, linear in the incoming one."""
-    items = _operand_dims(call)
-    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_local_margin_loss, fill={"n": 0.0})
+    """The loss and, for several labels, which classes are among them; or the gradient of the scores."""
+    items, local = _operand_dims(call), _local_margin_loss
+    if "backward" in call.op.name():
+        return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=local, fill={"n": 0.0})
+    return bind_named(
+        call, items, [items["loss"], items["is_target"]][: len(call.results)], local=local, fill={"n": None}
+    )
 
 
 def _local_margin_loss(call: LocalCall) -> Any:
@@ -183,14 +180,12 @@ def _local_margin_loss(call: LocalCall) -> Any:
     reduction = call.arg("reduction")
     if reduction == _NONE or not call.axes("n"):
         return call.run()
-    emit = call.emit
-    if "backward" in call.call.op.name() or not padded_factors(call.rule, call.choices, call.mesh):
-        results = call.run(reduction=_SUM)
-        first, *others = results if isinstance(results, tuple) else (results,)
-    else:  # no scores of a sample are known to cost nothing: padding is left out of the sum
-        results = call.run(reduction=_NONE)
-        first, *others = results if isinstance(results, tuple) else (results,)
-        first = emit.sum(without_padded_steps(call, first, ["n"]))
+    # No scores of a sample are known to cost nothing: padding is left out of the sum.
+    padded = "backward" not in call.call.op.name() and bool(padded_factors(call.rule, call.choices, call.mesh))
+    results = call.run(reduction=_NONE if padded else _SUM)
+    first, *others = results if isinstance(results, tuple) else (results,)
+    if padded:
+        first = without_padded_steps(call, first, ["n"]).sum()
     if reduction == _MEAN:
         first = first / shape_of(call.call, "self")[0]
     return (first, *others) if others else first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.registry import rule, rule_maker
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
 rule("aten.mm", "i k, k j -> i j", linear="0, 1")
 rule("aten.bmm", "b i k, b k j -> b i j", linear="0, 1")
@@ -26,59 +27,36 @@ def keep_on_first_rank(call: LocalCall, operand: int, names: Sequence[str]) -> l
     values = list(call.operands)
     axes = sorted(axis for name in names for axis in call.axes(name))
     if axes:
-        first = call.emit.eq(call.linear_index(axes), 0)
+        first = call.linear_index(axes).eq(0)
         # `where` and not a product: zero times infinity is no zero.
         values[operand] = call.emit.where(first, values[operand], 0)
     return values
 
 
-def _addmm_program(*names: str) -> Any:
-    """Local program of a product with an added first operand."""
-    return lambda call: call.run(operands=keep_on_first_rank(call, 0, names))
+@functools.cache
+def with_added(operand: int, *names: str) -> LocalProgram:
+    """Local program of a product whose factors `names` are contracted, and to which an operand is added once."""
+    return lambda call: call.run(operands=keep_on_first_rank(call, operand, names))
 
 
-def _addmm_rule(call: OpCall, product: str, result: str, *contracted: str) -> Rule:
+@rule_maker("aten.addmm", product="i k, k j", result="i j", contracted="k")
+@rule_maker("aten.baddbmm", product="b i k, b k j", result="b i j", contracted="k")
+@rule_maker("aten.addbmm", product="b i k, b k j", result="i j", contracted="bk")
+@rule_maker("aten.addmv", product="i k, k", result="i", contracted="k")
+@rule_maker("aten.addr", product="i, j", result="i j", contracted="")
+def _addmm(call: OpCall, product: str, result: str, contracted: str) -> Rule:
     """`result + product`: jointly linear in the added tensor and either of the others; `added` is broadcast."""
     added = result.split()[len(result.split()) - len(call.operands[0].shape) :]
-    text = f"{' '.join(added)}, {product} -> {result}"
-    padded: dict[str, Any] = {"uneven": True, "fill": dict.fromkeys(contracted, 0.0)}
-    return bind(text, call, linear="0+1, 0+2", local=_addmm_program(*contracted), **padded)
-
-
-@rule_maker("aten.addmm")
-def _addmm(call: OpCall) -> Rule:
-    return _addmm_rule(call, "i k, k j", "i j", "k")
-
-
-@rule_maker("aten.baddbmm")
-def _baddbmm(call: OpCall) -> Rule:
-    return _addmm_rule(call, "b i k, b k j", "b i j", "k")
-
-
-@rule_maker("aten.addbmm")
-def _addbmm(call: OpCall) -> Rule:
-    return _addmm_rule(call, "b i k, b k j", "i j", "b", "k")
-
-
-@rule_maker("aten.addmv")
-def _addmv(call: OpCall) -> Rule:
-    return _addmm_rule(call, "i k, k", "i", "k")
-
-
-@rule_maker("aten.addr")
-def _addr(call: OpCall) -> Rule:
-    return _addmm_rule(call, "i, j", "i j")
+    text, local = f"{' '.join(added)}, {product} -> {result}", with_added(0, *contracted)
+    return bind(text, call, linear="0+1, 0+2", local=local, uneven=True, fill=dict.fromkeys(contracted, 0.0))
 
 
 @rule_maker("aten.linear")
 def _linear(call: OpCall) -> Rule:
     if len(call.operands) == 2:
         return bind("... k, j k -> ... j", call, linear="0, 1")
-    return bind("... k, j k, j -> ... j", call, linear="0+2, 1+2", local=_linear_local, uneven=True, fill={"k": 0.0})
-
-
-def _linear_local(call: LocalCall) -> Any:
-    return call.run(operands=keep_on_first_rank(call, 2, ["k"]))
+    local = with_added(2, "k")
+    return bind("... k, j k, j -> ... j", call, linear="0+2, 1+2", local=local, uneven=True, fill={"k": 0.0})
 
 
 @rule_maker("aten.matmul")
@@ -152,8 +130,7 @@ def _scaled_mm_v2(call: OpCall) -> Rule | None:
 
 def _product(call: OpCall, scale_a: TensorMeta, scale_b: TensorMeta, rounded: bool) -> Rule | None:
     """The rule of a product; None where the scales are those of blocks."""
-    (result,) = call.results
-    assert result is not None
+    result = call.result
     single = math.prod(scale_a.shape) == math.prod(scale_b.shape) == 1
     if not single and (scale_a.shape, scale_b.shape) != ((result.shape[0], 1), (1, result.shape[1])):
         return None
@@ -178,12 +155,11 @@ def _scalar_dims(meta: TensorMeta) -> str:
 
 def _local(call: LocalCall) -> Any:
     """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
-    emit = call.emit
     values = keep_on_first_rank(call, 4, ["k"]) if call.arg("bias") is not None else list(call.operands)
-    values[0] = emit.contiguous(values[0])
+    values[0] = values[0].contiguous()
     # A transpose of a contiguous transpose: column-major.
-    columns = emit.contiguous(emit.t(values[1]))
-    values[1] = emit.t(columns)
+    columns = values[1].t().contiguous()
+    values[1] = columns.t()
     return call.run(operands=values)
 
 

@@ -1,4 +1,4 @@
-"""Layer, root-mean-square, group and batch normalisation, and their gradients.
+"""Layer, root-mean-square, group, batch and weight normalisation, and their gradients.
 
 Statistics are taken over some dims of the input; all other dims are independent. The dims of the statistics may be
 sharded as well: the ranks then exchange moments or sums, which have one number per row, group or channel. The gradients
@@ -8,35 +8,81 @@ of weight and bias are partial over the dims that weight and bias lack.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
+    all_reduce_over,
     all_reduce_stacked,
     bind_named,
-    cast,
     cast_results,
     factor_names,
+    if_sharded,
+    localize_index,
     named_values,
     result_dtype,
     shape_of,
     split_axes,
 )
-from autoshard.patterns.ops.moments import joined_moments, moments_exchange
+from autoshard.patterns.ops.reduction import joined_moments, moments_exchange
+from autoshard.patterns.ops.scattering import append_spare, drop_spare
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, OpCall, Rule
 
 
-def _affine(call: LocalCall, value: Any, broadcast: Callable[[Any], Any]) -> Any:
-    """Return `value` times the weight, plus the bias, each where the call has it and made to fit by `broadcast`."""
-    values = named_values(call)
-    if "weight" in values:
-        value = value * broadcast(values["weight"])
-    if "bias" in values:
-        value = value + broadcast(values["bias"])
-    return value
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The dims of a normalisation, in the notation of rules.
+
+    Attributes:
+        image: dims of the input.
+        parameter: dims of weight and bias.
+        statistic: dims of what is kept of the statistics.
+        layout: for every dim of the input, as statistics are taken of it, the factors that they are taken over.
+        statistics: number of statistics.
+        count: number of elements that each of them is of.
+        sizes: sizes of factors that no shape determines.
+    """
+
+    image: str
+    parameter: str
+    statistic: str
+    layout: list[str]
+    statistics: int
+    count: int
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The factors that statistics are taken over."""
+        return [name for dim in self.layout for name in dim.split()]
+
+    @property
+    def dims(self) -> list[int]:
+        """The dims that statistics are taken over."""
+        return [dim for dim, names in enumerate(self.layout) if names]
+
+
+def _family(call: OpCall) -> _Family:
+    """Return the dims of a call: per row, over the last dims; per sample and group of channels; or per channel."""
+    shape, arguments = shape_of(call, "input"), {argument.name for argument in call.op._schema.arguments}
+    if "normalized_shape" in arguments:
+        names = factor_names("n", len(call.arg("normalized_shape")))
+        batch, inner = len(shape) - len(names), " ".join(names)
+        kept, layout = f"... {' '.join('1' for _ in names)}", [""] * batch + names
+        return _Family(f"... {inner}", inner, kept, layout, math.prod(shape[:batch]), math.prod(shape[batch:]))
+    spatial = factor_names("s", len(shape) - 2)
+    if "group" in arguments:
+        groups, samples = call.arg("group"), call.arg("N")
+        sizes = {"g": groups, "k": call.arg("C") // groups}
+        image, layout = " ".join(["n (g k)", *spatial]), ["", "", " ".join(["k", *spatial])]
+        return _Family(image, "(g k)", "n g", layout, samples * groups, math.prod(shape[1:]) // groups, sizes)
+    image, count = " ".join(["n", "c", *spatial]), math.prod(shape) // max(shape[1], 1)
+    return _Family(image, "c", "c", ["n", "", *spatial], shape[1], count)
 
 
 def _center(gradient: Any, normal: Any, mean: Any, mean_along: Any) -> Any:
@@ -49,264 +95,170 @@ def _center(gradient: Any, normal: Any, mean: Any, mean_along: Any) -> Any:
     return gradient - normal * mean_along
 
 
-def _means(call: LocalCall, values: Sequence[Any], dims: Sequence[int], names: Sequence[str], count: int) -> list[Any]:
-    """Means of several values over `dims`, whose factors are `names`, other ranks' elements included."""
-    sums = [call.emit.sum(value, list(dims), True) for value in values]
-    # `count` is that of the whole tensor: padding has been replaced by zeros, and does not count.
-    return [value / count for value in all_reduce_stacked(call, sums, names)]
-
-
 def _per_channel(call: LocalCall, value: Any) -> Any:
     """A value per channel, shaped to broadcast over an image, in the dtype that sums are taken in."""
     spatial = len(shape_of(call.call, "input")) - 2
-    value = cast(call, value, accumulation_dtype(value.dtype))
-    return call.emit.view(value, [-1, *[1] * spatial])
+    return value.to(accumulation_dtype(value.dtype)).view([-1, *[1] * spatial])
 
 
-# Layer and root-mean-square norm: statistics per row, over the last dims.
+# Layer and root-mean-square norm, whose statistics are per row, and group norm, per sample and group of channels.
 
 
-def _normalized_dims(call: OpCall) -> list[str]:
-    """Names of the normalised dims."""
-    return factor_names("n", len(call.arg("normalized_shape")))
+def _is_root_mean_square(call: OpCall) -> bool:
+    return call.op.namespace == "autoshard"
 
 
-def _row_count(call: OpCall) -> int:
-    """Number of rows, each of which is normalised."""
-    shape = shape_of(call, "input")
-    return math.prod(shape[: len(shape) - len(call.arg("normalized_shape"))])
+def _is_grouped(call: LocalCall) -> bool:
+    return "group" in call.call.op.name()
 
 
-def _forward_exchange(call: OpCall) -> int | list[Exchange]:
-    """Moments are joined; mean squares are summed."""
-    dtype = call.operands[0].dtype
-    if call.op.namespace == "autoshard":
-        return _row_count(call) * accumulation_dtype(dtype).itemsize
-    return moments_exchange(_row_count(call), dtype)
-
-
-@rule_maker("aten.native_layer_norm", "autoshard.rms_norm")
+@rule_maker("aten.native_layer_norm", "autoshard.rms_norm", "aten.native_group_norm")
 def normalization(call: OpCall) -> Rule:
-    """Layer norm `(result, mean, reciprocal deviation)` or root-mean-square norm `(result, reciprocal root)`."""
-    names = _normalized_dims(call)
-    inner, ones = " ".join(names), " ".join("1" for _ in names)
-    statistics = len(call.results) - 1
+    """Result, mean and reciprocal deviation; of a root-mean-square norm, result and reciprocal root."""
+    family, dtype = _family(call), call.operands[0].dtype
+    exchange: int | list[Exchange] = moments_exchange(family.statistics, dtype)
+    if _is_root_mean_square(call):  # squares are summed; moments are joined
+        exchange = family.statistics * accumulation_dtype(dtype).itemsize
     return bind_named(
         call,
-        {"input": f"... {inner}", "weight": inner, "bias": inner},
-        [f"... {inner}", *[f"... {ones}"] * statistics],
-        reduce=dict.fromkeys(names),
-        exchange=dict.fromkeys(names, _forward_exchange(call)),
-        local=_layer_norm if statistics == 2 else _rms_norm,
+        {"input": family.image, "weight": family.parameter, "bias": family.parameter},
+        [family.image, *[family.statistic] * (len(call.results) - 1)],
+        sizes=family.sizes,
+        reduce=dict.fromkeys(family.names),
+        exchange=dict.fromkeys(family.names, exchange),
+        local=_normalize,
         uneven=True,
-        fill=dict.fromkeys(names, 0.0),
+        fill=dict.fromkeys(family.names, 0.0),
     )
 
 
-def _layer_norm(call: LocalCall) -> Any:
-    names = _normalized_dims(call.call)
-    if not split_axes(call, names):
-        return call.run()
-    x = named_values(call)["input"]
-    batch = len(x.shape) - len(names)
-    mean, variance = joined_moments(call, x, [*[""] * batch, *names])
-    scale = call.emit.rsqrt(variance + call.arg("eps"))
-    result = _affine(call, (x - mean) * scale, lambda parameter: parameter)
-    return cast_results(call, [result, mean, scale])
+def _normalize(call: LocalCall) -> Any:
+    family, values = _family(call.call), named_values(call)
+    if not split_axes(call, family.names):
+        return _run_with_local_groups(call)
+    x = values["input"]
+    if _is_root_mean_square(call.call):
+        x = x.to(accumulation_dtype(x.dtype))
+        (variance,) = _means(call, [x * x])
+        statistics = [(variance + call.arg("eps")).rsqrt()]
+    else:
+        x = _rows(call, x)
+        mean, variance = joined_moments(call, x, family.layout)
+        statistics = [mean, (variance + call.arg("eps")).rsqrt()]
+        x = x - mean
+    result = _image(call, x * statistics[-1])
+    if "weight" in values:
+        result = result * _parameter(call, values["weight"])
+    if "bias" in values:
+        result = result + _parameter(call, values["bias"])
+    if _is_grouped(call):
+        statistics = [value.squeeze(2) for value in statistics]
+    return cast_results(call, [result, *statistics])
 
 
-def _rms_norm(call: LocalCall) -> Any:
-    if not split_axes(call, _normalized_dims(call.call)):
-        return call.run()
-    x = named_values(call)["input"]
-    x = cast(call, x, accumulation_dtype(x.dtype))
-    (square,) = _row_means(call, [x * x])
-    scale = call.emit.rsqrt(square + call.arg("eps"))
-    return cast_results(call, [_affine(call, x * scale, lambda parameter: parameter), scale])
+def _run_with_local_groups(call: LocalCall, operands: Sequence[Any] | None = None) -> Any:
+    """The operator itself; a group norm is given the local numbers of samples, channels and groups."""
+    if not _is_grouped(call):
+        return call.run(operands=operands)
+    groups = call.size("g")
+    return call.run(None, operands, N=call.size("n"), C=call.arg("C") // call.arg("group") * groups, group=groups)
 
 
-def _row_means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
-    shape, names = call.arg("normalized_shape"), _normalized_dims(call.call)
-    return _means(call, values, range(-len(shape), 0), names, math.prod(shape))
+def _rows(call: LocalCall, value: Any) -> Any:
+    """An image of a group norm as `[n, g, channels of the group and positions]`, in the dtype of sums; others as is."""
+    if not _is_grouped(call):
+        return value
+    value = value.to(accumulation_dtype(value.dtype))
+    return value.reshape([value.shape[0], call.size("g"), -1])
 
 
-@rule_maker("aten.native_layer_norm_backward", "autoshard.rms_norm_backward")
+def _image(call: LocalCall, rows: Any) -> Any:
+    """The image whose `_rows` these are."""
+    return rows.view(list(named_values(call)["input"].shape)) if _is_grouped(call) else rows
+
+
+def _parameter(call: LocalCall, value: Any) -> Any:
+    """Weight or bias, shaped to broadcast over the input."""
+    return _per_channel(call, value) if _is_grouped(call) else value
+
+
+def _means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
+    """Means of several values over what one statistic is of, other ranks' elements included."""
+    family = _family(call.call)
+    sums = [value.sum(family.dims, True) for value in values]
+    # The count is that of the whole tensor: padding has been replaced by zeros, and does not count.
+    return [value / family.count for value in all_reduce_stacked(call, sums, family.names)]
+
+
+@rule_maker("aten.native_layer_norm_backward", "autoshard.rms_norm_backward", "aten.native_group_norm_backward")
 def normalization_backward(call: OpCall) -> Rule:
-    """Gradients of the input, the weight and, for layer norm, the bias; linear in the incoming gradient."""
-    names = _normalized_dims(call)
-    inner, ones = " ".join(names), " ".join("1" for _ in names)
-    statistics, whole = f"... {ones}", f"... {inner}"
-    sums = 1 if call.op.namespace == "autoshard" else 2  # a root-mean-square norm takes no mean off the gradient
+    """Gradients of the input, the weight and, but for root-mean-square norms, the bias; linear in the incoming one."""
+    family = _family(call)
+    results = [family.image, *[family.parameter] * (len(call.results) - 1)]
+    sums = 2
+    if _is_root_mean_square(call):
+        sums = 1  # no mean is taken off the gradient
+        # The operator gives no elements where a gradient is not asked for.
+        wanted = zip(results, call.arg("output_mask"), strict=True)
+        results = [dims if asked else f"none{index}!" for index, (dims, asked) in enumerate(wanted)]
     itemsize = accumulation_dtype(call.operands[0].dtype).itemsize
-    results = [whole, *[inner] * (len(call.results) - 1)]
     return bind_named(
         call,
-        {"grad_out": whole, "input": whole, "mean": statistics, "rstd": statistics, "weight": inner, "bias": inner},
-        [_gradient_dims(call, index, dims) for index, dims in enumerate(results)],
+        dict.fromkeys(("grad_out", "input"), family.image)
+        | dict.fromkeys(("mean", "rstd"), family.statistic)
+        | dict.fromkeys(("weight", "bias"), family.parameter),
+        results,
         linear=[{"grad_out"}],
-        exchange=dict.fromkeys(names, sums * _row_count(call) * itemsize),
-        local=_normalization_backward,
+        sizes=family.sizes,
+        exchange=dict.fromkeys(family.names, sums * family.statistics * itemsize),
+        local=_normalize_backward,
         uneven=True,
-        fill=dict.fromkeys(names, 0.0),
+        fill=dict.fromkeys(family.names, 0.0),
     )
 
 
-def _gradient_dims(call: OpCall, result: int, dims: str) -> str:
-    """Dims of a gradient; the operator of root-mean-square norms gives no elements where none is asked for."""
-    absent = call.op.namespace == "autoshard" and not call.arg("output_mask")[result]
-    return f"none{result}!" if absent else dims
-
-
-def _normalization_backward(call: LocalCall) -> Any:
-    if not split_axes(call, _normalized_dims(call.call)):
-        return call.run()
+def _normalize_backward(call: LocalCall) -> Any:
     values = named_values(call)
+    if not split_axes(call, _family(call.call).names):
+        # The kernel of group norms reads both images as if they lay alike. By fake tensors the gradient of a loss lies
+        # as the loss's input; kernels of `mse_loss_backward` and others of its kind make it row-major.
+        images = [image.contiguous() for image in call.operands[:2]] if _is_grouped(call) else call.operands[:2]
+        return _run_with_local_groups(call, [*images, *call.operands[2:]])
     dtype = accumulation_dtype(values["input"].dtype)
-    gradient, x = cast(call, values["grad_out"], dtype), cast(call, values["input"], dtype)
-    scale = cast(call, values["rstd"], dtype)
-    centered = x - cast(call, values["mean"], dtype) if "mean" in values else x
-    normal = centered * scale
-    along = gradient * normal
-    mask = call.arg("output_mask")
-    results = [_row_gradient(call, gradient, normal) * scale if mask[0] else None]
-    results += [
-        _batch_sum(call, value) if wanted else None for wanted, value in zip(mask[1:], (along, gradient), strict=False)
-    ]
+    gradient, x = values["grad_out"].to(dtype), values["input"].to(dtype)
+    statistics = [values[name].to(dtype) for name in ("mean", "rstd") if name in values]
+    if _is_grouped(call):
+        statistics = [value.unsqueeze(-1) for value in statistics]
+    *mean, scale = statistics
+    normal = _rows(call, x)
+    normal = (normal - mean[0] if mean else normal) * scale
+    along, wanted = gradient * _image(call, normal), call.arg("output_mask")
+    results = [_input_gradient(call, gradient, normal, scale, bool(mean)) if wanted[0] else None]
+    # Sums over what the parameters lack, which are left partial.
+    parameter_dims = [1] if _is_grouped(call) else _family(call.call).dims
+    dims = [dim for dim in range(len(gradient.shape)) if dim not in parameter_dims]
+    for asked, value in zip(wanted[1:], (along, gradient), strict=False):
+        results.append((value.sum(dims) if dims else value) if asked else None)
     return tuple(_cast_or_empty(call, index, value) for index, value in enumerate(results))
+
+
+def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any, has_mean: bool) -> Any:
+    """The gradient of the input, centered over what one statistic is of, the weight in it."""
+    values = named_values(call)
+    if "weight" in values:
+        gradient = gradient * _parameter(call, values["weight"])
+    gradient = _rows(call, gradient)
+    along = gradient * normal
+    *mean, mean_along = _means(call, [gradient, along] if has_mean else [along])
+    return _image(call, _center(gradient, normal, mean[0] if mean else None, mean_along) * scale)
 
 
 def _cast_or_empty(call: LocalCall, index: int, value: Any) -> Any:
     """A gradient in the dtype of its result; of one that is not asked for, what the operator gives in its place."""
     if value is not None:
-        return cast(call, value, result_dtype(call, index))
+        return value.to(result_dtype(call, index))
     # The operator of root-mean-square norms gives a tensor without elements, ATen's gives None.
-    return None if call.call.results[index] is None else call.emit.new_empty(call.operands[0], [0])
-
-
-def _row_gradient(call: LocalCall, gradient: Any, normal: Any) -> Any:
-    """The centered gradient, the weight in it; without a mean of rows, none is taken off the gradient."""
-    values = named_values(call)
-    if "weight" in values:
-        gradient = gradient * cast(call, values["weight"], gradient.dtype)
-    along = gradient * normal
-    *mean, mean_along = _row_means(call, [gradient, along] if "mean" in values else [along])
-    return _center(gradient, normal, mean[0] if mean else None, mean_along)
-
-
-def _batch_sum(call: LocalCall, value: Any) -> Any:
-    """Sum over the dims that are not normalised."""
-    dims = list(range(len(value.shape) - len(call.arg("normalized_shape"))))
-    return call.emit.sum(value, dims) if dims else value
-
-
-# Group norm: statistics per sample and group, over the channels `k` of the group and the positions.
-
-
-def _group_dims(call: OpCall) -> list[str]:
-    """Names of the dims that statistics are taken over."""
-    return ["k", *factor_names("s", len(shape_of(call, "input")) - 2)]
-
-
-def _group_image(call: OpCall) -> str:
-    return " ".join(["n (g k)", *_group_dims(call)[1:]])
-
-
-def _group_sizes(call: OpCall) -> dict[str, int]:
-    return {"g": call.arg("group"), "k": call.arg("C") // call.arg("group")}
-
-
-@rule_maker("aten.native_group_norm")
-def group_norm(call: OpCall) -> Rule:
-    """Result, mean and reciprocal deviation."""
-    names, means = _group_dims(call), call.arg("N") * call.arg("group")
-    return bind_named(
-        call,
-        {"input": _group_image(call), "weight": "(g k)", "bias": "(g k)"},
-        [_group_image(call), "n g", "n g"],
-        sizes=_group_sizes(call),
-        reduce=dict.fromkeys(names),
-        exchange=dict.fromkeys(names, moments_exchange(means, call.operands[0].dtype)),
-        local=_group_norm,
-        uneven=True,
-        fill=dict.fromkeys(names, 0.0),
-    )
-
-
-def _group_norm(call: LocalCall) -> Any:
-    names = _group_dims(call.call)
-    if not split_axes(call, names):
-        return _run_group_norm(call)
-    emit, image = call.emit, named_values(call)["input"]
-    x = _reshape_to_groups(call, image)
-    moments = joined_moments(call, x, ["", "", " ".join(names)])
-    mean, variance = (emit.squeeze(value, 2) for value in moments)
-    scale = emit.rsqrt(variance + call.arg("eps"))
-    result = (x - emit.unsqueeze(mean, -1)) * emit.unsqueeze(scale, -1)
-    result = _affine(call, emit.view(result, list(image.shape)), lambda parameter: _per_channel(call, parameter))
-    return cast_results(call, [result, mean, scale])
-
-
-def _run_group_norm(call: LocalCall, operands: Sequence[Any] | None = None) -> Any:
-    """The operator itself, given the local numbers of samples, channels and groups."""
-    groups = call.size("g")
-    return call.run(None, operands, N=call.size("n"), C=call.arg("C") // call.arg("group") * groups, group=groups)
-
-
-def _reshape_to_groups(call: LocalCall, value: Any) -> Any:
-    """An image as `[n, g, channels of the group and positions]`, in the dtype that sums are taken in."""
-    value = cast(call, value, accumulation_dtype(value.dtype))
-    return call.emit.reshape(value, [value.shape[0], call.size("g"), -1])
-
-
-@rule_maker("aten.native_group_norm_backward")
-def group_norm_backward(call: OpCall) -> Rule:
-    """Gradients of input, weight and bias, linear in the incoming one."""
-    image, names = _group_image(call), _group_dims(call)
-    itemsize = accumulation_dtype(call.operands[0].dtype).itemsize
-    return bind_named(
-        call,
-        {"grad_out": image, "input": image, "mean": "n g", "rstd": "n g", "weight": "(g k)"},
-        [image, "(g k)", "(g k)"],
-        linear=[{"grad_out"}],
-        sizes=_group_sizes(call),
-        exchange=dict.fromkeys(names, 2 * itemsize * call.arg("N") * call.arg("group")),
-        local=_group_norm_backward,
-        uneven=True,
-        fill=dict.fromkeys(names, 0.0),
-    )
-
-
-def _group_norm_backward(call: LocalCall) -> Any:
-    emit = call.emit
-    if not split_axes(call, _group_dims(call.call)):
-        # The kernel reads both images as if they lay alike. By fake tensors the gradient of a loss lies as the loss's
-        # input; kernels of `mse_loss_backward` and others of its kind make it row-major.
-        images = [emit.contiguous(image) for image in call.operands[:2]]
-        return _run_group_norm(call, [*images, *call.operands[2:]])
-    values, dtype = named_values(call), accumulation_dtype(call.call.operands[0].dtype)
-    local = list(values["input"].shape)
-    mean, scale = (emit.unsqueeze(cast(call, values[name], dtype), -1) for name in ("mean", "rstd"))
-    normal = (_reshape_to_groups(call, values["input"]) - mean) * scale
-    gradient = cast(call, values["grad_out"], dtype)
-    along = gradient * emit.view(normal, local)
-    mask = call.arg("output_mask")
-    whole = _group_gradient(call, gradient, normal, scale) if mask[0] else None
-    dims = [dim for dim in range(len(local)) if dim != 1]
-    sums = [emit.sum(value, dims) for value in (along, gradient)]
-    return cast_results(
-        call, [whole, *(value if wanted else None for wanted, value in zip(mask[1:], sums, strict=True))]
-    )
-
-
-def _group_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any) -> Any:
-    """Gradient of the input, centered over each group, the weight in it."""
-    values, shape = named_values(call), shape_of(call.call, "input")
-    if "weight" in values:
-        gradient = gradient * _per_channel(call, values["weight"])
-    gradient = _reshape_to_groups(call, gradient)
-    count = math.prod(shape[1:]) // call.arg("group")
-    means = _means(call, [gradient, gradient * normal], [2], _group_dims(call.call), count)
-    return call.emit.view(_center(gradient, normal, *means) * scale, list(values["input"].shape))
+    return None if call.call.results[index] is None else call.operands[0].new_empty([0])
 
 
 # Batch norm, in all spellings that functional graphs have of it: statistics per channel, over samples and positions. In
@@ -326,16 +278,6 @@ def _is_training(call: OpCall) -> bool:
     return name in _ALWAYS_TRAINING or bool(call.arg("training"))
 
 
-def _batch_dims(call: OpCall) -> list[str]:
-    """Names of the dims that statistics are taken over: all but the channels."""
-    return ["n", *factor_names("s", len(call.operands[0].shape) - 2)]
-
-
-def _batch_image(call: OpCall) -> str:
-    batch, *spatial = _batch_dims(call)
-    return " ".join([batch, "c", *spatial])
-
-
 @rule_maker(
     "aten._native_batch_norm_legit_functional",
     "aten._native_batch_norm_legit.no_stats",
@@ -345,13 +287,13 @@ def _batch_image(call: OpCall) -> str:
 )
 def batch_norm(call: OpCall) -> Rule:
     """Forward; the results after the first are statistics per channel, or placeholders without elements."""
-    names, training = _batch_dims(call), _is_training(call)
-    channels = call.operands[0].shape[1]
+    family, training = _family(call), _is_training(call)
+    names, channels = family.names, family.statistics
     later = ["c" if meta is None or meta.shape == (channels,) else f"z{i}!" for i, meta in enumerate(call.results)]
     return bind_named(
         call,
-        {"input": _batch_image(call), **dict.fromkeys(_CHANNELS, "c")},
-        [_batch_image(call), *later[1:]],
+        {"input": family.image, **dict.fromkeys(_CHANNELS, "c")},
+        [family.image, *later[1:]],
         reduce={**dict.fromkeys(names), "c": None},
         exchange=dict.fromkeys(names, moments_exchange(channels, call.operands[0].dtype) if training else 0),
         local=_batch_norm if training else None,
@@ -360,23 +302,18 @@ def batch_norm(call: OpCall) -> Rule:
     )
 
 
+@if_sharded(by=lambda call: _family(call).names)
 def _batch_norm(call: LocalCall) -> Any:
-    names = _batch_dims(call.call)
-    if not split_axes(call, names):
-        return call.run()
-    emit, values = call.emit, named_values(call)
-    x = values["input"]
-    batch, *spatial = names
-    moments = joined_moments(call, x, [batch, "", *spatial])
-    mean, variance = (emit.view(value, [-1]) for value in moments)
-    scale = emit.rsqrt(variance + call.arg("eps"))
-    parameters = [cast(call, values[name], mean.dtype) if name in values else None for name in ("weight", "bias")]
+    values, x = named_values(call), named_values(call)["input"]
+    mean, variance = (value.view([-1]) for value in joined_moments(call, x, _family(call.call).layout))
+    scale = (variance + call.arg("eps")).rsqrt()
+    parameters = [values[name].to(mean.dtype) if name in values else None for name in ("weight", "bias")]
     # The statistics are known now: the inference kernel applies them in one pass.
-    result, _, _ = emit._native_batch_norm_legit_no_training(x, *parameters, mean, variance, 0.0, call.arg("eps"))
+    result, _, _ = x._native_batch_norm_legit_no_training(*parameters, mean, variance, 0.0, call.arg("eps"))
     results = [result, mean, scale]
     if len(call.call.results) == 6:
         # The space that cuDNN keeps for its backward kernel: without elements, since that kernel did not run.
-        results.append(emit.new_empty(call.operands[0], [0], dtype=result_dtype(call, 3), layout=None, device=None))
+        results.append(call.operands[0].new_empty([0], dtype=result_dtype(call, 3), layout=None, device=None))
     if "running_mean" in values:
         results += _update_running_statistics(call, mean, variance)
     return cast_results(call, results)
@@ -384,15 +321,10 @@ def _batch_norm(call: LocalCall) -> Any:
 
 def _update_running_statistics(call: LocalCall, mean: Any, variance: Any) -> list[Any]:
     """The running statistics moved towards those of the batch; the variance kept is the unbiased one."""
-    shape = shape_of(call.call, "input")
-    count = math.prod(shape) // shape[1]
+    values, momentum, count = named_values(call), call.arg("momentum"), _family(call.call).count
     unbiased = variance * (count / max(count - 1, 1))
-    values, momentum = named_values(call), call.arg("momentum")
-    moved = []
-    for name, fresh in (("running_mean", mean), ("running_var", unbiased)):
-        kept = values[name] * (1.0 - momentum)
-        moved.append(kept + fresh * momentum)
-    return moved
+    fresh = {"running_mean": mean, "running_var": unbiased}
+    return [values[name] * (1.0 - momentum) + value * momentum for name, value in fresh.items()]
 
 
 @rule_maker("aten.native_batch_norm_backward", "aten.batch_norm_backward")
@@ -402,7 +334,8 @@ def batch_norm_backward(call: OpCall) -> Rule:
     In training the sums over the batch are exchanged inside, and are the gradients of weight and bias; in inference
     those are left partial over the batch.
     """
-    names, image = _batch_dims(call), _batch_image(call)
+    family = _family(call)
+    names, image = family.names, family.image
     training = bool(call.arg("update" if call.op.name() == "aten::batch_norm_backward" else "train"))
     sums = 2 * call.operands[0].shape[1] * accumulation_dtype(call.operands[0].dtype).itemsize
     return bind_named(
@@ -420,32 +353,116 @@ def batch_norm_backward(call: OpCall) -> Rule:
     )
 
 
+@if_sharded(by=lambda call: _family(call).names)
 def _batch_norm_backward(call: LocalCall) -> Any:
-    names = _batch_dims(call.call)
-    if not split_axes(call, names):
-        return call.run()
-    emit, values = call.emit, named_values(call)
-    shape = shape_of(call.call, "input")
+    values, family = named_values(call), _family(call.call)
     dtype = accumulation_dtype(values["input"].dtype)
-    gradient, x = cast(call, values["grad_out"], dtype), cast(call, values["input"], dtype)
-    dims = [dim for dim in range(len(shape)) if dim != 1]
+    gradient, x = values["grad_out"].to(dtype), values["input"].to(dtype)
     # Both kernels save the reciprocal deviation; one of them calls it a variance.
-    deviation = cast(call, values["save_invstd" if "save_invstd" in values else "save_var"], dtype)
-    mean, scale = _per_channel(call, cast(call, values["save_mean"], dtype)), _per_channel(call, deviation)
+    deviation = values["save_invstd" if "save_invstd" in values else "save_var"].to(dtype)
+    mean, scale = _per_channel(call, values["save_mean"].to(dtype)), _per_channel(call, deviation)
     normal = (x - mean) * scale
-    sums = [emit.sum(value, dims) for value in (gradient * normal, gradient)]
-    sums = all_reduce_stacked(call, sums, names)
-    results = [_channel_gradient(call, gradient, normal, scale, sums), *sums]
-    mask = call.arg("output_mask")
-    return cast_results(call, [value if wanted else None for wanted, value in zip(mask, results, strict=True)])
+    sums = [value.sum(family.dims) for value in (gradient * normal, gradient)]
+    sums = all_reduce_stacked(call, sums, family.names)
+    results = zip(call.arg("output_mask"), [_channel_gradient(call, gradient, normal, scale, sums), *sums], strict=True)
+    return cast_results(call, [value if wanted else None for wanted, value in results])
 
 
 def _channel_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any, sums: Sequence[Any]) -> Any:
     """Gradient of the input, centered over each channel: the weight, one number of it, is part of the scale."""
-    values, shape = named_values(call), shape_of(call.call, "input")
-    count = math.prod(shape) // shape[1]
+    values, count = named_values(call), _family(call.call).count
     along, straight = (_per_channel(call, value / count) for value in sums)
     gradient = _center(gradient, normal, straight, along)
     if "weight" in values:
-        scale = scale * _per_channel(call, cast(call, values["weight"], scale.dtype))
+        scale = scale * _per_channel(call, values["weight"].to(scale.dtype))
     return gradient * scale
+
+
+# Weight normalisation: the direction of a weight and its length, one number per slice of the dim `dim`.
+#
+# The other dims may be sharded as well: the ranks then exchange sums of one number per slice.
+
+
+def _weight_dims(call: OpCall) -> tuple[str, str, list[str]]:
+    """Dims of the weight, dims of its lengths, and the names of the dims that are summed over."""
+    names = factor_names("d", len(call.operands[0].shape))
+    kept = names[call.arg("dim")]
+    weight = " ".join("o" if name == kept else name for name in names)
+    lengths = " ".join("o" if name == kept else "1" for name in names)
+    return weight, lengths, [name for name in names if name != kept]
+
+
+def _summed_names(call: OpCall) -> list[str]:
+    return _weight_dims(call)[2]
+
+
+@rule_maker("aten._weight_norm_interface", "aten._weight_norm_interface_backward")
+def weight_norm(call: OpCall) -> Rule:
+    """The weight `v · g / |v|` and the lengths `|v|`; or the gradients of `v` and `g`, linear in the incoming one."""
+    weight, lengths, summed = _weight_dims(call)
+    backward = "backward" in call.op.name()
+    return bind_named(
+        call,
+        dict.fromkeys(("v", "grad_w", "saved_v"), weight) | dict.fromkeys(("g", "saved_g", "saved_norms"), lengths),
+        [weight, lengths],
+        linear=[{"grad_w"}] if backward else [],
+        reduce=dict.fromkeys(summed),
+        exchange=dict.fromkeys(summed, 4 * call.operands[0].shape[call.arg("dim")]),
+        local=_weight_norm_backward if backward else _weight_norm,
+        uneven=True,
+        fill=dict.fromkeys(summed, 0.0),
+    )
+
+
+def _slice_sum(call: LocalCall, value: Any) -> Any:
+    """Sum over all dims but the one that is kept, other ranks included; dims of size one stay."""
+    rank = len(value.shape)
+    dims = [dim for dim in range(rank) if dim != call.arg("dim") % rank]
+    return all_reduce_over(call, value.sum(dims, True), _summed_names(call.call))
+
+
+def _accumulated(call: LocalCall) -> Iterable[Any]:
+    """The operands in the dtypes that sums of them are taken in."""
+    return (value.to(accumulation_dtype(value.dtype)) for value in call.operands)
+
+
+@if_sharded(by=_summed_names)
+def _weight_norm(call: LocalCall) -> Any:
+    v, g = _accumulated(call)
+    lengths = _slice_sum(call, v * v).sqrt()
+    return cast_results(call, [v * (g / lengths), lengths])
+
+
+@if_sharded(by=_summed_names)
+def _weight_norm_backward(call: LocalCall) -> Any:
+    """`grad_g = sum(grad · v) / |v|` and `grad_v = g / |v| · (grad - v · grad_g / |v|)`."""
+    gradient, v, g, lengths = _accumulated(call)
+    grad_g = _slice_sum(call, gradient * v) / lengths
+    across = gradient - v * (grad_g / lengths)
+    return cast_results(call, [across * (g / lengths), grad_g])
+
+
+# Rows that are scaled down to a largest norm: each on its own, and each needed whole.
+
+
+@rule_maker("aten.renorm")
+def _renorm(call: OpCall) -> Rule:
+    """Slices along one dim."""
+    ndim = len(call.operands[0].shape)
+    kept = call.arg("dim") % ndim
+    dims = " ".join(f"d{dim}" if dim == kept else f"d{dim}!" for dim in range(ndim))
+    return bind(f"{dims} -> {dims}", call)
+
+
+@rule_maker("aten.embedding_renorm")
+def _embedding_renorm(call: OpCall) -> Rule:
+    """Rows of a table that the indices name; a rank of a sharded table scales its own."""
+    return bind("v^ d!, ...! -> v d!", call, local=_local_embedding_renorm)
+
+
+@if_sharded("v")
+def _local_embedding_renorm(call: LocalCall) -> Any:
+    table, indices = call.operands
+    stretch = call.operand_shape(0)[0]
+    place, _ = localize_index(call, indices, "v", stretch, stretch)
+    return drop_spare(call.run(operands=[append_spare(table, [0]), place]), [0])

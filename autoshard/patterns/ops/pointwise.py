@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from autoshard.patterns.build import build
 from autoshard.patterns.notation import bind
-from autoshard.patterns.registry import rule, rule_maker
+from autoshard.patterns.ops._helpers import numbered_dims
+from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.view_factors import view_rule
 
 Sets = Mapping[int, str]
 """Linear sets by the number of tensor operands: `aten.add.Tensor` may be called with a number in place of one."""
@@ -84,36 +84,27 @@ for _names, _sets in _LINEAR:
     rule_maker(*(f"aten.{name}" for name in _names.split()), linear=_sets)(pointwise_rule)
 
 
-# With a number in place of a tensor: zeros leave a partial sum partial, any other number would be added once per rank.
-
-
-@rule_maker("aten.masked_fill.Scalar")
-def _masked_fill(call: OpCall) -> Rule:
-    return pointwise_rule(call, {2: "0"} if call.arg("value") == 0 else None)
-
-
-@rule_maker("aten.where.ScalarSelf")
-def _where_scalar_self(call: OpCall) -> Rule:
-    return pointwise_rule(call, {2: "1"} if call.arg("self") == 0 else None)
-
-
-@rule_maker("aten.where.ScalarOther")
-def _where_scalar_other(call: OpCall) -> Rule:
-    return pointwise_rule(call, {2: "1"} if call.arg("other") == 0 else None)
+@rule_maker("aten.masked_fill.Scalar", number="value", linear="0")
+@rule_maker("aten.where.ScalarSelf", number="self", linear="1")
+@rule_maker("aten.where.ScalarOther", number="other", linear="1")
+def _with_number(call: OpCall, number: str, linear: str) -> Rule:
+    """A number in place of a tensor: zeros leave a partial sum partial, any other would be added once per rank."""
+    return pointwise_rule(call, {2: linear} if call.arg(number) == 0 else None)
 
 
 @rule_maker("aten.glu", "aten.glu_backward")
 def _glu(call: OpCall) -> Rule:
     """The two halves of a dim multiply each other: the dim is (2, n) on one side and n on the other."""
-    backward = call.op._schema.name == "aten::glu_backward"
     gated = call.operands[-1]
     dim = call.arg("dim") % len(gated.shape)
-    sizes = {f"d{index}": size for index, size in enumerate(gated.shape)}
+    sizes = numbered_dims(gated.shape)
     sizes[f"d{dim}"] //= 2
-    small = [[name] for name in sizes]
-    large = [["halves", *names] if index == dim else names for index, names in enumerate(small)]
-    operands, results = ([small, large], [large]) if backward else ([large], [small])
-    return build({"halves": 2, **sizes}, operands, results, whole=["halves"], linear=[{0}] if backward else [])
+    small = list(sizes)
+    large = [["halves", name] if index == dim else name for index, name in enumerate(small)]
+    sizes = {"halves": 2, **sizes}
+    if call.op._schema.name == "aten::glu_backward":
+        return build(sizes, [small, large], [large], whole=["halves"], linear=[{0}])
+    return build(sizes, [large], [small], whole=["halves"])
 
 
 # The operators of the `prims` namespace, into which torch decomposes others: `aten` operators under stricter types.
@@ -137,58 +128,3 @@ _LINEAR_PRIMS: tuple[tuple[str, Sets], ...] = (
 )
 for _names, _sets in _LINEAR_PRIMS:
     rule_maker(*(f"prims.{name}" for name in _names.split()), linear=_sets)(pointwise_rule)
-
-rule("prims.view_of", "... -> ...", linear="0", free=True)
-rule_maker("prims.squeeze", "prims.split_dim", "prims.collapse_view", "prims.collapse", "prims.reshape")(view_rule)
-
-
-@rule_maker("prims.transpose")
-def _transpose(call: OpCall) -> Rule:
-    """The dims in the order of the argument `permutation`."""
-    (operand,) = call.operands
-    names = [f"d{dim}" for dim in range(len(operand.shape))]
-    target = [[names[dim]] for dim in call.arg("permutation")]
-    sizes = dict(zip(names, operand.shape, strict=True))
-    return build(sizes, [[[name] for name in names]], [target], linear=[{0}], free=True)
-
-
-@rule_maker("prims.broadcast_in_dim")
-def _broadcast(call: OpCall) -> Rule:
-    """Every dim of the operand becomes a dim of the result; what is repeated is a factor that only the result has."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)}
-    placed = zip(operand.shape, call.arg("broadcast_dimensions"), strict=True)
-    source = [[f"d{dim}"] if size == result.shape[dim] else [] for size, dim in placed]
-    return build(
-        sizes,
-        [source],
-        [[[name] for name in sizes]],
-        linear=[{0}],
-        local=lambda program: program.run(shape=list(program.result_shape())),
-        free=True,
-    )
-
-
-@rule_maker("prims.rev")
-def _rev(call: OpCall) -> Rule:
-    """Dims stay where they are; those that are turned round must be whole."""
-    (operand,) = call.operands
-    sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
-    named = [[name] for name in sizes]
-    return build(sizes, [named], [named], whole=[f"d{dim}" for dim in call.arg("dims")], linear=[{0}])
-
-
-_KINDS = {"prims::sum": "sum", "prims::amax": "max", "prims::amin": "min", "prims::prod": "product"}
-"""Reductions, and the kind of partial result that the shards of a reduced dim leave."""
-
-
-@rule_maker(*_KINDS)
-def _reduction(call: OpCall) -> Rule:
-    (operand,) = call.operands
-    name = call.op._schema.name
-    sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
-    kept = [[dim_name] for dim, dim_name in enumerate(sizes) if dim not in call.arg("dims")]
-    reductions = {f"d{dim}": (_KINDS[name],) for dim in call.arg("dims")}
-    linear = [{0}] if name == "prims::sum" else []
-    return build(sizes, [[[dim_name] for dim_name in sizes]], [kept], reductions=reductions, linear=linear)

@@ -15,7 +15,7 @@ import torch
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._draws import draws
-from autoshard.patterns.ops._helpers import accumulation_dtype, cast, factor_names, result_dtype
+from autoshard.patterns.ops._helpers import accumulation_dtype, factor_names, result_dtype
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
@@ -61,12 +61,6 @@ def shard_index(call: LocalCall) -> Any:
     return call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0], host=True)
 
 
-@rule_maker("aten.native_dropout")
-def native_dropout(call: OpCall) -> Rule:
-    """Result and mask."""
-    return bind("... -> ..., ...", call, local=_native_dropout, uneven=True)
-
-
 def _native_dropout(call: LocalCall) -> Any:
     p = call.arg("p")
     if p == 0 or call.arg("train") is False:  # nothing is drawn
@@ -74,28 +68,23 @@ def _native_dropout(call: LocalCall) -> Any:
     mask = draw(call, draws.bernoulli.default, 1.0 - p, dtype=result_dtype(call, 1))
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     # Masking and scaling in one pass is what the backward kernel does.
-    return call.emit.native_dropout_backward(call.operands[0], mask, scale), mask
+    return call.operands[0].native_dropout_backward(mask, scale), mask
 
 
+rule("aten.native_dropout", "... -> ..., ...", local=_native_dropout, uneven=True)
 rule("aten.native_dropout_backward", "..., ... -> ...", linear="0")
 
 
-def _operandless_rule(call: OpCall, local: LocalProgram) -> Rule:
-    """The rule of an operator without tensor operands: the dims of its result are its only loops."""
-    meta = call.results[0]
-    assert meta is not None
-    return bind(f"-> {' '.join(factor_names('d', len(meta.shape)))}", call, local=local, uneven=True)
+def _draw_rule(call: OpCall, local: LocalProgram) -> Rule:
+    """Operands and result that are broadcast together, or a result alone, whose dims are the only loops."""
+    if call.operands:
+        return bind(f"{', '.join('...' for _ in call.operands)} -> ...", call, local=local, uneven=True)
+    return bind(f"-> {' '.join(factor_names('d', len(call.result.shape)))}", call, local=local, uneven=True)
 
 
 def register_draw(program: LocalProgram, *names: str) -> None:
-    """Register operators whose operands and result are broadcast together, or that have a result alone."""
-
-    def make(call: OpCall) -> Rule:
-        if not call.operands:
-            return _operandless_rule(call, program)
-        return bind(f"{', '.join('...' for _ in call.operands)} -> ...", call, local=program, uneven=True)
-
-    rule_maker(*names)(make)
+    """Register operators of ATen by the program that draws their result."""
+    rule_maker(*(f"aten.{name}" for name in names), local=program)(_draw_rule)
 
 
 def draw_program(op: Any, *arguments: str | float) -> Callable[[LocalCall], Any]:
@@ -107,53 +96,43 @@ def draw_program(op: Any, *arguments: str | float) -> Callable[[LocalCall], Any]
     return program
 
 
-register_draw(
-    draw_program(draws.uniform.default, 0.0, 1.0),
-    *("aten.rand.default", "aten.rand.generator", "aten.rand_like.default", "aten.rand_like.generator"),
-)
-register_draw(
-    draw_program(draws.normal.default, 0.0, 1.0),
-    *("aten.randn.default", "aten.randn.generator", "aten.randn_like.default", "aten.randn_like.generator"),
-)
-register_draw(
-    draw_program(draws.integers.default, 0, "high"),
-    *("aten.randint.default", "aten.randint.generator", "aten.randint_like.default", "aten.randint_like.generator"),
-)
-register_draw(
-    draw_program(draws.integers.default, "low", "high"),
-    *("aten.randint.low", "aten.randint.low_generator", "aten.randint_like.low_dtype"),
-    "aten.randint_like.low_generator_dtype",
-)
-register_draw(draw_program(draws.uniform.default, "from", "to"), "aten.uniform.default")
-register_draw(
-    draw_program(draws.normal.default, "mean", "std"), "aten.normal_functional.default", "aten.normal.float_float"
-)
-register_draw(draw_program(draws.bernoulli.default, "p"), "aten.bernoulli.p")
+for _op, _arguments, _names in (
+    (draws.uniform, (0.0, 1.0), "rand.default rand.generator rand_like.default rand_like.generator"),
+    (draws.normal, (0.0, 1.0), "randn.default randn.generator randn_like.default randn_like.generator"),
+    (draws.integers, (0, "high"), "randint.default randint.generator randint_like.default randint_like.generator"),
+    (draws.integers, ("low", "high"), "randint.low randint.low_generator randint_like.low_dtype"),
+    (draws.integers, ("low", "high"), "randint_like.low_generator_dtype"),
+    (draws.integers, (0, "to"), "random.to"),
+    (draws.uniform, ("from", "to"), "uniform.default"),
+    (draws.normal, ("mean", "std"), "normal_functional.default normal.float_float"),
+    (draws.bernoulli, ("p",), "bernoulli.p"),
+):
+    register_draw(draw_program(_op.default, *_arguments), *_names.split())
+
+
+def _uniform(call: LocalCall, dtype: torch.dtype | None, size: Sequence[int] | None = None) -> Any:
+    """Uniform numbers in [0, 1)."""
+    return draw(call, draws.uniform.default, 0.0, 1.0, size=size, dtype=dtype)
 
 
 def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
     """The negative of exponentially distributed numbers of rate one."""
-    uniform = draw(call, draws.uniform.default, 0.0, 1.0, size=size, dtype=dtype)
     # Zero is drawn and one is not, so that 1 - u is never zero.
-    return call.emit.log1p(-uniform)
+    return (-_uniform(call, dtype, size)).log1p()
 
 
-def _exponential(call: LocalCall) -> Any:
-    return _exponential_noise(call) * (-1.0 / call.arg("lambd"))
-
-
-register_draw(_exponential, "aten.exponential.default")
+register_draw(lambda call: _exponential_noise(call) * (-1.0 / call.arg("lambd")), "exponential.default")
 
 
 def _bernoulli(call: LocalCall) -> Any:
     """Ones with the probabilities in the last operand, which is the first where there is only one."""
     probabilities = call.operands[-1]
-    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=accumulation_dtype(probabilities.dtype))
+    uniform = _uniform(call, accumulation_dtype(probabilities.dtype))
     # In the probabilities' own half precision a small one would round to few of the uniform numbers, or to none.
-    return cast(call, uniform < probabilities, result_dtype(call))
+    return (uniform < probabilities).to(result_dtype(call))
 
 
-register_draw(_bernoulli, "aten.bernoulli.default", "aten.bernoulli.Tensor")
+register_draw(_bernoulli, "bernoulli.default", "bernoulli.Tensor")
 
 
 def _normal(call: LocalCall) -> Any:
@@ -161,51 +140,40 @@ def _normal(call: LocalCall) -> Any:
     value = draw(call, draws.normal.default, 0.0, 1.0)
     mean, std = call.arg("mean"), call.arg("std")
     value = value * (call.operands[-1] if isinstance(std, TensorMeta) else std)
-    if isinstance(mean, TensorMeta):
-        return value + call.operands[0]
-    return value + mean
+    return value + (call.operands[0] if isinstance(mean, TensorMeta) else mean)
 
 
-register_draw(_normal, "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
-
-
-@rule_maker("aten.randperm")
-def randperm(call: OpCall) -> Rule:
-    """A permutation, the same on every rank."""
-    return bind("-> d!", call, local=_randperm)
+register_draw(_normal, "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
 
 
 def _randperm(call: LocalCall) -> Any:
+    """A permutation, the same on every rank."""
     # Keys in double precision: that two of many are equal, and the order not random, is as good as excluded.
-    keys = draw(call, draws.uniform.default, 0.0, 1.0, dtype=torch.float64)
-    return cast(call, call.emit.argsort(keys, stable=True), result_dtype(call))
+    return _uniform(call, torch.float64).argsort(stable=True).to(result_dtype(call))
 
 
-@rule_maker("aten.multinomial")
-def multinomial(call: OpCall) -> Rule:
-    """Indices drawn by weight; rows are independent."""
-    return bind("... d! -> ... k!", call, local=_multinomial, uneven=True)
+rule("aten.randperm", "-> d!", local=_randperm)
 
 
 def _multinomial(call: LocalCall) -> Any:
-    emit, count = call.emit, call.arg("num_samples")
-    dtype = accumulation_dtype(call.operands[0].dtype)
-    weights = cast(call, call.operands[0], dtype)
+    """Indices drawn by weight; rows are independent."""
+    (weights,), count = call.operands, call.arg("num_samples")
+    weights = weights.to(accumulation_dtype(weights.dtype))
     if call.arg("replacement") and count > 1:
         return _with_replacement(call, weights)
     # Exponential clocks: the first to ring have the odds of draws one after another without replacement.
-    noise = -_exponential_noise(call, weights.shape, dtype)
-    return emit.topk(weights / noise, count)[1]
+    return (weights / -_exponential_noise(call, weights.shape, weights.dtype)).topk(count)[1]
 
 
 def _with_replacement(call: LocalCall, weights: Any) -> Any:
-    emit = call.emit
-    cumulative = emit.cumsum(weights, -1)
-    total = emit.slice(cumulative, -1, -1)
-    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=weights.dtype)
-    sample = emit.searchsorted(cumulative, uniform * total, right=True)
+    cumulative = weights.cumsum(-1)
+    total = cumulative.slice(-1, -1)
+    sample = cumulative.searchsorted(_uniform(call, weights.dtype) * total, right=True)
     # Rounding may put a number drawn close to the total behind the last step.
-    return emit.clamp_max(sample, weights.shape[-1] - 1)
+    return sample.clamp_max(weights.shape[-1] - 1)
+
+
+rule("aten.multinomial", "... d! -> ... k!", local=_multinomial, uneven=True)
 
 
 # Random operators of further distributions, each a function of the step's seed as in `random`.
@@ -214,45 +182,30 @@ def _with_replacement(call: LocalCall, weights: Any) -> Any:
 # need no operator of their own.
 
 
-def _uniform(call: LocalCall) -> Any:
-    """Uniform numbers in [0, 1) of the result's shape, in double precision."""
-    return draw(call, draws.uniform.default, 0.0, 1.0, dtype=torch.float64)
-
-
 def _cauchy(call: LocalCall) -> Any:
-    emit = call.emit
-    angle = (_uniform(call) - 0.5) * math.pi
-    value = emit.tan(angle) * call.arg("sigma")
-    return cast(call, value + call.arg("median"), result_dtype(call))
+    angle = (_uniform(call, torch.float64) - 0.5) * math.pi
+    return (angle.tan() * call.arg("sigma") + call.arg("median")).to(result_dtype(call))
 
 
 def _geometric(call: LocalCall) -> Any:
     """Number of trials up to the first success, at least one."""
-    emit = call.emit
     # P(trials > k) = (1 - p)^k: its logarithm, inverted.
-    survival = emit.log1p(-_uniform(call))
-    trials = emit.ceil(survival / math.log1p(-call.arg("p")))
-    return cast(call, emit.clamp_min(trials, 1.0), result_dtype(call))
+    survival = (-_uniform(call, torch.float64)).log1p()
+    return (survival / math.log1p(-call.arg("p"))).ceil().clamp_min(1.0).to(result_dtype(call))
 
 
-def _log_normal(call: LocalCall) -> Any:
-    normal = draw(call, draws.normal.default, call.arg("mean"), call.arg("std"))
-    return call.emit.exp(normal)
+register_draw(_cauchy, "cauchy.default")
+register_draw(_geometric, "geometric.default")
+register_draw(
+    lambda call: draw(call, draws.normal.default, call.arg("mean"), call.arg("std")).exp(),
+    "log_normal.default",
+)
 
 
-register_draw(_cauchy, "aten.cauchy.default")
-register_draw(_geometric, "aten.geometric.default")
-register_draw(_log_normal, "aten.log_normal.default")
-register_draw(draw_program(draws.integers.default, 0, "to"), "aten.random.to")
-
-
-def _random_from(call: LocalCall) -> Any:
-    low, high = call.arg("from"), call.arg("to")
+def _random(call: LocalCall) -> Any:
+    bounded = call.call.op._schema.overload_name == "from"
+    low, high = (call.arg("from"), call.arg("to")) if bounded else (0, None)
     return draw(call, draws.integers.default, low, _random_limit(result_dtype(call)) if high is None else high)
-
-
-def _random_default(call: LocalCall) -> Any:
-    return draw(call, draws.integers.default, 0, _random_limit(result_dtype(call)))
 
 
 def _random_limit(dtype: torch.dtype) -> int:
@@ -262,8 +215,7 @@ def _random_limit(dtype: torch.dtype) -> int:
     return 2 if dtype is torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1)
 
 
-register_draw(_random_from, "aten.random.from")
-register_draw(_random_default, "aten.random.default")
+register_draw(_random, "random.from", "random.default")
 
 
 def _register(kernel: Any, text: str, *names: str) -> None:
@@ -284,19 +236,15 @@ rule("aten._standard_gamma_grad.default", "..., ... -> ...")
 rule("aten._dirichlet_grad.default", "... k!, ... k!, ... k! -> ... k!")
 
 
-@rule_maker("aten.rrelu_with_noise_functional.default")
-def rrelu(call: OpCall) -> Rule:
-    """A rectifier whose slope for negative numbers is drawn; results are the value and the slopes."""
-    return bind("..., ... -> ..., ...", call, local=_rrelu, uneven=True)
-
-
 def _rrelu(call: LocalCall) -> Any:
+    """A rectifier whose slope for negative numbers is drawn: the value, and the slopes."""
     if not call.arg("training"):
         return call.run()
-    emit, x = call.emit, call.operands[0]
+    x = call.operands[0]
     slope = draw(call, draws.uniform.default, call.arg("lower"), call.arg("upper"))
-    slope = emit.masked_fill(slope, x > 0, 1.0)
+    slope = slope.masked_fill(x > 0, 1.0)
     return x * slope, slope
 
 
+rule("aten.rrelu_with_noise_functional.default", "..., ... -> ..., ...", local=_rrelu, uneven=True)
 rule("aten.rrelu_with_noise_backward.default", "..., ..., ... -> ...", linear="0")

@@ -8,13 +8,22 @@ the gradients of its weights, are ordinary operators with rules of their own.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from autoshard.capture import recurrence as recurrence
-from autoshard.patterns.ops._helpers import bind_named, operand_names
+from torch import Tensor
+from torch.nn.functional import pad
+
+from autoshard.capture.recurrence import OPERATORS, steps
+from autoshard.patterns._torch import OpOverload
+from autoshard.patterns.exchanging import CollectiveRunner, define
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import bind_named, operand_names, shape_of
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.units.hidden_units import exchanges, run_shared_units
+from autoshard.patterns.rule import Exchange, OpCall, Rule
+from autoshard.patterns.strategy import local_size
+from autoshard.specs.emitter import collectives
 
 _PROJECTION_DIMS = {
     "gates": "t! b g!",
@@ -63,8 +72,8 @@ def recurrent(call: OpCall) -> Rule:
         _OPERAND_DIMS,
         [_OPERAND_DIMS[result] for result in _RESULTS[name]],
         linear=linear,
-        exchange={"h": exchanges(call)},
-        local=run_shared_units,
+        exchange={"h": _exchanges(call)},
+        local=_run_shared_units,
         uneven=True,
         fill={"h": 0.0} if backward else None,  # the gates of padding are summed over
     )
@@ -74,6 +83,83 @@ def recurrent(call: OpCall) -> Rule:
 def _mark_sequential(rule: Rule) -> Rule:
     """Every time step reads the weight again, which it waits for when there are few samples."""
     return replace(rule, factors=tuple(replace(factor, sequential=factor.name == "t") for factor in rule.factors))
+
+
+# Hidden units that are shared by the ranks of an axis.
+#
+# Every rank has the gates of its own units, and so a strided shard of all whose dim is gates side by side. Before
+# each time step the ranks put their parts of the state together, and in the backward half each step sums what all ranks
+# have for the state before it. These collectives stand inside the time loop, which is one operator: a graph does not
+# grow with the sequence. `autoshard::lstm_steps_shared` and its like are the operators of `capture.recurrence` with the
+# groups of ranks as further arguments.
+
+
+@dataclass(frozen=True, slots=True)
+class SharedUnits:
+    """The hidden units are shared by the ranks of some groups, in blocks of which the last may be padded.
+
+    Attributes:
+        groups: names of process groups, that of the innermost axis first.
+        ranks: how many there are in each.
+        units: how many hidden units the ranks of each group have together.
+        collective: runs a collective and waits for it.
+    """
+
+    groups: Sequence[str]
+    ranks: Sequence[int]
+    units: Sequence[int]
+    collective: CollectiveRunner
+
+    def all_gather(self, state: Tensor) -> Tensor:
+        """See `time_loops.HiddenUnits`."""
+        rows = state.t()  # collectives stack and scatter the first dim
+        for group, ranks, units in zip(self.groups, self.ranks, self.units, strict=True):
+            op = collectives.all_gather_into_tensor.default
+            rows = self.collective(op, rows.contiguous(), ranks, group)[:units]
+        return rows.t()
+
+    def reduce_scatter(self, gradient: Tensor) -> Tensor:
+        """See `time_loops.HiddenUnits`."""
+        rows = gradient.t()
+        for group, ranks, units in reversed(list(zip(self.groups, self.ranks, self.units, strict=True))):
+            rows = pad(rows, (0, 0, 0, -units % ranks)).contiguous()
+            rows = self.collective(collectives.reduce_scatter_tensor.default, rows, "sum", ranks, group)
+        return rows.t()
+
+
+def _exchanges(call: OpCall) -> list[Exchange]:
+    """The state of all samples, or its gradient, which shared hidden units exchange at every time step."""
+    times, samples, _ = call.result.shape
+    state = samples * shape_of(call, "weight")[1] * call.result.dtype.itemsize
+    return [("reduce_scatter" if call.op._schema.name.endswith("backward") else "all_gather", state, times)]
+
+
+def _run_shared_units(call: LocalCall) -> Any:
+    """The local program: the operator itself where no axis shares its hidden units `h`."""
+    axes = call.axes("h")[::-1]
+    if not axes:
+        return call.run()
+    (factor,) = call.rule.indices("h")
+    return call.run(
+        _SHARED_OPS[call.call.op],
+        groups=[call.emit.group(axis) for axis in axes],
+        ranks=[call.mesh.sizes[axis] for axis in axes],
+        units=[local_size(call.rule, call.choices, call.mesh, factor, axis) for axis in axes],
+    )
+
+
+def _define_shared_op(name: str, loop: Callable[..., Any], shapes: Callable[..., Any]) -> OpOverload:
+    """The operator `name` with groups of ranks as further arguments."""
+
+    def program(*args: Any, collective: CollectiveRunner, **shared: Any) -> Any:
+        return loop(*args, units=SharedUnits(**shared, collective=collective))
+
+    text = str(getattr(steps, name).default._schema).replace(name, f"{name}_shared").partition("::")[2]
+    schema = text.replace(") ->", ", *, str[] groups, int[] ranks, int[] units) ->", 1)
+    return define(schema, program, lambda *args, **shared: shapes(*args))
+
+
+_SHARED_OPS = {getattr(steps, name).default: _define_shared_op(name, *pair) for name, pair in OPERATORS.items()}
 
 
 # One step of LSTM and GRU behind its products: the operators of capture, and the kernels of CUDA that they run.

@@ -13,15 +13,13 @@ from typing import Any
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._positions import localize_index, positions, reshape_along
+from autoshard.patterns.ops._helpers import aten, localize_index, numbered_dims, positions, reshape_along
 from autoshard.patterns.ops.indexing import (
     advanced_indexing,
     aligned_dims,
     flat_dims,
     localize_flat_index,
     localize_indices,
-    named_dims,
-    with_index,
 )
 from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.padding import without_padding
@@ -29,66 +27,60 @@ from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 
-def append_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+def append_spare(value: Any, dims: Sequence[int]) -> Any:
     """The value with one more row behind the end of every dim in `dims`."""
     ndim = len(value.shape)
     # `constant_pad_nd` counts from the last dim, before and behind in turn.
     pad = [int(position % 2 == 1 and ndim - 1 - position // 2 in dims) for position in range(2 * ndim)]
-    return call.emit.constant_pad_nd(value, pad)
+    return value.constant_pad_nd(pad)
 
 
-def drop_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+def drop_spare(value: Any, dims: Sequence[int]) -> Any:
     """The value without the last row of every dim in `dims`."""
     shape = value.shape
     for dim in dims:
-        value = call.emit.slice(value, dim, 0, shape[dim] - 1)
+        value = value.slice(dim, 0, shape[dim] - 1)
     return value
 
 
-# One index along one dim -----------------------------------------------------------------------------------------
+def _write_to_spare(call: LocalCall, index: Any, name: str, dim: int, *rest: Any) -> Any:
+    """The operator that writes along a sharded dim, where an index of another rank's stretch is that of a spare row."""
+    stretch = call.operand_shape(0)[dim]
+    place, _ = localize_index(call, index, name, stretch, stretch)
+    written = call.run(operands=[append_spare(call.operands[0], [dim]), place, *rest])
+    return drop_spare(written, [dim])
 
 
-def _row_rule(call: OpCall, *, adds: bool, linear: Sequence[set[int]] = ()) -> Rule | None:
+# One index along one dim.
+
+
+@rule_maker("aten.index_add", adds=True)
+@rule_maker("aten.index_copy", "aten.index_fill", "aten.index_reduce", adds=False)
+def _write_rows_rule(call: OpCall, adds: bool) -> Rule | None:
     """Rows of the third operand, or a number, are written to where the index says."""
     operand, index, *rest = call.operands
     rows = rest[0] if rest and rest[0].shape else None
     if not operand.shape or not index.shape or (rows is not None and len(rows.shape) != len(operand.shape)):
         return None
-    dim = call.arg("dim") % len(operand.shape)
-    source = [[name] for name in named_dims(operand)]
-    written = [with_index(source, dim)] if rows is not None else [[]] * len(rest)
+    sizes = numbered_dims(operand.shape)
+    dims = list(sizes)
+    name = dims[call.arg("dim")]
+    if call.op is aten.index_reduce.default:
+        linear = []
+    else:
+        linear = [{0, 2}] if rest else [{0}] if call.arg("value") == 0 else []
+    written = [] if rows is None else ["index" if dim == name else dim for dim in dims]
     return build(
-        named_dims(operand) | {"index": index.shape[0]},
-        [source, [["index"]], *written],
-        [source],
+        sizes | {"index": index.shape[0]},
+        [dims, ["index"], *(written for _ in rest)],
+        [dims],
         whole=[] if adds else ["index"],
-        contiguous=[f"d{dim}"],
+        contiguous=[name],
         linear=linear,
         local=_add_rows if adds else _write_rows,
         uneven=True,
         fill={"index": 0.0} if adds else {},
     )
-
-
-@rule_maker("aten.index_add")
-def _index_add(call: OpCall) -> Rule | None:
-    return _row_rule(call, adds=True, linear=[{0, 2}])
-
-
-@rule_maker("aten.index_copy")
-def _index_copy(call: OpCall) -> Rule | None:
-    return _row_rule(call, adds=False, linear=[{0, 2}])
-
-
-@rule_maker("aten.index_fill")
-def _index_fill(call: OpCall) -> Rule | None:
-    by_tensor = len(call.operands) == 3
-    return _row_rule(call, adds=False, linear=[{0, 2}] if by_tensor else [{0}] if call.arg("value") == 0 else [])
-
-
-@rule_maker("aten.index_reduce")
-def _index_reduce(call: OpCall) -> Rule | None:
-    return _row_rule(call, adds=False)
 
 
 def _add_rows(call: LocalCall) -> Any:
@@ -98,24 +90,19 @@ def _add_rows(call: LocalCall) -> Any:
     dim = call.arg("dim") % len(shape)
     if call.axes(f"d{dim}"):
         values[1], outside = localize_index(call, values[1], f"d{dim}", shape[dim])
-        outside = reshape_along(call, outside, dim, len(shape))
-        values[2] = call.emit.masked_fill(values[2], outside, 0)
+        values[2] = values[2].masked_fill(reshape_along(outside, dim, len(shape)), 0)
     return call.run(operands=values)
 
 
 def _write_rows(call: LocalCall) -> Any:
-    shape = call.operand_shape(0)
-    dim = call.arg("dim") % len(shape)
+    dim = call.arg("dim") % len(call.operand_shape(0))
     if not call.axes(f"d{dim}"):
         return call.run()
-    target, index, *rest = call.operands
-    # An index of another rank's stretch becomes that of the spare row.
-    place, _ = localize_index(call, index, f"d{dim}", shape[dim], shape[dim])
-    written = call.run(operands=[append_spare(call, target, [dim]), place, *rest])
-    return drop_spare(call, written, [dim])
+    _, index, *rest = call.operands
+    return _write_to_spare(call, index, f"d{dim}", dim, *rest)
 
 
-# An index for every element --------------------------------------------------------------------------------------
+# An index for every element.
 
 
 def _element_rule(
@@ -179,8 +166,8 @@ def _add_elements(call: LocalCall) -> Any:
         values[1], outside = localize_index(call, values[1], "indexed", shape[call.arg("dim") % len(shape)])
         if whole_source:  # the index covers a part of the source, from the start of every dim
             for dim, size in enumerate(values[1].shape):
-                values[2] = call.emit.slice(values[2], dim, 0, size)
-        values[2] = call.emit.masked_fill(values[2], outside, 0)
+                values[2] = values[2].slice(dim, 0, size)
+        values[2] = values[2].masked_fill(outside, 0)
     return call.run(operands=values)
 
 
@@ -191,14 +178,10 @@ def _write_elements(call: LocalCall) -> Any:
         rest = [without_padding(call, 2, rest[0], ["index"], least)]
     if not call.axes("indexed"):
         return call.run(operands=[target, index, *rest])
-    shape = call.operand_shape(0)
-    dim = call.arg("dim") % len(shape)
-    place, _ = localize_index(call, index, "indexed", shape[dim], shape[dim])
-    written = call.run(operands=[append_spare(call, target, [dim]), place, *rest])
-    return drop_spare(call, written, [dim])
+    return _write_to_spare(call, index, "indexed", call.arg("dim") % len(call.operand_shape(0)), *rest)
 
 
-# Advanced indices ------------------------------------------------------------------------------------------------
+# Advanced indices.
 
 
 @rule_maker("aten.index_put", "aten._unsafe_index_put")
@@ -217,14 +200,14 @@ def _index_put(call: OpCall) -> Rule | None:
         indices, outside = localize_indices(program, dims)
         target, *_, added = keep_on_first_rank(program, 0, dims.index_names)
         if outside is not None:
-            added = program.emit.masked_fill(added, outside, 0)
+            added = added.masked_fill(outside, 0)
         return program.run(operands=[target, *indices, added])
 
     def local_overwrite(program: LocalCall) -> Any:
         split = [dim for dim in dims.indexed if program.axes(f"d{dim}")]
         indices, _ = localize_indices(program, dims, spare=True)
-        target = append_spare(program, program.operands[0], split) if split else program.operands[0]
-        return drop_spare(program, program.run(operands=[target, *indices, program.operands[-1]]), split)
+        target = append_spare(program.operands[0], split) if split else program.operands[0]
+        return drop_spare(program.run(operands=[target, *indices, program.operands[-1]]), split)
 
     return build(
         dims.sizes,
@@ -236,45 +219,40 @@ def _index_put(call: OpCall) -> Rule | None:
         local=local_accumulate if accumulate else local_overwrite,
         uneven=True,
         # Padding of the indices points at what is there; what is added there must be padding too, and so be zero.
-        fill=dict.fromkeys(_names_in(added_dims, dims.index_names), 0.0) if accumulate else {},
+        fill={name: 0.0 for name in dims.index_names if name in added_dims} if accumulate else {},
     )
-
-
-def _names_in(dims: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
-    return [name for name in names if any(name in dim for dim in dims)]
 
 
 @rule_maker("aten.put")
 def _put(call: OpCall) -> Rule | None:
     """Elements by their row-major position, of which the first dim may be sharded in stretches."""
-    operand, index, source = call.operands
-    if index.shape != source.shape:
+    if call.operands[1].shape != call.operands[2].shape:
         return None
-    sizes, target, indexed, whole = flat_dims(operand, index)
+    dims, index_dims = flat_dims(call)
+    target, indexed = list(dims), list(index_dims)
     accumulate = call.arg("accumulate")
     return build(
-        sizes,
+        dims | index_dims,
         [target, indexed, indexed],
         [target],
-        whole=whole if accumulate else [*whole, *(name for dim in indexed for name in dim)],
+        whole=target[1:] if accumulate else [*target[1:], *indexed],
         contiguous=["d0"],
         linear=[{0, 2}],
         local=_local_put,
         uneven=True,
-        fill={name: 0.0 for dim in indexed for name in dim} if accumulate else {},
+        fill=dict.fromkeys(indexed, 0.0) if accumulate else {},
     )
 
 
 def _local_put(call: LocalCall) -> Any:
-    contracted = [f"index{dim}" for dim in range(len(call.call.operands[1].shape))]
-    target, index, source = keep_on_first_rank(call, 0, contracted)
+    target, index, source = keep_on_first_rank(call, 0, list(flat_dims(call.call)[1]))
     if not call.axes("d0"):
         return call.run(operands=[target, index, source])
-    emit, shape = call.emit, call.operand_shape(0)
+    shape = call.operand_shape(0)
     place, _ = localize_flat_index(call, math.prod(shape))
-    flat = append_spare(call, emit.reshape(target, [-1]), [0])
-    written = drop_spare(call, call.run(operands=[flat, place, source]), [0])
-    return emit.reshape(written, list(shape))
+    flat = append_spare(target.reshape([-1]), [0])
+    written = drop_spare(call.run(operands=[flat, place, source]), [0])
+    return written.reshape(list(shape))
 
 
 # Elements that are taken one after the other to fill the places of a mask.
@@ -283,34 +261,30 @@ def _local_put(call: LocalCall) -> Any:
 # else may be sharded.
 
 
-@rule_maker("aten.masked_scatter")
+@rule_maker("aten.masked_scatter", "aten.masked_scatter_backward")
 def _masked_scatter(call: OpCall) -> Rule | None:
-    """`self` with the elements of `source` in the places of the mask."""
-    target, mask, source = call.operands
-    if call.results[0] is None or call.results[0].shape != target.shape or not math.prod(source.shape):
+    """`self` with the elements of `source` in the places of the mask; or, backward, the gradient of the source.
+
+    A shard of the incoming gradient gives its elements of that, and zeros for the others'.
+    """
+    backward = call.op is aten.masked_scatter_backward.default
+    target, mask, *_ = call.operands
+    source = call.result if backward else call.operands[2]
+    if (mask.shape != target.shape) if backward else (call.result.shape != target.shape or 0 in source.shape):
         return None
-    sizes = {f"d{dim}": size for dim, size in enumerate(target.shape)}
-    dims = [[name] for name in sizes]
-    masked, whole = _whole_dims("mask", mask.shape, sizes)
-    source_dims, more = _whole_dims("source", source.shape, sizes)
-    linear = [{0, 2}]
+    dims, masked = numbered_dims(target.shape), numbered_dims(mask.shape, "mask")
+    source_dims = numbered_dims(source.shape, "source")
+    tensors = [list(dims), list(masked), list(source_dims)]
     return build(
-        sizes,
-        [dims, masked, source_dims],
-        [dims],
-        whole=[*whole, *more],
-        contiguous=sizes,
-        linear=linear,
-        local=_local_masked_scatter,
+        dims | masked | source_dims,
+        tensors[:2] if backward else tensors,
+        tensors[2:] if backward else tensors[:1],
+        whole=[*masked, *source_dims],
+        contiguous=dims,
+        linear=[{0}] if backward else [{0, 2}],
+        local=_local_masked_scatter_backward if backward else _local_masked_scatter,
         uneven=True,
     )
-
-
-def _whole_dims(prefix: str, shape: Sequence[int], sizes: dict[str, int]) -> tuple[list[list[str]], list[str]]:
-    """Dims of a tensor that must be whole, whose names and sizes are added to `sizes`; and these names."""
-    names = [f"{prefix}{dim}" for dim in range(len(shape))]
-    sizes |= dict(zip(names, shape, strict=True))
-    return [[name] for name in names], names
 
 
 def _local_masked_scatter(call: LocalCall) -> Any:
@@ -319,9 +293,9 @@ def _local_masked_scatter(call: LocalCall) -> Any:
         return call.run()
     emit, (target, mask, source) = call.emit, call.operands
     place, held = _local_places(call, mask, call.call.operands[0].shape, shape)
-    source = emit.reshape(source, [-1])
-    place = emit.clamp(place, 0, math.prod(call.call.operands[2].shape) - 1)
-    return emit.where(held, emit.take(source, place), target)
+    source = source.reshape([-1])
+    place = place.clamp(0, math.prod(call.call.operands[2].shape) - 1)
+    return emit.where(held, source.take(place), target)
 
 
 def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Sequence[int]) -> tuple[Any, Any]:
@@ -329,40 +303,15 @@ def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Seque
 
     Padding behind the end of a dim has the answers of the dim's last element.
     """
-    emit = call.emit
-    mask = emit.expand(mask, list(whole))
-    places = emit.cumsum(emit.reshape(mask, [-1]), 0)
-    places = emit.reshape(places - 1, list(whole))
+    mask = mask.expand(list(whole))
+    places = mask.reshape([-1]).cumsum(0)
+    places = (places - 1).reshape(list(whole))
     for dim, size in enumerate(shape):
         if call.axes(f"d{dim}"):
             held_positions = positions(call, f"d{dim}", size, mask.device)
-            held_positions = emit.clamp_max(held_positions, whole[dim] - 1)
-            places, mask = (emit.index_select(value, dim, held_positions) for value in (places, mask))
+            held_positions = held_positions.clamp_max(whole[dim] - 1)
+            places, mask = (value.index_select(dim, held_positions) for value in (places, mask))
     return places, mask
-
-
-@rule_maker("aten.masked_scatter_backward")
-def _masked_scatter_backward(call: OpCall) -> Rule | None:
-    """The gradient of the source: a shard of the incoming gradient gives its elements, and zeros for the others'."""
-    gradient, mask = call.operands
-    (result,) = call.results
-    assert result is not None
-    if mask.shape != gradient.shape:
-        return None
-    sizes = {f"d{dim}": size for dim, size in enumerate(gradient.shape)}
-    dims = [[name] for name in sizes]
-    masked, whole = _whole_dims("mask", mask.shape, sizes)
-    source_dims, more = _whole_dims("source", result.shape, sizes)
-    return build(
-        sizes,
-        [dims, masked],
-        [source_dims],
-        whole=[*whole, *more],
-        contiguous=[name for names in dims for name in names],
-        linear=[{0}],
-        local=_local_masked_scatter_backward,
-        uneven=True,
-    )
 
 
 def _local_masked_scatter_backward(call: LocalCall) -> Any:
@@ -372,8 +321,8 @@ def _local_masked_scatter_backward(call: LocalCall) -> Any:
     place, held = _local_places(call, mask, call.call.operands[0].shape, shape)
     # What the mask does not hold goes to a spare element behind the end.
     place = emit.where(held, place, count)
-    place = emit.clamp(place, None, count)
-    spare = emit.new_zeros(gradient, [count + 1])
-    flat = [emit.reshape(value, [-1]) for value in (place, gradient)]
-    picked = emit.scatter_add(spare, 0, *flat)
-    return emit.reshape(emit.slice(picked, 0, 0, count), result)
+    place = place.clamp(None, count)
+    spare = gradient.new_zeros([count + 1])
+    flat = [value.reshape([-1]) for value in (place, gradient)]
+    picked = spare.scatter_add(0, *flat)
+    return picked.slice(0, 0, count).reshape(result)

@@ -20,7 +20,7 @@ import torch
 
 from autoshard.patterns.build import NamedDims, build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import bind_named, shape_of
+from autoshard.patterns.ops._helpers import bind_named, numbered_dims, shape_of
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.size import common_divisor
@@ -36,16 +36,14 @@ def cut_rule(
     sizes: dict[str, int] = {CUT: inner}
     whole: list[str] = []
 
-    def name_dims(place: str, meta: TensorMeta) -> list[list[str]]:
-        dims = [[f"d{index}"] for index in range(len(meta.shape))]
+    def name_dims(place: str, meta: TensorMeta) -> NamedDims:
         outer = f"{place}_parts"
-        dims[dim] = [outer, CUT]
         sizes.update({f"d{index}": size for index, size in enumerate(meta.shape) if index != dim})
         sizes[outer] = meta.shape[dim] // inner
         whole.append(outer)
         if meta.shape[dim] == 0:
             whole.append(CUT)  # nothing is left that could be sharded
-        return dims
+        return [[outer, CUT] if index == dim else f"d{index}" for index in range(len(meta.shape))]
 
     operands = [name_dims(f"operand{position}", meta) for position, meta in enumerate(call.operands)]
     results = [
@@ -63,110 +61,97 @@ def _dim(call: OpCall, ndim: int) -> int:
     return int(call.arg("dim")) % ndim
 
 
-def _bounds(call: OpCall, size: int) -> tuple[int, int]:
-    """Start and end of a slice of a dim of `size`, as numbers from 0 to size."""
-    start, end = call.arg("start"), call.arg("end")
-    start = 0 if start is None else start
-    end = size if end is None else end
-    start = min(max(start + size if start < 0 else start, 0), size)
-    return start, min(max(end + size if end < 0 else end, start), size)
-
-
-def _slice_rule(call: OpCall, whole: TensorMeta, linear: Sequence[set[int]], free: bool) -> Rule:
-    """A slice of `whole`, or the reverse; with a step that does not divide the dim, the dim stays whole."""
-    dim = _dim(call, len(whole.shape))
-    size = whole.shape[dim]
-    start, end = _bounds(call, size)
-    step = call.arg("step")
-    if step == 1:
-        return cut_rule(call, dim, common_inner_size(size, start, end), linear=linear, local=_local_slice, free=free)
-    if start < step and size % step == 0 and end - start > size - step:
-        return _strided_slice_rule(call, whole, dim, step, linear=linear, free=free)
-    return cut_rule(call, dim, 1, linear=linear, free=free, local=_run_with_local_sizes)
-
-
-def _strided_slice_rule(call: OpCall, whole: TensorMeta, dim: int, step: int, **options: Any) -> Rule:
-    """One element of every `step`: the dim is (groups, step) in the whole tensor and (groups) in the slice."""
-    sizes = {f"d{index}": size for index, size in enumerate(whole.shape)}
-    sizes |= {CUT: sizes.pop(f"d{dim}") // step, "step": step}
-    dims = [[CUT, "step"] if index == dim else [f"d{index}"] for index in range(len(whole.shape))]
-    sliced = [[CUT] if index == dim else names for index, names in enumerate(dims)]
-
-    def dims_of(meta: TensorMeta | None) -> list[list[str]]:
-        return dims if meta is not None and meta.shape == whole.shape else sliced
-
-    operands, results = [dims_of(meta) for meta in call.operands], [dims_of(meta) for meta in call.results]
-    return build(sizes, operands, results, whole=["step"], local=_local_strided_slice, uneven=True, **options)
-
-
-def _local_strided_slice(call: LocalCall) -> Any:
-    """The same slice of the local dim, to its end."""
-    backward = call.call.op._schema.name == "aten::slice_backward"
-    shape = call.result_shape() if backward else call.operand_shape(0)
-    whole = call.call.results[0] if backward else call.call.operands[0]
-    assert whole is not None
-    dim = _dim(call.call, len(shape))
-    start, _ = _bounds(call.call, whole.shape[dim])
-    return call.run(start=start, end=shape[dim], **({"input_sizes": list(shape)} if backward else {}))
-
-
-def _run_with_local_sizes(call: LocalCall) -> Any:
-    """The operator with its sizes made local, if it takes any."""
-    names = [argument.name for argument in call.call.op._schema.arguments]
-    return call.run(input_sizes=list(call.result_shape())) if "input_sizes" in names else call.run()
-
-
-def _local_slice(call: LocalCall) -> Any:
-    """The slice with start and end in the local dim."""
-    backward = call.call.op._schema.name == "aten::slice_backward"
-    whole = call.call.results[0] if backward else call.call.operands[0]
-    assert whole is not None
-    start, end = _bounds(call.call, whole.shape[_dim(call.call, len(whole.shape))])
-    sizes = {"input_sizes": list(call.result_shape())} if backward else {}
-    return call.run(start=_local_place(call, start), end=_local_place(call, end), **sizes)
-
-
-def slice_backward_by_padding(call: LocalCall) -> Any:
-    """`aten.slice_backward` by padding what was a slice of a dim with zeros, whatever the sizes of the other dims."""
-    (value,), emit, step = call.operands, call.emit, call.arg("step")
-    (whole,) = call.call.results
-    assert whole is not None
-    dim, ndim = _dim(call.call, len(whole.shape)), len(whole.shape)
-    size, length = call.result_shape()[dim], call.operand_shape(0)[dim]
-    start, _ = _bounds(call.call, whole.shape[dim])
-
-    def pad_dim(tensor: Any, dims_behind: int, before: int, behind: int) -> Any:
-        return emit.constant_pad_nd(tensor, [0, 0] * dims_behind + [before, behind])
-
-    if step == 1:
-        start = _local_place(call, start)
-    else:  # every element is the first of a step
-        value = emit.unsqueeze(value, dim + 1)
-        value = pad_dim(value, ndim - 1 - dim, 0, step - 1)
-        value = emit.flatten(value, dim, dim + 1)
-    return pad_dim(value, ndim - 1 - dim, start, size - start - length * step)
-
-
 def _local_place(call: LocalCall, place: int) -> int:
     """A place in the dim that is cut, between steps of the outer factor, as it counts in the local dim."""
     inner = math.prod(call.rule.factors[index].size for index in call.rule.indices(CUT))
     return place // inner * call.size(CUT)
 
 
-@rule_maker("aten.slice.Tensor")
+def _is_backward(call: OpCall) -> bool:
+    return call.op._schema.name.endswith("_backward")
+
+
+def _full(call: OpCall) -> TensorMeta:
+    """The tensor that a part is taken out of, or put into."""
+    return call.result if _is_backward(call) else call.operands[0]
+
+
+def _local_full_shape(call: LocalCall) -> tuple[int, ...]:
+    return call.result_shape() if _is_backward(call.call) else call.operand_shape(0)
+
+
+def _local_sizes(call: LocalCall) -> dict[str, Any]:
+    """The argument in which a backward is told the shape of its result."""
+    return {"input_sizes": list(call.result_shape())} if _is_backward(call.call) else {}
+
+
+@rule_maker("aten.slice.Tensor", "aten.slice_backward", "aten.slice_scatter")
 def _slice(call: OpCall) -> Rule:
-    return _slice_rule(call, call.operands[0], [{0}], free=True)
+    """A slice, or the reverse; with a step that does not divide the dim, the dim stays whole."""
+    shape = _full(call).shape
+    dim = _dim(call, len(shape))
+    size, step, (start, end) = shape[dim], call.arg("step"), _bounds(call)
+    options: dict[str, Any] = {
+        "linear": [set(range(len(call.operands)))],
+        "free": call.op._schema.name == "aten::slice",
+    }
+    if step == 1:
+        return cut_rule(call, dim, common_inner_size(size, start, end), local=_local_slice, **options)
+    if start < step and size % step == 0 and end - start > size - step:
+        # One element of every `step`: the dim is (groups, step) in the whole tensor and (groups) in the slice.
+        sizes = numbered_dims(shape)
+        sizes |= {CUT: sizes.pop(f"d{dim}") // step, "step": step}
+        long = [[CUT, "step"] if index == dim else [f"d{index}"] for index in range(len(shape))]
+        short = [[CUT] if index == dim else names for index, names in enumerate(long)]
+        operands, results = (
+            [long if meta is not None and meta.shape == shape else short for meta in metas]
+            for metas in (call.operands, call.results)
+        )
+        local = _local_strided_slice
+        return build(sizes, operands, results, whole=["step"], local=local, uneven=True, **options)
+    return cut_rule(call, dim, 1, local=lambda program: program.run(**_local_sizes(program)), **options)
 
 
-@rule_maker("aten.slice_backward")
-def _slice_backward(call: OpCall) -> Rule:
-    assert call.results[0] is not None
-    return _slice_rule(call, call.results[0], [{0}], free=False)
+def _bounds(call: OpCall) -> tuple[int, int]:
+    """Start and end of a slice of a dim, as numbers from 0 to its size."""
+    shape = _full(call).shape
+    size, start, end = shape[_dim(call, len(shape))], call.arg("start"), call.arg("end")
+    start = 0 if start is None else start
+    end = size if end is None else end
+    start = min(max(start + size if start < 0 else start, 0), size)
+    return start, min(max(end + size if end < 0 else end, start), size)
 
 
-@rule_maker("aten.slice_scatter")
-def _slice_scatter(call: OpCall) -> Rule:
-    return _slice_rule(call, call.operands[0], [{0, 1}], free=False)
+def _local_strided_slice(call: LocalCall) -> Any:
+    """The same slice of the local dim, to its end."""
+    shape, (start, _) = _local_full_shape(call), _bounds(call.call)
+    return call.run(start=start, end=shape[_dim(call.call, len(shape))], **_local_sizes(call))
+
+
+def _local_slice(call: LocalCall) -> Any:
+    """The slice with start and end in the local dim."""
+    start, end = (_local_place(call, place) for place in _bounds(call.call))
+    return call.run(start=start, end=end, **_local_sizes(call))
+
+
+def slice_backward_by_padding(call: LocalCall) -> Any:
+    """`aten.slice_backward` by padding what was a slice of a dim with zeros, whatever the sizes of the other dims."""
+    (value,), step = call.operands, call.arg("step")
+    ndim = len(call.call.result.shape)
+    dim = _dim(call.call, ndim)
+    size, length = call.result_shape()[dim], call.operand_shape(0)[dim]
+    start, _ = _bounds(call.call)
+
+    def pad_dim(tensor: Any, dims_behind: int, before: int, behind: int) -> Any:
+        return tensor.constant_pad_nd([0, 0] * dims_behind + [before, behind])
+
+    if step == 1:
+        start = _local_place(call, start)
+    else:  # every element is the first of a step
+        value = value.unsqueeze(dim + 1)
+        value = pad_dim(value, ndim - 1 - dim, 0, step - 1)
+        value = value.flatten(dim, dim + 1)
+    return pad_dim(value, ndim - 1 - dim, start, size - start - length * step)
 
 
 @rule_maker("aten.narrow")
@@ -192,7 +177,7 @@ def _split(call: OpCall) -> Rule:
 
     def local(program: LocalCall) -> Any:
         sizes = [_local_place(program, piece) for piece in pieces]
-        return program.emit.split_with_sizes(program.operands[0], sizes, dim)
+        return program.operands[0].split_with_sizes(sizes, dim)
 
     return cut_rule(call, dim, inner, linear=[{0}], local=local, free=True)
 
@@ -213,115 +198,97 @@ def _cat(call: OpCall) -> Rule | None:
 # put back, it is that rank's to write.
 
 
-def _dim_rule(
-    call: OpCall, having: Collection[int], results: bool, linear: Sequence[set[int]], *, split: bool, **options: Any
-) -> Rule:
+def _dim_rule(call: OpCall, having: Collection[int], *, split: bool, results: bool = False, **options: Any) -> Rule:
     """A dim that some tensors have and others lack.
 
     Args:
+        call: the call on whole tensors.
         having: the operands that have the dim.
-        results: whether the results have it.
-        split: whether it may be sharded, in whole stretches.
+        split: True if it may be sharded, in whole stretches.
+        results: True if the results have it.
+        options: as in `build`.
     """
-    full = call.results[0] if results else call.operands[0]
-    assert full is not None
-    dim = call.arg("dim") % len(full.shape)
-    sizes = {f"d{index}": size for index, size in enumerate(full.shape)}
-    long = [[name] for name in sizes]
-    short = long[:dim] + long[dim + 1 :]
-    operands = [long if position in having else short for position in range(len(call.operands))]
-    targets = [long if results else short] * len(call.results)
-    name = [f"d{dim}"]
-    options |= {"uneven": True, "fill": dict.fromkeys(name)}  # padding is never the element
-    return build(sizes, operands, targets, whole=[] if split else name, contiguous=name, linear=linear, **options)
+    sizes = numbered_dims((call.result if results else call.operands[0]).shape)
+    long = list(sizes)
+    name = long[call.arg("dim")]
+    short = [dim for dim in long if dim != name]
+    return build(
+        sizes,
+        [long if position in having else short for position in range(len(call.operands))],
+        [long if results else short] * len(call.results),
+        whole=[] if split else [name],
+        contiguous=[name],
+        linear=[set(range(len(call.operands)))],
+        uneven=True,
+        fill={name: None},  # padding is never the element
+        **options,
+    )
 
 
 @rule_maker("aten.select.int")
 def _select(call: OpCall) -> Rule:
     adds_up = call.operands[0].dtype is not torch.bool
-    return _dim_rule(call, [0], False, [{0}], split=adds_up, local=_local_select, free=True)
-
-
-def _locate_element(call: LocalCall, shape: Sequence[int], whole: Sequence[int]) -> tuple[int, Any]:
-    """The element's index in the local dim of the rank that holds it, and whether this rank does; None if all do."""
-    dim = call.arg("dim") % len(shape)
-    index = call.arg("index") % whole[dim]
-    if not call.axes(f"d{dim}"):
-        return index, None
-    owner, place = divmod(index, shape[dim])
-    return place, call.emit.eq(call.position(f"d{dim}"), owner)
-
-
-def _local_select(call: LocalCall) -> Any:
-    place, owned = _locate_element(call, call.operand_shape(0), call.call.operands[0].shape)
-    element = call.run(index=place)
-    return element if owned is None else call.emit.where(owned, element, 0)
+    return _dim_rule(call, [0], split=adds_up, local=_local_element, free=True)
 
 
 @rule_maker("aten.select_backward")
 def _select_backward(call: OpCall) -> Rule:
-    return _dim_rule(call, [], True, [{0}], split=True, local=_local_select_backward)
-
-
-def _local_select_backward(call: LocalCall) -> Any:
-    shape = call.result_shape()
-    assert call.call.results[0] is not None
-    place, owned = _locate_element(call, shape, call.call.results[0].shape)
-    gradient = call.run(index=place, input_sizes=list(shape))
-    return gradient if owned is None else call.emit.where(owned, gradient, 0)
+    return _dim_rule(call, [], results=True, split=True, local=_local_element)
 
 
 @rule_maker("aten.select_scatter")
 def _select_scatter(call: OpCall) -> Rule:
-    return _dim_rule(call, [0], True, [{0, 1}], split=True, local=_local_select_scatter)
+    return _dim_rule(call, [0], results=True, split=True, local=_local_element)
 
 
-def _local_select_scatter(call: LocalCall) -> Any:
-    place, owned = _locate_element(call, call.operand_shape(0), call.call.operands[0].shape)
-    written = call.run(index=place)
-    return written if owned is None else call.emit.where(owned, written, call.operands[0])
+def _local_element(call: LocalCall) -> Any:
+    """The operator on the rank that holds the element; on others zeros, or what they have where it is written to."""
+    shape, whole = _local_full_shape(call), _full(call.call).shape
+    dim = _dim(call.call, len(shape))
+    owner, place = divmod(call.arg("index") % whole[dim], shape[dim])
+    if not call.axes(f"d{dim}"):
+        return call.run(index=place, **_local_sizes(call))
+    owned = call.position(f"d{dim}").eq(owner)
+    result = call.run(index=place, **_local_sizes(call))
+    scatters = call.call.op._schema.name == "aten::select_scatter"
+    return call.emit.where(owned, result, call.operands[0] if scatters else 0)
 
 
 @rule_maker("aten.unbind")
 def _unbind(call: OpCall) -> Rule:
-    return _dim_rule(call, [0], False, [{0}], split=False, free=True)
+    return _dim_rule(call, [0], split=False, free=True)
 
 
 @rule_maker("aten.stack")
 def _stack(call: OpCall) -> Rule:
-    return _dim_rule(call, [], True, [set(range(len(call.operands)))], split=False)
+    return _dim_rule(call, [], results=True, split=False)
 
 
 # Padding by a constant: dims that are not padded are free, and others where their padding can be split, too.
 
 
-def _padding(pad: Sequence[int], ndim: int, dim: int) -> tuple[int, int]:
-    """Padding before and after a dim; `pad` counts from the last dim."""
-    index = 2 * (ndim - 1 - dim)
-    return (pad[index], pad[index + 1]) if index < len(pad) else (0, 0)
-
-
 @rule_maker("aten.constant_pad_nd")
 def _pad(call: OpCall) -> Rule:
     """Padding of the last dims: of each, the factor inside size and padding stays local."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    ndim = len(operand.shape)
-    pad = call.arg("pad")
+    shape, pad = call.operands[0].shape, call.arg("pad")
+    ndim = len(shape)
     sizes: dict[str, int] = {}
-    source, target, whole = [], [], []
-    for dim, size in enumerate(operand.shape):
-        before, after = _padding(pad, ndim, dim)
+    source: list[str | list[str]] = []
+    target: list[str | list[str]] = []
+    for dim, (size, padded) in enumerate(zip(shape, call.result.shape, strict=True)):
+        name, at = f"d{dim}", 2 * (ndim - 1 - dim)  # pairs, the last dim's first
+        before, after = pad[at : at + 2] or (0, 0)
+        if not before and not after:
+            sizes[name] = size
+            source.append(name)
+            target.append(name)
+            continue
         inner = common_inner_size(size, before, after)
-        sizes |= {f"d{dim}": inner, f"operand_parts{dim}": size // inner}
-        sizes[f"result_parts{dim}"] = result.shape[dim] // inner
-        if before or after:
-            whole += [f"operand_parts{dim}", f"result_parts{dim}"]
-        else:
-            inner = size
-            sizes |= {f"d{dim}": size, f"operand_parts{dim}": 1, f"result_parts{dim}": 1}
-        source.append([f"operand_parts{dim}", f"d{dim}"])
-        target.append([f"result_parts{dim}", f"d{dim}"])
+        parts = f"operand_parts{dim}", f"result_parts{dim}"
+        sizes |= {name: inner, parts[0]: size // inner, parts[1]: padded // inner}
+        source.append([parts[0], name])
+        target.append([parts[1], name])
+    whole = [name for name in sizes if "parts" in name]
 
     def local(program: LocalCall) -> Any:
         names = [f"d{ndim - 1 - index // 2}" for index in range(len(pad))]
@@ -350,18 +317,13 @@ def _image_dims(call: OpCall) -> tuple[str, str]:
     return " ".join(source), " ".join(padded)
 
 
-@rule_maker(*(f"{name}.default" for name in _NAMES))
+@rule_maker(*(f"{name}{half}.default" for name in _NAMES for half in ("", "_backward")))
 def edge_pad(call: OpCall) -> Rule:
-    """Forward."""
+    """The padded image, or the gradient of the operand, of which only the shape is looked at."""
     source, padded = _image_dims(call)
+    if _is_backward(call):
+        return bind_named(call, {"grad_output": padded, "self": source}, [source], linear=[{"grad_output"}])
     return bind_named(call, {"self": source}, [padded], linear=[{"self"}])
-
-
-@rule_maker(*(f"{name}_backward.default" for name in _NAMES))
-def edge_pad_backward(call: OpCall) -> Rule:
-    """The gradient of the operand, of which only the shape is looked at."""
-    source, padded = _image_dims(call)
-    return bind_named(call, {"grad_output": padded, "self": source}, [source], linear=[{"grad_output"}])
 
 
 # Windows over a dim, whose elements become the last dim, and the way back.
@@ -370,51 +332,30 @@ def edge_pad_backward(call: OpCall) -> Rule:
 # elements: then the dim must be whole.
 
 
-def _window_dims(
-    full: TensorMeta, cut: TensorMeta, dim: int, step: int
-) -> tuple[dict[str, int], NamedDims, NamedDims, list[str]]:
-    """Sizes, the dims of the whole tensor and of its windows, and what can't be sharded."""
-    sizes = {f"d{index}": size for index, size in enumerate(full.shape)}
+@rule_maker("aten.unfold", "aten.unfold_backward")
+def _unfold(call: OpCall) -> Rule | None:
+    """None where windows of one row are broadcast to all, as the inverse of a Fourier transform does with its own."""
+    backward, full = _is_backward(call), _full(call)
+    cut = call.operands[0] if backward else call.result
+    dim, step = call.arg("dim" if backward else "dimension") % max(1, len(full.shape)), call.arg("step")
+    kept = (size == whole for at, (size, whole) in enumerate(zip(cut.shape, full.shape, strict=False)) if at != dim)
+    if not all(kept):
+        return None
+    sizes = numbered_dims(full.shape)
+    source: list[str | list[str]] = [*sizes]
+    target = [*("windows" if name == f"d{dim}" else name for name in sizes), "window"]
     sizes |= {"windows": cut.shape[dim] if full.shape else 1, "window": cut.shape[-1]}
-    source = [[f"d{index}"] for index in range(len(full.shape))]
-    target = [["windows"] if index == dim else names for index, names in enumerate(source)] + [["window"]]
+    whole = [f"d{dim}", "windows", "window"]
     if full.shape and sizes["window"] == step and full.shape[dim] == sizes["windows"] * step:
         source[dim] = ["windows", "window"]
         del sizes[f"d{dim}"]
-        return sizes, source, target, []
-    return sizes, source, target, [f"d{dim}", "windows", "window"]
+        whole = []
+    operands, results = ([target], [source]) if backward else ([source], [target])
+    local = _local_unfold
+    return build(sizes, operands, results, whole=whole, linear=[{0}], local=local, free=not backward, uneven=True)
 
 
-@rule_maker("aten.unfold")
-def _unfold(call: OpCall) -> Rule:
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    dim = call.arg("dimension") % max(1, len(operand.shape))
-    sizes, source, target, whole = _window_dims(operand, result, dim, call.arg("step"))
-
-    def local(program: LocalCall) -> Any:
-        return program.run(**_local_window(program))
-
-    return build(sizes, [source], [target], whole=whole, linear=[{0}], local=local, free=True, uneven=True)
-
-
-def _local_window(call: LocalCall) -> dict[str, Any]:
-    """Size of the local windows, and the step between them; a window is sharded only where the step is its size."""
-    size = call.size("window") if call.axes("window") else call.arg("size")
-    return {"size": size, "step": size if call.axes("window") else call.arg("step")}
-
-
-@rule_maker("aten.unfold_backward")
-def _unfold_backward(call: OpCall) -> Rule | None:
-    """None where windows of one row are broadcast to all, as the inverse of a Fourier transform does with its own."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    dim = call.arg("dim") % max(1, len(result.shape))
-    if any(own != whole for at, (own, whole) in enumerate(zip(operand.shape, result.shape, strict=False)) if at != dim):
-        return None
-    sizes, source, target, whole = _window_dims(result, operand, dim, call.arg("step"))
-
-    def local(program: LocalCall) -> Any:
-        return program.run(input_sizes=list(program.result_shape()), **_local_window(program))
-
-    return build(sizes, [target], [source], whole=whole, linear=[{0}], local=local, uneven=True)
+def _local_unfold(call: LocalCall) -> Any:
+    """Local windows, and the step between them; a window is sharded only where the step is its size."""
+    changed = dict.fromkeys(("size", "step"), call.size("window")) if call.axes("window") else {}
+    return call.run(**_local_sizes(call) | changed)

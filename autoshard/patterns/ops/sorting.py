@@ -1,13 +1,10 @@
-"""Sorting, look-up in what is sorted, and scans.
-
-Sorting, and looking up in what is sorted.
-"""
+"""Sorting, look-up in what is sorted, and scans."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,26 +12,26 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.local_values import TorchEmitter
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import all_reduce_over, cast, result_dtype
-from autoshard.patterns.ops._positions import all_gather_stacked, stretch_start
+from autoshard.patterns.ops._helpers import (
+    all_gather_stacked,
+    all_reduce_over,
+    bind_named,
+    factor_names,
+    numbered_dims,
+    operand_names,
+    reshape_along,
+    result_dtype,
+    same_dims_rule,
+    stretch_start,
+)
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 
-def kept_dims_rule(call: OpCall, dims: Collection[int], linear: Sequence[Collection[int]] = ()) -> Rule:
-    """An operator along some dims that keeps all dims: those in `dims` must be whole."""
-    sizes = {f"d{dim}": size for dim, size in enumerate(call.operands[0].shape)}
-    named = [[name] for name in sizes]
-    results = [None if meta is None else named for meta in call.results]
-    return build(sizes, [named], results, whole=[f"d{dim}" for dim in dims], linear=linear)
-
-
-@rule_maker("aten.sort", "aten.argsort")
+@rule_maker("aten.sort", "aten.argsort", "aten.cummax", "aten.cummin")
 def _sort(call: OpCall) -> Rule:
-    ndim = len(call.operands[0].shape)
-    return kept_dims_rule(call, [call.arg("dim") % ndim] if ndim else [])
+    return same_dims_rule(call, [call.arg("dim")])
 
 
 @rule_maker("aten.topk")
@@ -44,51 +41,47 @@ def _topk(call: OpCall) -> Rule:
     torch promises no choice among equal elements, and that of its kernels differs by the sizes and the device: where
     equal ones meet the last place, one device may take others.
     """
-    (operand,), results = call.operands, call.results
-    if not operand.shape:
-        return kept_dims_rule(call, [])
-    dim = call.arg("dim") % len(operand.shape)
-    sizes = {f"d{index}": size for index, size in enumerate(operand.shape)} | {"top": call.arg("k")}
-    source = [[f"d{index}"] for index in range(len(operand.shape))]
-    target = [["top"] if index == dim else names for index, names in enumerate(source)]
-    gathers = [("gather_of_each", meta.bytes) for meta in results if meta is not None]
+    shape = call.operands[0].shape
+    if not shape:
+        return same_dims_rule(call)
+    sizes = numbered_dims(shape)
+    name = list(sizes)[call.arg("dim")]
+    target = ["top" if dim == name else dim for dim in sizes]
     return build(
-        sizes,
-        [source],
+        sizes | {"top": call.arg("k")},
+        [list(sizes)],
         [target, target],
         whole=["top"],
-        contiguous=[f"d{dim}"],
-        reductions={f"d{dim}": (None, None)},
-        exchange={f"d{dim}": gathers},
+        contiguous=[name],
+        reductions={name: (None, None)},
+        exchange={name: [("gather_of_each", meta.bytes) for meta in call.results if meta is not None]},
         local=_local_topk,
         # Not along the dim itself: an element may be as small as what would have to pad it.
-        uneven=[f"d{index}" for index in range(len(operand.shape)) if index != dim],
+        uneven=[dim for dim in sizes if dim != name],
     )
 
 
 def _local_topk(call: LocalCall) -> Any:
     shape = call.operand_shape(0)
-    dim = call.arg("dim") % len(shape) if shape else 0
+    dim = call.arg("dim") % len(shape)
     name = f"d{dim}"
     if not call.axes(name):
         return call.run()
-    emit = call.emit
     # The k largest of all are among the k largest of every stretch; a stretch may have fewer.
     values, places = call.run(k=min(call.arg("k"), shape[dim]))
     places = places + stretch_start(call, name, shape[dim])
-    values, places = (_merge_rank_dim(call, all_gather_stacked(call, value, name), dim) for value in (values, places))
+    values, places = (_merge_rank_dim(all_gather_stacked(call, value, name), dim) for value in (values, places))
     values, chosen = call.run(operands=[values])
-    return values, emit.gather(places, dim, chosen)
+    return values, places.gather(dim, chosen)
 
 
-def _merge_rank_dim(call: LocalCall, stacked: Any, dim: int) -> Any:
+def _merge_rank_dim(stacked: Any, dim: int) -> Any:
     """`[ranks, ..., n, ...]` with the ranks' parts of the dim `dim` behind each other: `[..., ranks * n, ...]`."""
     shape = list(stacked.shape)
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
-    moved = call.emit.permute(stacked, order)
     ranks = shape.pop(0)
     shape[dim] *= ranks
-    return call.emit.reshape(moved, shape)
+    return stacked.permute(order).reshape(shape)
 
 
 # How many elements stand before a value is the sum of how many do in every part of what is sorted.
@@ -113,17 +106,14 @@ def _search_sorted(call: OpCall) -> Rule:
 @rule_maker("aten.isin")
 def _isin(call: OpCall) -> Rule:
     """Each element for itself; of the tests, any may hold it, or none must where the answer is inverted."""
-    (result,) = call.results
-    assert result is not None
-    tested = {"Tensor_Tensor": ["elements", "test_elements"], "Tensor_Scalar": ["elements"]}
-    names = tested.get(call.op._schema.overload_name, ["test_elements"])
-    tests = [f"t{dim}" for dim in range(len(call.operands[-1].shape) if names[-1] == "test_elements" else 0)]
-    text = ", ".join({"elements": "...", "test_elements": " ".join(tests)}[name] for name in names)
-    return bind(
-        f"{text} -> {'...' if 'elements' in names else ''}",
+    names = operand_names(call)
+    tests = factor_names("t", len(call.operands[-1].shape)) if names[-1] == "test_elements" else []
+    return bind_named(
         call,
+        {"elements": "...", "test_elements": " ".join(tests)},
+        ["..." if "elements" in names else ""],
         reduce=dict.fromkeys(tests),
-        exchange=dict.fromkeys(tests, result.bytes),
+        exchange=dict.fromkeys(tests, call.result.bytes),
         local=_local_isin,
         uneven=("...",),
     )
@@ -135,7 +125,7 @@ def _local_isin(call: LocalCall) -> Any:
     if not names:
         return held
     kind = "min" if call.arg("invert") else "max"
-    return cast(call, all_reduce_over(call, cast(call, held, torch.uint8), names, kind), torch.bool)
+    return all_reduce_over(call, held.to(torch.uint8), names, kind).to(torch.bool)
 
 
 @rule_maker("aten.histc")
@@ -159,46 +149,37 @@ class _Scan:
     Attributes:
         neutral: the total of nothing.
         join: joins two totals.
-        fold: joins all along the first dim, given the emitter.
+        fold: joins all along the first dim.
     """
 
     neutral: float
     join: Callable[[Any, Any], Any]
-    fold: Callable[[TorchEmitter, Any], Any]
+    fold: Callable[[Any], Any]
 
 
-_SUM = _Scan(0, operator.add, lambda emit, totals: emit.sum(totals, [0]))
-_PRODUCT = _Scan(1, operator.mul, lambda emit, totals: emit.prod(totals, 0))
 _LOGARITHM = _Scan(
     -math.inf,
     lambda first, second: first.emit.logaddexp(first, second),
-    lambda emit, totals: emit.logsumexp(totals, [0]),
+    lambda totals: totals.logsumexp([0]),
 )
 _SCANS = {
-    "aten::cumsum": _SUM,
-    "aten::cumprod": _PRODUCT,
+    "aten::cumsum": _Scan(0, operator.add, lambda totals: totals.sum([0])),
+    "aten::cumprod": _Scan(1, operator.mul, lambda totals: totals.prod(0)),
     "aten::logcumsumexp": _LOGARITHM,
     "aten::_logcumsumexp": _LOGARITHM,
 }
 
 
-@rule_maker("aten.cumsum", "aten.cumprod", "aten.logcumsumexp", "aten._logcumsumexp")
+@rule_maker(*_SCANS)
 def _scan(call: OpCall) -> Rule:
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
+    shape, scan = call.operands[0].shape, _SCANS[call.op._schema.name]
     linear = [{0}] if call.op._schema.name == "aten::cumsum" else []
-    scan = _SCANS[call.op._schema.name]
-    if not operand.shape or (result.dtype.is_complex and scan is _LOGARITHM):  # no operator joins complex logarithms
-        return kept_dims_rule(call, [call.arg("dim") % len(operand.shape)] if operand.shape else [], linear)
-    name = f"d{call.arg('dim') % len(operand.shape)}"
-    sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
-    dims = [[dim_name] for dim_name in sizes]
-    total = result.bytes // max(1, sizes[name])
-    exchange = {name: [("gather_of_each", total)]}
-    return build(
-        sizes,
-        [dims],
-        [dims],
+    if not shape or (call.result.dtype.is_complex and scan is _LOGARITHM):  # no operator joins complex logarithms
+        return same_dims_rule(call, [call.arg("dim")], linear=linear)
+    name = f"d{call.arg('dim') % len(shape)}"
+    exchange = {name: [("gather_of_each", call.result.bytes // max(1, shape[call.arg("dim")]))]}
+    return same_dims_rule(
+        call,
         contiguous=[name],
         exchange=exchange,
         linear=linear,
@@ -216,17 +197,8 @@ def _local_scan(call: LocalCall) -> Any:
     if not shape or not call.axes(name):
         return scanned
     scan = _SCANS[call.call.op._schema.name]
-    totals = all_gather_stacked(call, emit.select(scanned, dim, -1), name)
-    ranks = emit.arange(call.share(name), device=scanned.device)
-    ranks = emit.reshape(ranks, [-1] + [1] * (len(shape) - 1))
+    totals = all_gather_stacked(call, scanned.select(dim, -1), name)
+    ranks = reshape_along(emit.arange(call.share(name), device=scanned.device), 0, len(shape))
     # Every rank folds the totals of all, those behind its stretch replaced by nothing: no branch on the rank.
-    before = ranks < call.position(name)
-    start = scan.fold(emit, emit.where(before, totals, scan.neutral))
-    start = emit.unsqueeze(cast(call, start, result_dtype(call)), dim)
-    return scan.join(scanned, start)
-
-
-@rule_maker("aten.cummax", "aten.cummin")
-def _extremes(call: OpCall) -> Rule:
-    ndim = len(call.operands[0].shape)
-    return kept_dims_rule(call, [call.arg("dim") % ndim] if ndim else [])
+    start = scan.fold(emit.where(ranks < call.position(name), totals, scan.neutral))
+    return scan.join(scanned, start.to(result_dtype(call)).unsqueeze(dim))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
-from autoshard.specs.emitter import all_reduce
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten
 
@@ -17,14 +17,10 @@ aten = torch.ops.aten
 def whole_rule(call: OpCall) -> Rule:
     """Everything replicated. What an operator draws at random, every rank has from the first."""
 
-    def whole(meta: TensorMeta | None) -> Dims | None:
-        return None if meta is None else ((),) * len(meta.shape)
-
     draws = torch.Tag.nondeterministic_seeded in call.op.tags
     operands = tuple(((),) * len(meta.shape) for meta in call.operands)
-    return Rule(
-        (), operands, tuple(whole(meta) for meta in call.results), local=_keep_first_rank_results if draws else None
-    )
+    results = tuple(None if meta is None else ((),) * len(meta.shape) for meta in call.results)
+    return Rule((), operands, results, local=_keep_first_rank_results if draws else None)
 
 
 def batch_rule(call: OpCall) -> str:
@@ -70,11 +66,11 @@ def _broadcast_from_first(call: LocalCall, value: Any) -> Any:
     emit = call.emit
     dtype = value.dtype
     if dtype is torch.bool:  # truth values do not add up
-        value = emit._to_copy(value, dtype=torch.uint8)
+        value = value.to(torch.uint8)
     for axis, size in enumerate(call.mesh.sizes):
         if size > 1:
-            first = emit.eq(emit.coordinate(axis), 0)
+            first = emit.coordinate(axis).eq(0)
             # `where`, not a product: what is no number on another rank must not become a summand.
             kept = emit.where(first, value, emit.zeros_like(value))
-            value = all_reduce(emit, kept, axis)
-    return emit._to_copy(value, dtype=dtype) if dtype is torch.bool else value
+            value = emit.collective(collectives.all_reduce.default, kept, "sum", axis=axis)
+    return value.to(dtype)

@@ -8,102 +8,94 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
+from autoshard.patterns.ops._helpers import aten, factor_names, numbered_dims, positions, run_resized, same_dims_rule
 from autoshard.patterns.registry import rule, rule_for, rule_maker
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta
 from autoshard.patterns.view_factors import factor_view, view_rule
+from autoshard.specs.axes import MeshShape
 
 rule_maker(
-    "aten.view.default",
-    "aten._unsafe_view",
-    "aten.reshape",
-    "aten._reshape_alias",
-    "aten.flatten.using_ints",
-    "aten.unflatten.int",
-    "aten.squeeze",
-    "aten.unsqueeze",
+    *("aten.view.default", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias", "aten.flatten.using_ints"),
+    *("aten.unflatten.int", "aten.squeeze", "aten.unsqueeze"),
+    *("prims.squeeze", "prims.split_dim", "prims.collapse_view", "prims.collapse", "prims.reshape"),
 )(view_rule)
 
-rule(["aten.alias", "aten.detach", "aten.lift_fresh"], "... -> ...", linear="0", free=True)
+rule(["aten.alias", "aten.detach", "aten.lift_fresh", "prims.view_of"], "... -> ...", linear="0", free=True)
 rule(["aten.clone", "aten.contiguous", "aten.lift", "aten.lift_fresh_copy"], "... -> ...", linear="0")
 
 
 @rule_maker("aten.view.dtype")
 def _view_dtype(call: OpCall) -> Rule:
     """Other elements in the same bytes: the last dim stays whole when the elements have another size."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    names = [f"d{index}" for index in range(len(operand.shape))]
-    sizes = dict(zip(names, operand.shape, strict=True))
-    if operand.shape == result.shape:
-        return build(sizes, [[[name] for name in names]], [[[name] for name in names]], free=True)
-    sizes["bytes"] = result.shape[-1]
-    dims = [[name] for name in names]
-    return build(sizes, [dims], [[*dims[:-1], ["bytes"]]], whole=[names[-1], "bytes"], free=True)
+    shape = call.operands[0].shape
+    if shape == call.result.shape:
+        return same_dims_rule(call, free=True)
+    sizes = numbered_dims(shape)
+    *outer, last = sizes
+    sizes["bytes"] = call.result.shape[-1]
+    return build(sizes, [[*outer, last]], [[*outer, "bytes"]], whole=[last, "bytes"], free=True)
 
 
 @rule_maker("aten._to_copy", "aten.to.dtype", "prims.convert_element_type")
 def _to_copy(call: OpCall) -> Rule:
     """Another dtype: linear among floating and complex ones."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    inexact = all(dtype.is_floating_point or dtype.is_complex for dtype in (operand.dtype, result.dtype))
-    names = [f"d{index}" for index in range(len(operand.shape))]
-    dims = [[name] for name in names]
-    return build(dict(zip(names, operand.shape, strict=True)), [dims], [dims], linear=[{0}] if inexact else [])
+    dtypes = call.operands[0].dtype, call.result.dtype
+    inexact = all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+    return same_dims_rule(call, linear=[{0}] if inexact else [])
 
 
-def _order(call: OpCall) -> tuple[int, ...]:
-    """For every dim of the result of a permute, transpose or t, the dim of the operand that it is."""
-    ndim = len(call.operands[0].shape)
-    order = list(range(ndim))
-    name = call.op._schema.name
-    if name == "aten::permute":
-        return tuple(dim % ndim for dim in call.arg("dims"))
-    if name == "aten::transpose":
-        first, second = (call.arg("dim0"), call.arg("dim1")) if ndim else (0, 0)
-    else:
-        first, second = 0, ndim - 1
-    if ndim:
-        order[first], order[second] = order[second], order[first]
-    return tuple(order)
+def _permutation_rule(call: OpCall, order: Sequence[int], **options: Any) -> Rule:
+    """The rule of an operator that puts dims in another order: which of the operand's dims each of the result is."""
+    sizes = numbered_dims(call.operands[0].shape)
+    names = list(sizes)
+    return build(sizes, [names], [[names[dim] for dim in order]], linear=[{0}], **options)
 
 
-@rule_maker("aten.permute", "aten.transpose.int", "aten.t")
+@rule_maker("aten.permute", "prims.transpose")
 def _permute(call: OpCall) -> Rule:
-    (operand,) = call.operands
-    names = [f"d{index}" for index in range(len(operand.shape))]
-    target = [[names[dim]] for dim in _order(call)]
-    sizes = dict(zip(names, operand.shape, strict=True))
-    return build(sizes, [[[name] for name in names]], [target], linear=[{0}], free=True)
+    order = call.arg("dims" if call.op.namespace == "aten" else "permutation")
+    return _permutation_rule(call, order, free=True)
+
+
+@rule_maker("aten.transpose.int", "aten.t")
+def _transpose(call: OpCall) -> Rule:
+    order = list(range(len(call.operands[0].shape)))
+    first, second = (0, -1) if call.op._schema.name == "aten::t" else (call.arg("dim0"), call.arg("dim1"))
+    if order:
+        order[first], order[second] = order[second], order[first]
+    return _permutation_rule(call, order, free=True)
+
+
+@rule_maker("aten.rot90")
+def _rot90(call: OpCall) -> Rule:
+    """A quarter turn in the plane of two dims, which must be whole; the result has them swapped after an odd number."""
+    order = list(range(len(call.operands[0].shape)))
+    first, second = (dim % len(order) for dim in call.arg("dims"))
+    if call.arg("k") % 2:
+        order[first], order[second] = second, first
+    return _permutation_rule(call, order, whole=[f"d{first}", f"d{second}"])
 
 
 def _expansion_rule(call: OpCall, grown_by: str, keeps: bool) -> Rule:
     """A result whose dims are (new, old), aligned to the right: `new` is a factor that only the result has."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    offset = len(result.shape) - len(operand.shape)
+    (operand,), shape = call.operands, call.result.shape
+    offset = len(shape) - len(operand.shape)
     sizes: dict[str, int] = {}
     target = []
-    for dim, size in enumerate(result.shape):
+    for dim, size in enumerate(shape):
         old = operand.shape[dim - offset] if dim >= offset else 1
         sizes[f"new{dim}"] = size // old if old else 1
         if dim >= offset:
             sizes[f"d{dim - offset}"] = old
         target.append([f"new{dim}", f"d{dim - offset}"] if dim >= offset else [f"new{dim}"])
-    source = [[f"d{dim}"] for dim in range(len(operand.shape))]
 
-    def local(program: LocalCall) -> Any:
-        shape = program.result_shape()
-        if keeps:
-            return program.run(**{grown_by: list(shape)})
-        return program.run(**{grown_by: [program.size(f"new{dim}") for dim in range(ndim)]})
+    def repeat(program: LocalCall) -> Any:
+        return program.run(**{grown_by: [program.size(f"new{dim}") for dim in range(len(shape))]})
 
-    ndim = len(result.shape)
+    source = factor_names("d", len(operand.shape))
+    local = run_resized(grown_by) if keeps else repeat
     return build(sizes, [source], [target], linear=[{0}], local=local, free=keeps, uneven=True)
 
 
@@ -115,88 +107,40 @@ def _expand(call: OpCall) -> Rule:
 
 @rule_maker("aten.repeat")
 def _repeat(call: OpCall) -> Rule | None:
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    return (
-        _expansion_rule(call, "repeats", keeps=False) if math.prod(operand.shape) and math.prod(result.shape) else None
-    )
+    empty = 0 in call.operands[0].shape or 0 in call.result.shape
+    return None if empty else _expansion_rule(call, "repeats", keeps=False)
 
 
-@rule_maker("aten.roll", "aten.flip")
+@rule_maker("prims.broadcast_in_dim")
+def _broadcast(call: OpCall) -> Rule:
+    """Every dim of the operand becomes a dim of the result; what is repeated is a factor that only the result has."""
+    (operand,), sizes = call.operands, numbered_dims(call.result.shape)
+    placed = zip(operand.shape, call.arg("broadcast_dimensions"), strict=True)
+    source = [[f"d{dim}"] if size == sizes[f"d{dim}"] else [] for size, dim in placed]
+    return build(sizes, [source], [list(sizes)], linear=[{0}], local=run_resized("shape"), free=True)
+
+
+@rule_maker("aten.roll", "aten.flip", "prims.rev")
 def _roll_flip(call: OpCall) -> Rule:
-    return _same_dims_rule(call, call.arg("dims") or tuple(range(len(call.operands[0].shape))))
-
-
-@rule_maker("aten.rot90")
-def _rot90(call: OpCall) -> Rule:
-    """A quarter turn in the plane of two dims, which must be whole; the result has them swapped after an odd number."""
-    (operand,) = call.operands
-    names = [f"d{index}" for index in range(len(operand.shape))]
-    first, second = (dim % len(names) for dim in call.arg("dims"))
-    target = list(names)
-    if call.arg("k") % 2:
-        target[first], target[second] = names[second], names[first]
-    return build(
-        dict(zip(names, operand.shape, strict=True)),
-        [[[name] for name in names]],
-        [[[name] for name in target]],
-        whole=[names[first], names[second]],
-        linear=[{0}],
-    )
-
-
-def _same_dims_rule(call: OpCall, dims: tuple[int, ...]) -> Rule:
-    """Dims stay where they are; those in `dims` must be whole. Linear."""
-    shape = call.operands[0].shape
-    names = [f"d{index}" for index in range(len(shape))]
-    named = [[name] for name in names]
-    return build(
-        dict(zip(names, shape, strict=True)), [named], [named], whole=[names[dim] for dim in dims], linear=[{0}]
-    )
+    return same_dims_rule(call, call.arg("dims") or range(len(call.operands[0].shape)), linear=[{0}])
 
 
 @rule_maker("aten.view_as_real", "aten.view_as_complex")
 def _complex(call: OpCall) -> Rule:
     """Real and imaginary part are a last dim of two, which stays whole."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    shape = min(operand.shape, result.shape, key=len)
-    names = [f"d{index}" for index in range(len(shape))]
-    dims = [[name] for name in names]
-    parts = [*dims, ["part"]]
-    real = call.op == torch.ops.aten.view_as_real.default
-    sizes = dict(zip(names, shape, strict=True)) | {"part": 2}
-    source, target = (dims, parts) if real else (parts, dims)
-    return build(sizes, [source], [target], whole=["part"], linear=[{0}], free=True)
+    sizes = numbered_dims(min(call.operands[0].shape, call.result.shape, key=len))
+    tensors = [list(sizes), [*sizes, "part"]]
+    if call.op == aten.view_as_complex.default:
+        tensors.reverse()
+    return build(sizes | {"part": 2}, tensors[:1], tensors[1:], whole=["part"], linear=[{0}], free=True)
 
 
 # Views that copy: what functionalisation makes of views where nothing may share memory.
 
-_VIEWS = (
-    "alias",
-    "as_strided",
-    "detach",
-    "diagonal",
-    "expand",
-    "narrow",
-    "permute",
-    "select.int",
-    "slice.Tensor",
-    "split.Tensor",
-    "split_with_sizes",
-    "squeeze",
-    "squeeze.dim",
-    "squeeze.dims",
-    "t",
-    "transpose.int",
-    "unbind.int",
-    "unfold",
-    "unsqueeze",
-    "view",
-    "view.dtype",
-    "view_as_complex",
-    "view_as_real",
-)
+_VIEWS = """
+    alias as_strided detach diagonal expand narrow permute select.int slice.Tensor split.Tensor split_with_sizes squeeze
+    squeeze.dim squeeze.dims t transpose.int unbind.int unfold unsqueeze view view.dtype view_as_complex view_as_real
+"""
 
 
 def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
@@ -213,7 +157,7 @@ def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
             viewing.call = replace(program.call, op=view)
             results = viewing.run() if rule.local is None else rule.local(viewing)
             several = isinstance(results, (tuple, list))
-            copies = [program.emit.clone(value) for value in (results if several else [results])]
+            copies = [value.clone() for value in (results if several else [results])]
             return tuple(copies) if several else copies[0]
 
         return replace(rule, local=local, free=False, variants=tuple(map(add_copies, rule.variants)))
@@ -221,7 +165,7 @@ def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
     return maker
 
 
-for _view in _VIEWS:
+for _view in _VIEWS.split():
     _name, _, _overload = _view.partition(".")
     rule_maker(f"aten.{_name}_copy.{_overload or 'default'}")(
         _copy_rule_maker(getattr(getattr(aten, _name), _overload or "default"))
@@ -314,9 +258,9 @@ class _StridedFactors:
 
     def memory(self, call: LocalCall) -> Any:
         """The local operand as memory, cut in radices of local size."""
-        value = call.emit.permute(call.operands[0], list(self.order))
+        value = call.operands[0].permute(list(self.order))
         shape = [math.prod(call.size(name) for name in names) for names in self.radices]
-        return call.emit.reshape(value, shape)
+        return value.reshape(shape)
 
 
 def _geometry(call: OpCall) -> tuple[tuple[int, ...], tuple[int, ...] | None, StridedView | None]:
@@ -336,16 +280,16 @@ def _as_strided(call: OpCall) -> Rule | None:
     plan = _StridedFactors(call.operands[0].shape, order, strided, size)
 
     def local(program: LocalCall) -> Any:
-        emit, value = program.emit, plan.memory(program)
+        value = plan.memory(program)
         extents = [*(size[dim] for dim in strided.dims), 1]
         for place, (start, extent, radix) in enumerate(zip(strided.starts, extents, strided.radices, strict=True)):
             if extent != radix:
-                value = emit.slice(value, place, start, start + extent)
+                value = value.slice(place, start, start + extent)
         ahead = sorted(range(len(strided.dims)), key=lambda place: strided.dims[place])
-        value = emit.permute(value, [*ahead, len(ahead)])
+        value = value.permute([*ahead, len(ahead)])
         shape = program.result_shape()
         held = [extent if dim in strided.dims else 1 for dim, extent in enumerate(shape)]
-        return emit.expand(emit.reshape(value, held), list(shape))
+        return value.reshape(held).expand(list(shape))
 
     return build(
         plan.sizes, [plan.source], [plan.result], whole=plan.whole, linear=[{0}], local=local, free=True, uneven=True
@@ -362,12 +306,9 @@ def _as_strided_scatter(call: OpCall) -> Rule | None:
     plan = _StridedFactors(shape, order, strided, size)
 
     def local(program: LocalCall) -> Any:
-        emit = program.emit
-        ones = [dim for dim in range(len(size)) if dim not in strided.dims]
-        value = emit.permute(program.operands[1], [*strided.dims, *ones])
-        held = program.operand_shape(0)
-        value = emit.reshape(value, [held[dim] for dim in order])
-        return emit.permute(value, [order.index(dim) for dim in range(len(shape))])
+        ones, held = [dim for dim in range(len(size)) if dim not in strided.dims], program.operand_shape(0)
+        value = program.operands[1].permute([*strided.dims, *ones]).reshape([held[dim] for dim in order])
+        return value.permute([order.index(dim) for dim in range(len(shape))])
 
     dims = [plan.source, plan.result]
     return build(plan.sizes, dims, [plan.source], whole=plan.whole, linear=[{0, 1}], local=local, uneven=True)
@@ -377,21 +318,68 @@ def _whole_layout_rule(call: OpCall, order: Sequence[int]) -> Rule:
     """Everything whole, and the operand laid out in memory as the whole tensor was when the call was captured."""
 
     def local(program: LocalCall) -> Any:
-        emit, (value, *rest) = program.emit, program.operands
-        value = emit.contiguous(emit.permute(value, list(order)))
-        result = program.run(operands=[value, *rest])
-        if not rest:
-            return result
-        return emit.permute(result, [order.index(dim) for dim in range(len(order))])
+        value, *rest = program.operands
+        result = program.run(operands=[value.permute(list(order)).contiguous(), *rest])
+        return result.permute([order.index(dim) for dim in range(len(order))]) if rest else result
 
-    names: dict[str, int] = {}
-
-    def name_dims(place: str, meta: TensorMeta) -> list[list[str]]:
-        dims = {f"{place}_{dim}": size for dim, size in enumerate(meta.shape)}
-        names.update(dims)
-        return [[name] for name in dims]
-
-    operands = [name_dims(f"operand{position}", meta) for position, meta in enumerate(call.operands)]
-    results = [name_dims("result", meta) for meta in call.results if meta is not None]
+    operands = [numbered_dims(meta.shape, f"operand{place}_") for place, meta in enumerate(call.operands)]
+    result = numbered_dims(call.result.shape, "result_")
+    sizes = {name: size for dims in (*operands, result) for name, size in dims.items()}
     linear = [set(range(len(operands)))]
-    return build(names, operands, results, whole=names, linear=linear, local=local)
+    return build(sizes, [list(dims) for dims in operands], [list(result)], whole=sizes, linear=linear, local=local)
+
+
+# Views that cut a dim into parts none of which an axis divides, though it divides the dim.
+#
+# Eight query heads on eight devices are one shard each; as two key heads of four queries they are none. Backward of a
+# repetition of key heads (`[b, 8, s, d]` seen as `[b, 2, 4, s, d]`, summed over the four) would gather them for that.
+# The variant takes the dim as one factor and leaves the view a partial sum: a rank's own stretch among zeros.
+
+
+def with_merged_dims(rule: Rule, call: OpCall, mesh: MeshShape) -> Rule:
+    """The rule of a view with a variant for every dim of its operand that only as a whole can be sharded.
+
+    Args:
+        rule: the rule of a view: one operand, one result, the elements in the same order.
+        call: the view on whole tensors.
+        mesh: the axes, whose sizes say which dims these are.
+
+    Returns:
+        The same rule where there are none, or where the elements are no numbers that add up.
+    """
+    (operand,) = call.operands
+    if not (operand.dtype.is_floating_point or operand.dtype.is_complex):
+        return rule
+    blocked = [dim for dim in range(len(operand.shape)) if _needs_merge(rule, dim, mesh)]
+    return replace(rule, variants=tuple(_merged_variant(rule, dim) for dim in blocked)) if blocked else rule
+
+
+def _needs_merge(rule: Rule, dim: int, mesh: MeshShape) -> bool:
+    """Return True if the largest axis that divides the dim divides none of its factors."""
+    sizes = [rule.factors[factor].size for factor in rule.operands[0][dim]]
+    axes = [size for size in mesh.sizes if size > 1 and math.prod(sizes) % size == 0]
+    return len(sizes) > 1 and bool(axes) and all(size % max(axes) for size in sizes)
+
+
+def _merged_variant(rule: Rule, dim: int) -> Rule:
+    """The variant that shards one dim of the operand as a single factor, which the result lacks."""
+    parts = rule.operands[0][dim]
+    factors = tuple(replace(each, shardable=False) if at in parts else each for at, each in enumerate(rule.factors))
+    whole = Factor(f"whole{dim}", math.prod(rule.factors[part].size for part in parts), contiguous=True)
+    dims: Dims = tuple((len(factors),) if at == dim else named for at, named in enumerate(rule.operands[0]))
+    return replace(
+        rule,
+        factors=(*factors, whole),
+        operands=(dims,),
+        local=lambda call: _scatter_into_zeros(call, dim),
+        free=False,
+    )
+
+
+def _scatter_into_zeros(call: LocalCall, dim: int) -> Any:
+    (value,), name = call.operands, f"whole{dim}"
+    shape = list(value.shape)
+    held = positions(call, name, shape[dim], value.device)
+    shape[dim] *= call.share(name)
+    whole = value.new_zeros(shape).index_copy(dim, held, value)
+    return whole.reshape(list(call.result_shape()))

@@ -1,4 +1,4 @@
-"""What is done to routed rows between dispatch and combine: the rules of these operators, taught to split such rows.
+"""The operators between dispatch and combine: variants of their rules that split routed rows.
 
 A rank does to the rows that came to it what it would do to all rows, whichever they are, as long as the operator treats
 rows alike and takes no number of rows for an argument. So every operator on the way from a dispatch to the combines of
@@ -34,7 +34,6 @@ _RESHAPES = frozenset(
         aten.squeeze.dims,
     }
 )
-_EXPANDS = frozenset({aten.expand.default})
 _CUTS = frozenset({"aten::split", "aten::split_with_sizes", "aten::slice"})
 _GROUPED = frozenset(
     {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
@@ -49,10 +48,10 @@ _KINDS_OF: dict[Any, tuple[str, ...]] = {
     routing.spread.default: ("", "route", "ends", "rows"),
     routing.collect.default: ("rows", "route", "ends", ""),
 }
-"""What the operators of a route take of it, and what they give; nothing stands for a tensor that lies as any other."""
+"""Kinds of the operands of a route's operators, and of what they give; nothing for a tensor that lies as any other."""
 
 Place = tuple[fx.Node, int]
-"""A tensor of a graph: a node, and which of its results."""
+"""A tensor of a graph: a node, and which of its results; `graph_rules.Value` is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +85,11 @@ def with_routed_rows(
     """
     ways = _RouteTracker()
     for node, call in calls.items():
-        taken = {position: ways.routed[place] for position, place in enumerate(operands[node]) if place in ways.routed}
+        routed = {position: ways.routed[place] for position, place in enumerate(operands[node]) if place in ways.routed}
         if call.op == routing.group.default:
-            ways.begin(node, call, taken)
-        elif taken:
-            ways.follow(node, call, rules[node], taken)
+            ways.begin(node, call, routed)
+        elif routed:
+            ways.follow(node, call, rules[node], routed)
     ways.unsplittable |= {ways.routed[place].route for place in outputs if place in ways.routed}
     return dict(rules) | ways.changed_rules(rules)
 
@@ -114,36 +113,39 @@ class _RouteTracker:
     unsplittable: set[fx.Node] = field(default_factory=set)
     _variant_cache: dict[tuple[object, ...], Rule | None] = field(default_factory=dict)  # equal calls share one variant
 
-    def begin(self, node: fx.Node, call: OpCall, taken: Mapping[int, _RoutedTensor]) -> None:
+    def begin(self, node: fx.Node, call: OpCall, operands_of_route: Mapping[int, _RoutedTensor]) -> None:
         """A route begins; if by the rows of another, neither can be split."""
-        self.unsplittable |= {node} if taken else set()
-        self.unsplittable |= {each.route for each in taken.values()}
+        self.unsplittable |= {node} if operands_of_route else set()
+        self.unsplittable |= {each.route for each in operands_of_route.values()}
         self.ends[node], self.groups[node] = node, call.arg("groups")
         for index, kind in enumerate(_RESULTS_OF_GROUP):
             self.routed[node, index] = _RoutedTensor(node, kind)  # type: ignore[arg-type]
 
-    def follow(self, node: fx.Node, call: OpCall, rule: Rule, taken: Mapping[int, _RoutedTensor]) -> None:
+    def follow(self, node: fx.Node, call: OpCall, rule: Rule, operands_of_route: Mapping[int, _RoutedTensor]) -> None:
         """An operator takes routed tensors; if it does not know how, the route can not be split."""
-        route, *others = {each.route for each in taken.values()}
-        kinds = [taken[position].kind if position in taken else "" for position in range(len(call.operands))]
+        route, *others = {each.route for each in operands_of_route.values()}
+        kinds = [
+            operands_of_route[position].kind if position in operands_of_route else ""
+            for position in range(len(call.operands))
+        ]
         if others:
             self.unsplittable |= {route, *others}
         if call.op in _KINDS_OF:
-            *expected, made = _KINDS_OF[call.op]
+            *expected, result = _KINDS_OF[call.op]
             self.ends[node] = route
-            if kinds != expected or any(each.dim for each in taken.values()):
+            if kinds != expected or any(each.dim for each in operands_of_route.values()):
                 self.unsplittable.add(route)
-            if made:
+            if result:
                 self.routed[node, 0] = _RoutedTensor(route, "rows")
         elif not others:
-            self._follow_row_operator(node, call, rule, route, taken)
+            self._follow_row_operator(node, call, rule, route, operands_of_route)
 
     def _follow_row_operator(
-        self, node: fx.Node, call: OpCall, rule: Rule, route: fx.Node, taken: Mapping[int, _RoutedTensor]
+        self, node: fx.Node, call: OpCall, rule: Rule, route: fx.Node, operands_of_route: Mapping[int, _RoutedTensor]
     ) -> None:
-        dims = {position: each.dim for position, each in taken.items() if each.kind == "rows"}
-        ends = frozenset(position for position, each in taken.items() if each.kind == "ends")
-        if not dims or len(dims) + len(ends) < len(taken):
+        dims = {position: each.dim for position, each in operands_of_route.items() if each.kind == "rows"}
+        ends = frozenset(position for position, each in operands_of_route.items() if each.kind == "ends")
+        if not dims or len(dims) + len(ends) < len(operands_of_route):
             self.unsplittable.add(route)
             return
         key = (id(rule), id(call), tuple(dims.items()), ends, self.groups[route])
@@ -218,8 +220,8 @@ def routed_variant(
 
 def _rows_factor(rule: Rule, dims: Mapping[int, int]) -> int | None:
     """The factor that rows are: the only one of their dim, nowhere else, and in the end added up if anything."""
-    found = {rule.operands[position][dim] for position, dim in dims.items()}
-    (factors,) = found if len(found) == 1 else ((),)
+    products = {rule.operands[position][dim] for position, dim in dims.items()}
+    (factors,) = products if len(products) == 1 else ((),)
     if len(factors) != 1 or not rule.factors[factors[0]].shardable:
         return None
     (rows,) = factors
@@ -237,26 +239,24 @@ def _has(named: Dims | None, factor: int) -> bool:
 
 
 def _rows_program(rule: Rule, call: OpCall, name: str) -> tuple[bool, LocalProgram | None]:
-    """Whether it is known how the operator runs on any number of rows, and the program that does."""
+    """Return True if the operator is known to run on any number of rows, and the program that does so."""
     if rule.local is None or name in _GROUPED or name in _CUTS:
         return True, rule.local
     if call.op in _RESHAPES:
         return True, _reshape_rows
     if call.op is aten.slice_backward.default:
         return True, slice_backward_by_padding
-    return call.op in _EXPANDS, _expand_rows
+    return call.op is aten.expand.default, _expand_rows
 
 
 def _shape_with_any_rows(call: LocalCall) -> list[int]:
     """The local shape of the result, with as many rows as there are."""
-    (result,) = call.rule.results
-    rows = call.rule.indices("source")
-    assert result is not None
-    return [-1 if factors == rows else size for factors, size in zip(result, call.result_shape(), strict=True)]
+    rows, dims = call.rule.indices("source"), call.rule.results[0] or ()
+    return [-1 if factors == rows else size for factors, size in zip(dims, call.result_shape(), strict=True)]
 
 
 def _reshape_rows(call: LocalCall) -> Any:
-    return call.emit.call(aten.reshape.default, call.operands[0], _shape_with_any_rows(call))
+    return call.operands[0].reshape(_shape_with_any_rows(call))
 
 
 def _expand_rows(call: LocalCall) -> Any:

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import autoshard
-from autoshard.patterns.ops.halo import window_dim
+from autoshard.patterns.ops.halo import Halo, windows_over
 from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
@@ -25,15 +25,14 @@ from tests.training import TOLERANCE, compare, fast_links, train
 def test_stretches_are_no_shorter_than_the_halo(
     small: int, large: int, stride: int, before: int, reach: int, least: int, after: int
 ) -> None:
-    found = window_dim(0, 2, small, large, stride, before, reach)
-    assert found.sizes == {"x0": small // least, "m0": least, "e0": stride}
-    assert found.halo is not None
-    assert (found.halo.before, found.halo.after) == (before, after)
+    windows = windows_over(2, [small], [large], [stride], [before], [reach])
+    assert windows.sizes == {"x0": small // least, "m0": least, "e0": stride}
+    assert windows.halos == [Halo("x0", 2, before, after)]
 
 
 @pytest.mark.parametrize(("small", "large", "reach"), [(10, 12, 2), (4, 4, 8), (0, 12, 2)])
 def test_dims_that_can_not_be_cut_in_equal_stretches_stay_whole(small: int, large: int, reach: int) -> None:
-    assert window_dim(0, 2, small, large, 1, reach // 2, reach).halo is None
+    assert windows_over(2, [small], [large], [1], [reach // 2], [reach]).halos == []
 
 
 class Image(nn.Module):

@@ -16,7 +16,7 @@ import torch
 
 from autoshard.errors import RuleError
 from autoshard.patterns.registry import has_rule, is_borrowed, rule_for, rule_names
-from autoshard.patterns.sample import sample_call
+from autoshard.patterns.soundness import sample_call
 from autoshard.specs.spec import placement_text
 from tests.patterns.soundness._torch import OpOverload
 from tests.patterns.soundness.peers import (

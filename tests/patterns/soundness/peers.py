@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from autoshard.patterns.borrowed import torch_strategies
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.soundness import compare, shard_unevenly
 from autoshard.patterns.strategy import axis_choices, fits, operand_spec, result_spec
-from autoshard.patterns.torch_registry import torch_strategies
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 from tests.patterns.soundness._torch import OpOverload, is_composite, tree_leaves, tree_map_only

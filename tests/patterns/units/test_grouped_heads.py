@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from autoshard.patterns.soundness import strategies
-from autoshard.patterns.strategy import describe, operand_spec, result_spec
-from autoshard.patterns.variants import offered_factors
+from autoshard.patterns.strategy import describe, offered_factors, operand_spec, result_spec
 from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 from tests.patterns.ops.soundness import assert_sound, bound, normal

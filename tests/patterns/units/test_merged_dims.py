@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autoshard.patterns.ops.view import with_merged_dims
 from autoshard.patterns.rule import OpCall, Rule
 from autoshard.patterns.soundness import compare, run_all_ranks, strategies
 from autoshard.patterns.strategy import describe, operand_spec, result_spec
-from autoshard.patterns.units.merged_dims import with_merged_dims
 from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.soundness import aten, bound, normal
 from tests.patterns.units.unit_models import llama, plan_with, worst_error

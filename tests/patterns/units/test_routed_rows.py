@@ -13,8 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.capture import capture
 from autoshard.patterns.graph_rules import GraphRules
-from autoshard.patterns.strategy import describe
-from autoshard.patterns.variants import offered_factors
+from autoshard.patterns.strategy import describe, offered_factors
 from autoshard.specs.axes import MeshShape
 from tests.float64 import Float64Mode
 from tests.models.routed import ROUTINGS, SortedExperts, sorted_experts

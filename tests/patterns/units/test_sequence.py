@@ -11,13 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.patterns import soundness
+from autoshard.patterns.exchanging import shift
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep
 from autoshard.patterns.padding import emit_local
-from autoshard.patterns.ring import shift
 from autoshard.patterns.soundness import strategies
-from autoshard.patterns.strategy import describe, operand_spec, result_spec
-from autoshard.patterns.variants import offered_factors
+from autoshard.patterns.strategy import describe, offered_factors, operand_spec, result_spec
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.program.graph_emitter import GraphEmitter
 from autoshard.reshard.collective_schedule import delay_waits

@@ -16,8 +16,7 @@ from torch.nn import functional
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.patterns.graph_rules import GraphRules
-from autoshard.patterns.strategy import WHOLE, describe, fits
-from autoshard.patterns.variants import offered_factors
+from autoshard.patterns.strategy import WHOLE, describe, fits, offered_factors
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests import training

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from autoshard.patterns.parts import factors_with_size_arguments
 from autoshard.patterns.registry import call_of, rule_for
-from autoshard.patterns.size_arguments import factors_with_size_arguments
 
 aten = torch.ops.aten
 ONE = [1]

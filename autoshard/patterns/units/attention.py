@@ -1,11 +1,12 @@
-"""Context parallelism: queries, keys and values of self-attention lie along the sequence, and keys go round a ring.
+"""The variants of attention, forward and backward: along the sequence, and by query heads alone.
 
-The sequence is one factor `n`. A rank keeps its stretch of queries; stretches of keys and values are handed on from
-rank to rank until each has had all of them, each is attended to by itself, and the results are merged by the logarithms
-of their sums of exponentials. So a rank holds the keys of two stretches at a time, where the rule itself (queries
-sharded, keys gathered before the operator, their gradients scattered behind it) holds all of them. The bytes sent
-forward are the same; backward, keys go round once more and their gradients with them, to the rank that they belong to.
-The next stretch is under way while a rank attends to the one that it has.
+In context parallelism, queries, keys and values lie along the sequence, one factor `n`, and keys go round a ring. A
+rank keeps its stretch of queries; stretches of keys and values are handed on from rank to rank until each has had all
+of them, each is attended to by itself, and the results are merged by the logarithms of their sums of exponentials. So a
+rank holds the keys of two stretches at a time, where the rule itself (queries sharded, keys gathered before the
+operator, their gradients scattered behind it) holds all of them. The bytes sent forward are the same; backward, keys go
+round once more and their gradients with them, to the rank that they belong to. The next stretch is under way while a
+rank attends to the one that it has.
 
 With a causal mask a rank attends to its own stretch causally and to earlier ones in full; what it computes for later
 ones is thrown away, since all ranks run one program.
@@ -23,15 +24,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from autoshard.patterns.exchanging import shift, shift_axes
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import bind_named, cast, operand_names, result_dtype, shape_of
-from autoshard.patterns.ring import shift, shift_axes
-from autoshard.patterns.rule import Exchange, OpCall, Rule
-from autoshard.specs.emitter import collectives
-
-aten = torch.ops.aten
+from autoshard.patterns.ops._helpers import (
+    bind_named,
+    operand_names,
+    positions,
+    result_dtype,
+    shape_of,
+    stretch_start,
+)
+from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
 
 _SEQUENCE = {"s": "n", "t!": "n"}  # how the rules of attention write the dims of queries and keys
 
@@ -52,11 +55,11 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
     plain = all(name not in operands or call.arg(name) is None for name in ("attn_mask", "attn_bias"))
-    own = call.op.namespace == "autoshard"
-    known = own or any(kernel in call.op.name() for kernel in ("flash", "cudnn"))
+    captured = call.op.namespace == "autoshard"
+    known = captured or any(kernel in call.op.name() for kernel in ("flash", "cudnn"))
     if not known or query[2] != key[2] or not plain:
         return None
-    if own and (call.arg("window") or call.arg("dropout_p")):
+    if captured and (call.arg("window") or call.arg("dropout_p")):
         return None
     backward = "grad_out" in operand_names(call)
     reduce = {name: kinds for name, kinds in options.pop("reduce").items() if name != "s"}
@@ -109,26 +112,20 @@ def _ring_steps(call: LocalCall) -> Iterator[_RingStep]:
     """All steps of the ring. What is held at the next step is handed on before this one is worked on."""
     names, axes = operand_names(call.call), call.axes("n")
     places = [names.index(name) for name in _RING_OPERANDS]
-    own = [call.operands[place] for place in places]
+    stretches = [call.operands[place] for place in places]
     widths = [call.operand_shape(place)[-1] for place in places]
     moved = dict.fromkeys(axes, 0)
     turn = _RingStep(call.operands, None, dict(moved))
-    packed = call.emit.call(aten.cat.default, own, -1)
+    packed = call.emit.cat(stretches, -1)
     for place in shift_axes([call.mesh.sizes[axis] for axis in axes]):
         axis = axes[place]
-        packed = _shift_along(call, packed, axis, 1)
+        packed = call.emit.collective(shift, packed, 1, axis=axis)
         yield turn
         moved[axis] += 1
-        held = dict(zip(places, call.emit.call(aten.split_with_sizes.default, packed, widths, -1), strict=True))
+        held = dict(zip(places, packed.split_with_sizes(widths, -1), strict=True))
         operands = [held.get(place, value) for place, value in enumerate(call.operands)]
         turn = _RingStep(operands, axis, dict(moved))
     yield turn
-
-
-def _shift_along(call: LocalCall, value: Any, axis: int, steps: int) -> Any:
-    """What the rank `steps` before this one on an axis has, round the end; `value` is contiguous."""
-    emit = call.emit
-    return emit.call(collectives.wait_tensor.default, emit.call(shift, value, steps, emit.group(axis)))
 
 
 def _forward(call: LocalCall) -> Any:
@@ -137,15 +134,15 @@ def _forward(call: LocalCall) -> Any:
     rest: Sequence[Any] = ()
     for turn in _ring_steps(call):
         result, logarithm, *others = _attend(call, turn.operands, causal=causal and turn.axis is None)
-        result = _to_accumulation_dtype(call, result, logarithm)
+        result = result.to(logarithm.dtype)  # the precision in which kernels keep their logarithms
         if merged is None:
             merged, rest = (result, logarithm), others
             continue
         if causal:
-            logarithm = emit.call(aten.where.ScalarOther, _queries_after_keys(call, turn), logarithm, -math.inf)
+            logarithm = emit.where(_queries_after_keys(call, turn), logarithm, -math.inf)
         merged = _merge_attention(call, *merged, result, logarithm)
     assert merged is not None
-    return (cast(call, merged[0], result_dtype(call)), merged[1], *rest)
+    return (merged[0].to(result_dtype(call)), merged[1], *rest)
 
 
 def _backward(call: LocalCall) -> Any:
@@ -159,29 +156,25 @@ def _backward(call: LocalCall) -> Any:
     for turn in _ring_steps(call):
         moved = turn.moved
         if turn.axis is not None:
-            passed = _shift_along(call, passed, turn.axis, 1)
-        *terms, rest = _gradients(_attend(call, turn.operands, causal=causal and turn.axis is None))
-        own, *others = (_to_accumulation_dtype(call, each, statistics) for each in terms)
-        packed = emit.call(aten.cat.default, others, -1)
+            passed = emit.collective(shift, passed, 1, axis=turn.axis)
+        results = _attend(call, turn.operands, causal=causal and turn.axis is None)
+        terms, rest = results[:3], results[3:]
+        # In the precision in which kernels keep their logarithms.
+        own, *others = (each.to(statistics.dtype) for each in terms)
+        packed = emit.cat(others, -1)
         if turn.axis is None:
             query, passed = own, packed
             continue
         if causal:
             behind = _queries_after_keys(call, turn)
-            own, packed = (emit.call(aten.where.ScalarOther, behind, each, 0) for each in (own, packed))
-        query, passed = emit.call(aten.add.Tensor, query, own), emit.call(aten.add.Tensor, passed, packed)
+            own, packed = (emit.where(behind, each, 0) for each in (own, packed))
+        query, passed = query + own, passed + packed
     for axis, steps in moved.items():
         home = -steps % call.mesh.sizes[axis]
-        passed = _shift_along(call, passed, axis, home) if home else passed
+        passed = emit.collective(shift, passed, home, axis=axis) if home else passed
     widths = [call.result_shape(index)[-1] for index in (1, 2)]
-    gradients = (query, *emit.call(aten.split_with_sizes.default, passed, widths, -1))
-    return (*(cast(call, each, result_dtype(call, index)) for index, each in enumerate(gradients)), *rest)
-
-
-def _gradients(results: Sequence[Any]) -> tuple[Any, Any, Any, Sequence[Any]]:
-    """The gradients of query, key and value, and the other results of a backward kernel."""
-    query, key, value, *rest = results
-    return query, key, value, rest
+    gradients = (query, *passed.split_with_sizes(widths, -1))
+    return (*(each.to(result_dtype(call, index)) for index, each in enumerate(gradients)), *rest)
 
 
 def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
@@ -193,30 +186,90 @@ def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
 
 
 def _queries_after_keys(call: LocalCall, turn: _RingStep) -> Any:
-    """Whether this rank's queries come after the keys that it holds: a 0-d truth value."""
-    emit, stretch = call.emit, None
+    """Truth, a 0-d value, of this rank's queries coming after the keys that it holds."""
+    stretch = None
     for axis, steps in turn.moved.items():
         size = call.mesh.sizes[axis]
-        place = emit.call(aten.remainder.Scalar, emit.call(aten.sub.Scalar, emit.coordinate(axis), steps), size)
-        if stretch is not None:
-            place = emit.call(aten.add.Tensor, emit.call(aten.mul.Scalar, stretch, size), place)
-        stretch = place
-    return emit.call(aten.gt.Tensor, call.position("n"), stretch)
-
-
-def _to_accumulation_dtype(call: LocalCall, value: Any, statistics: Any) -> Any:
-    """`value` in the precision in which kernels keep their logarithms."""
-    return cast(call, value, call.emit.dtype(statistics))
+        place = (call.emit.coordinate(axis) - steps).remainder(size)
+        stretch = place if stretch is None else stretch * size + place
+    return call.position("n") > stretch
 
 
 def _merge_attention(call: LocalCall, first: Any, first_log: Any, second: Any, second_log: Any) -> tuple[Any, Any]:
     """Attention to two sets of keys, from attention to each: weighted by their sums of exponentials."""
-    emit = call.emit
-    log = emit.call(aten.logaddexp.default, first_log, second_log)
-    parts = []
-    for value, own in ((first, first_log), (second, second_log)):
-        weight = emit.call(aten.exp.default, emit.call(aten.sub.Tensor, own, log))
-        if len(emit.shape(weight)) < len(emit.shape(value)):
-            weight = emit.call(aten.unsqueeze.default, weight, -1)
-        parts.append(emit.call(aten.mul.Tensor, value, weight))
-    return emit.call(aten.add.Tensor, *parts), log
+    log = first_log.logaddexp(second_log)
+
+    def weighted(value: Any, logarithm: Any) -> Any:
+        weight = (logarithm - log).exp()
+        return value * (weight if len(weight.shape) == len(value.shape) else weight.unsqueeze(-1))
+
+    return weighted(first, first_log) + weighted(second, second_log), log
+
+
+# Grouped-query attention over more devices than there are key heads: every rank takes the key heads that it needs.
+#
+# The query heads are one factor `g`; keys and values are whole on its axes, and the local program picks from them the
+# heads of its own queries. The gradients of keys and values are then partial sums, nearly all of whose terms are zero.
+
+
+_GROUPED = "(h r)"  # how the rules of attention write the dim of query heads
+
+
+def grouped_heads(
+    call: OpCall, operands: Mapping[str, str], results: Sequence[str], inner: LocalProgram, **options: Any
+) -> Rule:
+    """The variant of a grouped-query attention rule, forward or backward, that shards query heads as one factor.
+
+    Args:
+        call: the attention on whole tensors, with fewer key heads than query heads.
+        operands: dims of the operands by argument name, query heads written `(h r)`, key heads `h`.
+        results: dims of the results, likewise.
+        inner: the local program of the rule, for operands of which keys and values have been picked.
+        options: those of the rule, as `bind_named` takes them.
+    """
+    merged = {name: text.replace(_GROUPED, "g") for name, text in operands.items()}
+    reduce = options.pop("reduce")
+    return bind_named(
+        call,
+        merged,
+        [text.replace(_GROUPED, "g") for text in results],
+        **options
+        | {
+            "whole": (*options.get("whole", ()), "h"),
+            "contiguous": (*options.get("contiguous", ()), "g"),
+            "uneven": ("b", "s"),
+        },
+        reduce={name: kinds for name, kinds in (reduce | {"g": reduce["h"]}).items() if name not in ("h", "r")},
+        local=lambda program: _local(program, inner),
+    )
+
+
+def _local(call: LocalCall, inner: LocalProgram) -> Any:
+    emit, names = call.emit, operand_names(call.call)
+    key, query = names.index("key"), names.index("query")
+    groups, heads = call.operand_shape(key)[1], call.operand_shape(query)[1]
+    needed = _needed_heads(call, heads, call.call.operands[query].shape[1] // groups, groups)
+    picked = [
+        value.index_select(1, needed) if name in ("key", "value") else value
+        for name, value in zip(names, call.operands, strict=True)
+    ]
+    results = inner(LocalCall(call.call, call.rule, call.choices, call.mesh, emit, picked))
+    if "grad_out" not in names and "grad_out_" not in names:
+        return results
+    gradients = list(results)
+    for index in (1, 2):
+        zeros = gradients[index].new_zeros(list(call.result_shape(index)))
+        gradients[index] = zeros.index_add(1, needed, gradients[index])
+    return tuple(gradients)
+
+
+def _needed_heads(call: LocalCall, heads: int, ratio: int, groups: int) -> Any:
+    """The key heads of this rank's query heads, `ratio` of which share one: one if all do, else one for each.
+
+    Query heads that are padding, behind the last one, get some key head that there is.
+    """
+    if ratio % heads == 0:
+        held = stretch_start(call, "g", heads).reshape([1])
+    else:
+        held = positions(call, "g", heads, call.operands[0].device)
+    return held.div(ratio, rounding_mode="floor").clamp_max(groups - 1)
