@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.patterns import ring  # noqa: F401  # defines an operator
+from autoshard.patterns import exchanging  # noqa: F401  # defines an operator
 from tests.runtime.meshes import per_rank, simulated_mesh
 
 FUNCTIONAL = torch.ops._c10d_functional
