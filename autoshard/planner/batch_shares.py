@@ -15,8 +15,9 @@ from autoshard.memory.footprint import Memory
 from autoshard.options.target import Target
 from autoshard.planner.captured_call import CapturedCall
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import batch_of, flow_of, run_planner
-from autoshard.planner.share_prices import SharePrices
+from autoshard.planner.planning import run_planner
+from autoshard.planner.schedule import SharePrices
+from autoshard.planner.target_constraints import batch_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.size_generic import size_generic_step
 from autoshard.specs.axes import MeshShape
@@ -123,7 +124,7 @@ def faster_plan(
 
 def check_program(planner: Planner, plan: ShardingPlan) -> None:
     """Raise a `PlanError` if there is no program in which operators have unequal shares, whatever these are."""
-    flow, shared = flow_of(planner, plan), planner.constraints.shared
+    flow, shared = planner.flow_of(plan), planner.constraints.shared
     try:
         with outside_modes():
             size_generic_step(flow, planner.resharder, planner.mesh.names, DEVICE, shared)
@@ -165,7 +166,7 @@ def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -
 
 def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float], tuple[float, float]]:
     """Return a function of a device and a multiple of an equal share: its step's seconds, and those exposed."""
-    flow = flow_of(planner, plan)
+    flow = planner.flow_of(plan)
     program = planner.program(flow, planner.settings.left_unreduced)
     cluster, shared = planner.cluster.first(planner.mesh.size), planner.constraints.shared
 

@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from torch.distributed.tensor import Placement
+from torch import nn
 
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, capture
 from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import PlannerCache, shared_axis
+from autoshard.planner.planning import PlannerCache
+from autoshard.planner.progress_line import Progress, show_progress
+from autoshard.planner.target_constraints import PlacementsByName, shared_axis
 from autoshard.specs.axes import MeshShape
+
+
+def capture_with_progress(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: Target,
+    *,
+    grad: bool,
+    tangents: Literal["loss", "all"] = "loss",
+    dynamic: bool = True,
+    quiet: bool = False,
+) -> tuple[JointGraph, float]:
+    """Return the graph of a call and the seconds of its capture, with a line about it on a terminal.
+
+    Args:
+        module, args, kwargs, grad, tangents: as for `capture`.
+        target: the options.
+        dynamic: True if the sizes that the options name are dynamic.
+        quiet: True to show nothing: another rank captures the same.
+    """
+    start = time.perf_counter()
+    line = show_progress(target.options.search.verbose, f"capture of {type(module).__name__}")
+    with contextlib.nullcontext() if quiet else line as report:
+
+        def report_part(part: str) -> None:
+            if report is not None:
+                report(Progress(part, math.inf, -math.inf, time.perf_counter() - start))
+
+        graph = capture(
+            module,
+            args,
+            kwargs,
+            grad=grad,
+            tangents=tangents,
+            dynamic=target.dynamic if dynamic else None,
+            mp_policy=target.options.mp_policy,
+            progress=report_part,
+        )
+    return graph, time.perf_counter() - start
 
 
 @dataclass(eq=False)
@@ -34,8 +80,8 @@ class CapturedCall:
     mesh: MeshShape
     target: Target
     planner_cache: PlannerCache
-    placed: Mapping[str, tuple[Placement, ...]] | None = None
-    placed_inputs: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    placed: PlacementsByName | None = None
+    placed_inputs: PlacementsByName = field(default_factory=dict)
     _planners: list[tuple[JointGraph, Target, Planner]] = field(default_factory=list)
     _in_parts: dict[Hashable, JointGraph] = field(default_factory=dict)
 

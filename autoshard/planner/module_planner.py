@@ -7,15 +7,16 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.tensor import Placement
 
 from autoshard.errors import PlanError
 from autoshard.options.target import Target
 from autoshard.planner.batch_shares import with_shares
-from autoshard.planner.captured_call import CapturedCall
+from autoshard.planner.captured_call import CapturedCall, capture_with_progress
 from autoshard.planner.part_shares import part_count, plan_shares
+from autoshard.planner.plan_checks import checked_flow
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import PlannerCache, capture_with_progress, checked_flow
+from autoshard.planner.planning import PlannerCache
+from autoshard.planner.target_constraints import PlacementsByName
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph
 from autoshard.specs.axes import MeshShape
@@ -60,8 +61,8 @@ class ModulePlanner:
         tangents: Literal["loss", "all"] = "loss",
         dynamic: bool = True,
         quiet: bool = False,
-        placed: Mapping[str, tuple[Placement, ...]] | None = None,
-        placed_inputs: Mapping[str, tuple[Placement, ...]] | None = None,
+        placed: PlacementsByName | None = None,
+        placed_inputs: PlacementsByName | None = None,
     ) -> CapturedCall:
         """Capture a call.
 

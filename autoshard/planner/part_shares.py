@@ -20,7 +20,6 @@ from autoshard.planner.batch_shares import (
 )
 from autoshard.planner.captured_call import CapturedCall
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import flow_of
 from autoshard.plans.sharding_plan import ShardingPlan
 
 _MAX_TOTALS = 2
@@ -119,7 +118,7 @@ class _UnequalParts:
 
     def _loops_split_by(self, equal: tuple[ShardingPlan, Planner]) -> dict[Loop, int]:
         plan, planner = equal
-        return unequal_loops(flow_of(planner, plan), self.axis, self.call.placed or ())
+        return unequal_loops(planner.flow_of(plan), self.axis, self.call.placed or ())
 
     def plan_counts(self, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
         """A plan, and its planner, where ranks take `counts`, in proportion to one another; None where no dim can be

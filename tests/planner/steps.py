@@ -50,13 +50,13 @@ def joint_graph(name: str, grad: bool = True, **options: Any) -> JointGraph:
 def planner_of(
     graph: JointGraph,
     mesh: Mapping[str, int],
-    wishes: Constraints | None = None,
+    constraints: Constraints | None = None,
     cluster: Cluster | None = None,
     **settings: Any,
 ) -> Planner:
     """A planner, on links so fast that tiny models are sharded unless a cluster is given; with time for its search."""
     asked = Settings(**{"time_limit": PLENTY} | settings)
-    return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), wishes or Constraints(), asked)
+    return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), constraints or Constraints(), asked)
 
 
 class MemoizingPlanner(Planner):
@@ -66,12 +66,16 @@ class MemoizingPlanner(Planner):
         super().__init__(*args)
         self.solved: dict[object, CandidatePlan] = {}
 
-    def solve(self, wishes: Constraints, **options: Any) -> CandidatePlan:
+    def solve(self, constraints: Constraints, **options: Any) -> CandidatePlan:
         prices: np.ndarray | None = options.get("prices")
-        hiding: OverlapDiscount | None = options.get("hiding")
-        key = (wishes.forced, None if prices is None else prices.tobytes(), None if hiding is None else hiding.price)
+        discount: OverlapDiscount | None = options.get("discount")
+        key = (
+            constraints.forced,
+            None if prices is None else prices.tobytes(),
+            None if discount is None else discount.price,
+        )
         if key not in self.solved:
-            self.solved[key] = super().solve(wishes, **options)
+            self.solved[key] = super().solve(constraints, **options)
         return self.solved[key]
 
 

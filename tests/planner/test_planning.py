@@ -39,7 +39,7 @@ def test_later_calls_are_planned_as_if_they_were_the_first_from_what_was_worked_
         alone = run_planner(PlannerCache(module, MESH).of(graph, options), 0.0, options)
         assert replace(found, timings={}) == replace(alone, timings={})
     planners.forget()
-    assert not any(one._candidates for one in planners._first)
+    assert not any(one._candidates for one in planners._first_planners)
 
 
 def test_planners_at_other_prices_work_out_their_own() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import autoshard
 from autoshard.planner import progress_line as progress
-from autoshard.planner.search_progress import Progress
+from autoshard.planner.progress_line import Progress
 from tests.runtime.meshes import one_device
 
 

@@ -140,7 +140,7 @@ def test_a_parameter_that_is_whole_or_used_in_one_half_has_nothing_to_choose() -
     built = builder.build(frozenset({0}), reuse="all")
     parameters = {source.node.name for source in planner.graph.inputs if source.kind == "parameter"}
     # The gradient of the first layer's input is not wanted, and biases are used in the forward half alone.
-    assert not parameters & {variable.key for variable in built.variables if variable.kind == "again"}
+    assert not parameters & {variable.key for variable in built.variables if variable.kind == "regather"}
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "again"])
@@ -152,7 +152,7 @@ def test_an_assignment_costs_what_the_account_says_of_it(kept: bool) -> None:
     parameters = {source.node.name: source for source in planner.graph.inputs if source.kind == "parameter"}
     costs = list(built.problem.costs)
     for number, variable in enumerate(built.variables):
-        if variable.kind == "again":
+        if variable.kind == "regather":
             chosen = [option.kept is kept for option in variable.options]  # type: ignore[union-attr]
             costs[number] = np.where(chosen, costs[number], np.inf)
     solution = solve(replace(built.problem, costs=tuple(costs)))

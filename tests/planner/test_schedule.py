@@ -51,8 +51,8 @@ def timeline_of(planner: Planner, plan: ShardingPlan) -> Timeline:
 
 def drawn(planner: Planner, seed: int, forced: bool) -> ShardingPlan:
     """A random plan."""
-    wishes = Constraints(forced=every_parameter(planner.graph) if forced else frozenset())
-    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, wishes)
+    constraints = Constraints(forced=every_parameter(planner.graph) if forced else frozenset())
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, constraints)
     axes = frozenset(range(planner.mesh.ndim))
     built = builder.build(axes, reuse="all" if forced else "none")
     return plan_of_decisions(planner, built.decode(random_assignment(built.problem, np.random.default_rng(seed))))

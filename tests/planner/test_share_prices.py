@@ -9,9 +9,9 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from autoshard.capture.joint import capture
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import batch_of
 from autoshard.planner.planning_problem import Constraints
-from autoshard.planner.share_prices import SharePrices
+from autoshard.planner.schedule import SharePrices
+from autoshard.planner.target_constraints import batch_of
 from autoshard.program.kernels import COLLECTIVE_KINDS
 from autoshard.program.predicted_program import PredictedProgram
 from autoshard.specs.shared_axis import SharedAxis

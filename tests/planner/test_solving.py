@@ -19,8 +19,7 @@ from autoshard.planner import solving
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.overlap_search import OverlapSearch
 from autoshard.planner.planner import Planner
-from autoshard.planner.progress_line import progress_text
-from autoshard.planner.search_progress import Progress
+from autoshard.planner.progress_line import Progress, progress_text
 from autoshard.planner.solving import SolveOptions, SolveResult, better_result, solve_problem
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver import Problem, Solution, solve

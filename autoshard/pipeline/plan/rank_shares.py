@@ -11,7 +11,6 @@ from autoshard.cluster.worker_shares import Worker, apportion, shares
 from autoshard.pipeline.plan.planned_stage import PlannedStage
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.planner.batch_shares import devices_along, heterogeneous_axis, speeds_of
-from autoshard.planner.planning import flow_of
 from autoshard.program.localize import localize
 from autoshard.specs.axes import MeshShape
 
@@ -93,7 +92,7 @@ def check_uneven_programs(planned: Iterable[PlannedStage]) -> None:
         if one.plan.shares and one.plan.fingerprint not in seen:
             planner = one.planner
             localize(
-                flow_of(planner, one.plan), planner.resharder, planner.mesh.names, shared=planner.constraints.shared
+                planner.flow_of(one.plan), planner.resharder, planner.mesh.names, shared=planner.constraints.shared
             )
             seen.add(one.plan.fingerprint)
 
