@@ -63,16 +63,16 @@ def capture_with_progress(
 
 @dataclass(eq=False)
 class CapturedCall:
-    """A call that is to be planned.
+    """A captured call.
 
     Attributes:
         graph: the captured step.
         seconds: the time of its capture.
         mesh: the mesh axes.
-        target: what the user asked for.
-        planner_cache: makes planners, which share what they work out of operators and tensors.
-        placed: placements of parameters and buffers that are not to move; None for the first call of a module.
-        placed_inputs: placements in which local inputs were asked for before, and arrive.
+        target: the options of the user.
+        planner_cache: makes planners, which share their tables of operators and tensors.
+        placed: placements of parameters and buffers that stay; None for the first call of a module.
+        placed_inputs: placements of local inputs that an earlier call asked for.
     """
 
     graph: JointGraph
@@ -82,7 +82,7 @@ class CapturedCall:
     planner_cache: PlannerCache
     placed: PlacementsByName | None = None
     placed_inputs: PlacementsByName = field(default_factory=dict)
-    _planners: list[tuple[JointGraph, Target, Planner]] = field(default_factory=list)
+    _planners: list[Planner] = field(default_factory=list)
     _in_parts: dict[Hashable, JointGraph] = field(default_factory=dict)
 
     def graph_in_parts(self, loops: Sequence[Loop], parts: int) -> JointGraph:
@@ -100,18 +100,17 @@ class CapturedCall:
         """Return the planner of the graph at some prices and limits; made once.
 
         Args:
-            target: what is planned for.
+            target: the target of the plan.
             graph: the graph with dims in equal parts, in place of the captured one.
 
         Raises:
             HintError: a hint does not fit the module or the mesh.
         """
         graph = self.graph if graph is None else graph
-        shared = shared_axis(graph, self.mesh, target)
-        for known, known_target, planner in self._planners:
-            same_prices = (known_target.cluster, known_target.settings) == (target.cluster, target.settings)
-            if known is graph and same_prices and planner.constraints.shared == shared:
+        prices = shared_axis(graph, self.mesh, target), target.cluster, target.settings
+        for planner in self._planners:
+            known_prices = planner.constraints.shared, planner.cluster, planner.settings
+            if planner.graph is graph and known_prices == prices:
                 return planner
-        planner = self.planner_cache.of(graph, target, self.placed, self.placed_inputs)
-        self._planners.append((graph, target, planner))
-        return planner
+        self._planners.append(self.planner_cache.of(graph, target, self.placed, self.placed_inputs))
+        return self._planners[-1]

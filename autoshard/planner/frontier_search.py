@@ -173,15 +173,15 @@ class FrontierSearch:
         """Add plans of the frontier of cost and weighted memory; return False if the problem is too large for it."""
         if self._is_past_deadline():
             return True
-        found = recombine_plans(self.planner, constraints, None, weights, _MAX_SUM_PLANS)
-        for decisions, cost in found:
+        plans = recombine_plans(self.planner, constraints, None, weights, _MAX_SUM_PLANS)
+        for decisions, cost in plans:
             self._add_candidate(self.planner.evaluate(decisions, cost, 0.0, "sums of memory"), constraints)
-        return bool(found)
+        return bool(plans)
 
     def _recombine_families(self) -> None:
         """Recombine plans that are spread over the frontier, separately for every set of forced parameters."""
         for forced in dict.fromkeys(candidate.constraints.forced for candidate in self.candidates):
-            family = _pareto_front([one for one in self.candidates if one.constraints.forced == forced])
+            family = _pareto_front(_with_forced(self.candidates, forced))
             places = np.unique(np.linspace(0, len(family) - 1, _POOL_SIZE).round().astype(int))
             pool = [family[place] for place in places]
             self._recombine(pool, _mean_weights(pool[0], pool[-1]))
@@ -221,7 +221,7 @@ class FrontierSearch:
         self._bisect_forced(lean, fast)
         near = sorted(self.frontier(), key=lambda candidate: abs(math.log(candidate.peak / middle)))
         for forced in dict.fromkeys((lean.constraints.forced, fast.constraints.forced)):
-            self._recombine([one for one in near if one.constraints.forced == forced][:_POOL_SIZE], weights)
+            self._recombine(_with_forced(near, forced)[:_POOL_SIZE], weights)
 
     def _bisect_forced(self, lean: FrontierCandidate, fast: FrontierCandidate) -> None:
         """Add plans with more parameters forced than at the fast end of a gap, and fewer than at the lean one."""
@@ -273,6 +273,11 @@ class FrontierSearch:
 
     def _is_past_deadline(self) -> bool:
         return time.monotonic() > self.planner.deadline
+
+
+def _with_forced(candidates: Sequence[FrontierCandidate], forced: frozenset[str]) -> list[FrontierCandidate]:
+    """Return the candidates with these forced parameters."""
+    return [candidate for candidate in candidates if candidate.constraints.forced == forced]
 
 
 def _unit_price(candidate: FrontierCandidate) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -97,7 +98,7 @@ def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float
         str(primitive): " x ".join(planner.mesh.names[axis] for axis in axes) or "one device"
         for primitive, axes in planner.constraints.task_graphs.items()
     }
-    options = {
+    options: dict[str, Any] = {
         "inputs": target.inputs,
         "memory_limit": target.settings.memory_limit,
         "method": target.settings.method,

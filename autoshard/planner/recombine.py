@@ -59,12 +59,12 @@ def recombine_plans(
     cells = _UNRESTRICTED_CELLS if plans is None else _CELLS
     frontier = cost_frontier(problem, edge_usages=tables, epsilon=_EPSILON, limit=_LIMIT, cells=cells)
     points = np.unique(np.linspace(0, len(frontier) - 1, count + 2).round().astype(int))[1:-1]
-    found = []
+    recombined = []
     for point in points:
         chosen = zip(kept, frontier.assignments[point], strict=True)
         assignment = [int(strategies[place]) for strategies, place in chosen]
-        found.append((built.decode(assignment), built.problem.cost(assignment)))
-    return found
+        recombined.append((built.decode(assignment), built.problem.cost(assignment)))
+    return recombined
 
 
 def _restrict_strategies(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
