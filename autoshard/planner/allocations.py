@@ -99,6 +99,7 @@ class _ProgramMemory:
                 continue
             val: torch.Tensor = self.program.inputs[source.node.name].meta["val"]
             held = val.untyped_storage().nbytes()
+            # Parameters, buffers and inputs are held for the whole step.
             yield Allocation(source.name, held, 0, self.end, _PERSISTENT_KINDS.get(source.kind, "input"))
             if source.kind == "parameter" and source.name in trained:
                 shape = Value(source.node).meta.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.capture.joint import JointInput, JointOutput
 from autoshard.patterns.graph_rules import GraphRules, Value, value_of
@@ -43,6 +43,7 @@ class BoundarySpecs:
         constraints, value, name = self.constraints, Value(source.node), source.name
         rule = self.rules.rules[source.node]
         if source.kind == "tangent":
+            # The gradient of an output arrives with the output's spec; the problem ties both.
             if name in constraints.outputs:
                 return [constraints.outputs[name]]
             specs = self._open_specs(rule, constraints.planned_outputs)
@@ -60,8 +61,13 @@ class BoundarySpecs:
                 for spec in specs
                 if is_storage_spec(value, spec, self.mesh) and not self._has_uneven_shares(value, spec)
             ]
-        allowed = [spec for spec in specs if _agrees_with_pins(spec, pinned)]
+        allowed = [
+            spec
+            for spec in specs
+            if all(pin is None or pin == placement for pin, placement in zip(pinned, spec, strict=True))
+        ]
         sharding = self.restrictions.sharded_parameters.get(name, ())
+        # A restriction that no spec meets is dropped.
         allowed = [spec for spec in allowed if all(axis in spec.shard_axes for axis in sharding)] or allowed
         allowed = allowed or [pinned_spec]
         if name in constraints.forced:
@@ -150,7 +156,3 @@ def _with_plain_shards(specs: Sequence[Spec]) -> list[Spec]:
             plain = (Shard(placement.dim) if is_shard(placement) else placement for placement in spec)  # type: ignore[attr-defined]
             known[Spec.of(*plain)] = None
     return list(known)
-
-
-def _agrees_with_pins(spec: Spec, pinned: Sequence[Placement | None]) -> bool:
-    return all(pin is None or pin == placement for pin, placement in zip(pinned, spec, strict=True))

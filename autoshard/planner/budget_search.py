@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import numpy as np
@@ -78,11 +77,11 @@ class BudgetSearch:
             levels, begin = 1 + _FORCED_LEVELS + _PRICED_LEVELS, 1 + _FORCED_LEVELS
         if leanest.memory.peak > self.limit:
             prices = self._memory_prices(weights, MEMORY_ONLY_STRENGTH)
-            late = self._is_past_deadline()
+            late = self.planner.is_past_deadline
             raise ShortfallError(self.planner, self.limit, leanest.memory, self.all_forced, prices, late)
 
         def make(level: int) -> CandidatePlan:
-            return leanest if self._is_past_deadline() else self._plan_at_level(level, weights)
+            return leanest if self.planner.is_past_deadline else self._plan_at_level(level, weights)
 
         def measure(plan: CandidatePlan) -> tuple[float, int]:
             return plan.step_seconds, plan.memory.peak
@@ -100,28 +99,16 @@ class BudgetSearch:
         share = (level - 1 - _FORCED_LEVELS) / (_PRICED_LEVELS + 1)
         return self._priced_plan(weights, _MIN_STRENGTH * (MEMORY_ONLY_STRENGTH / _MIN_STRENGTH) ** share)
 
-    def _is_past_deadline(self) -> bool:
-        return time.monotonic() > self.planner.deadline
-
     def _find_leanest(self) -> tuple[CandidatePlan, np.ndarray]:
-        """Return the plan with the smallest peak, and the weights of the moments that led to it.
+        plans: list[CandidatePlan] = []
 
-        This is fictitious play between a planner and an opponent who picks the moment: every plan is the cheapest if
-        memory alone has a price, at the moments at which the plans before held most on average.
-        """
-        best = self.cheapest
-        held = best.held_bytes
-        weights = best_weights = peak_weights(held)
-        for count in range(1, _ROUNDS + 1):
-            plan = self._priced_plan(weights, MEMORY_ONLY_STRENGTH)
-            gained = plan.memory.peak < (1.0 - _MIN_GAIN) * best.memory.peak
-            if plan.memory.peak < best.memory.peak:
-                best, best_weights = plan, weights
-            if not gained or self._is_past_deadline():
-                break
-            held = (held * count + plan.held_bytes) / (count + 1)
-            weights = peak_weights(held)
-        return best, best_weights
+        def solve(weights: np.ndarray) -> CandidatePlan | None:
+            if plans and self.planner.is_past_deadline:
+                return None
+            plans.append(self._priced_plan(weights, MEMORY_ONLY_STRENGTH))
+            return plans[-1]
+
+        return find_leanest(self.cheapest, solve, _ROUNDS, _MIN_GAIN)
 
     def _forced_plan(self, share: float) -> CandidatePlan:
         """Return the cheapest plan with the largest parameters forced to be sharded; all of them at a share of 1."""
@@ -156,9 +143,42 @@ class BudgetSearch:
             if plan.memory.peak <= self.limit:
                 return replace(plan, method=f"{plan.method}, memory bounded")
             rows -= max(plan.memory.peak - self.limit, 0.01 * self.limit)
-            if rows <= 0 or self._is_past_deadline():
+            if rows <= 0 or self.planner.is_past_deadline:
                 return None
         return None
+
+
+def find_leanest(
+    start: CandidatePlan,
+    solve: Callable[[np.ndarray], CandidatePlan | None],
+    rounds: int,
+    min_gain: float | None = None,
+) -> tuple[CandidatePlan, np.ndarray]:
+    """Return the plan with the smallest peak, and the weights of the moments that led to it.
+
+    This is fictitious play between a planner and an opponent who picks the moment: every plan is the cheapest if memory
+    alone has a price, at the moments at which the plans before held most on average.
+
+    Args:
+        start: the first plan.
+        solve: returns the cheapest plan for weights of the moments; None to stop.
+        rounds: the most plans.
+        min_gain: part of the peak by which a plan must be leaner than the best one for another to be made, if any.
+    """
+    best, average = start, start.held_bytes
+    weights = best_weights = peak_weights(average)
+    for count in range(1, rounds + 1):
+        plan = solve(weights)
+        if plan is None:
+            break
+        gained = min_gain is None or plan.memory.peak < (1.0 - min_gain) * best.memory.peak
+        if plan.memory.peak < best.memory.peak:
+            best, best_weights = plan, weights
+        if not gained:
+            break
+        average = (average * count + plan.held_bytes) / (count + 1)
+        weights = peak_weights(average)
+    return best, best_weights
 
 
 def forceable_parameters(graph: JointGraph, constraints: Constraints) -> dict[str, int]:

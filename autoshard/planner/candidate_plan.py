@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -29,33 +30,22 @@ class ProgramEstimate:
     ) -> None:
         self._make_program, self._measure_times, self._measure_memory = make_program, measure_times, measure_memory
         self._program: PredictedProgram | None = None
-        self._times: tuple[float, float, float] | None = None
-        self._footprint: tuple[Memory, np.ndarray] | None = None
 
-    @property
+    @cached_property
     def times(self) -> tuple[float, float, float]:
         """Seconds of the step, its seconds of exposed communication, and seconds of the optimizer's update."""
-        if self._times is None:
-            self._times = self._measure_times(self._cached_program())
-            self._release_program()
-        return self._times
+        return self._measure_times(self._take_program())
 
-    @property
+    @cached_property
     def footprint(self) -> tuple[Memory, np.ndarray]:
         """Bytes of one device, and those at every moment of the step."""
-        if self._footprint is None:
-            self._footprint = self._measure_memory(self._cached_program())
-            self._release_program()
-        return self._footprint
+        return self._measure_memory(self._take_program())
 
-    def _cached_program(self) -> PredictedProgram:
-        self._program = self._program or self._make_program()
-        return self._program
-
-    def _release_program(self) -> None:
-        # A program is large, and a search keeps many candidates.
-        if self._times is not None and self._footprint is not None:
-            self._program = None
+    def _take_program(self) -> PredictedProgram:
+        # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
+        program = self._program or self._make_program()
+        self._program = None if self._program else program
+        return program
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import BudgetError, PlanError
 from autoshard.memory.budget import names_by_size, peak_weights
 from autoshard.patterns.decisions import Decisions
-from autoshard.planner.budget_search import forceable_parameters
+from autoshard.planner.budget_search import find_leanest, forceable_parameters
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
@@ -122,7 +121,7 @@ class FrontierSearch:
         self.fastest = self._add_candidate(plan, self.planner.constraints)
         forced = self._solve(self._force_largest(len(self.sizes)))
         if forced is not None:
-            self._add_intermediate_plans(forced, self._find_leanest(forced))
+            self._add_intermediate_plans(forced, self._add_lean_plans(forced))
         self._recombine_families()
         self._search_widest_gaps()
         return [self._plan(candidate, fastest) for candidate in self.frontier()]
@@ -139,20 +138,14 @@ class FrontierSearch:
 
     # Candidates between the ends
 
-    def _find_leanest(self, forced: FrontierCandidate) -> np.ndarray:
+    def _add_lean_plans(self, forced: FrontierCandidate) -> np.ndarray:
         """Add plans of a small peak; return the weights of the moments that led to the smallest."""
-        average = forced.plan.held_bytes
-        weights = best_weights = peak_weights(average)
-        best = forced
-        for count in range(1, _ROUNDS + 1):
+
+        def solve(weights: np.ndarray) -> CandidatePlan | None:
             candidate = self._solve_priced(forced.constraints, weights, _unit_price(forced) * _MEMORY_ONLY_PRICE)
-            if candidate is None:
-                break
-            if candidate.peak < best.peak:
-                best, best_weights = candidate, weights
-            average = (average * count + candidate.plan.held_bytes) / (count + 1)
-            weights = peak_weights(average)
-        return best_weights
+            return None if candidate is None else candidate.plan
+
+        return find_leanest(forced.plan, solve, _ROUNDS)[1]
 
     def _add_intermediate_plans(self, forced: FrontierCandidate, weights: np.ndarray) -> None:
         """Add plans at lower prices of memory, and plans with fewer parameters forced."""
@@ -171,7 +164,7 @@ class FrontierSearch:
 
     def _add_sum_plans(self, constraints: Constraints, weights: np.ndarray) -> bool:
         """Add plans of the frontier of cost and weighted memory; return False if the problem is too large for it."""
-        if self._is_past_deadline():
+        if self.planner.is_past_deadline:
             return True
         plans = recombine_plans(self.planner, constraints, None, weights, _MAX_SUM_PLANS)
         for decisions, cost in plans:
@@ -193,7 +186,7 @@ class FrontierSearch:
         self.recombined_pools.add(frozenset(map(id, pool)))
         constraints, plans = pool[0].constraints, [candidate.plan.decisions for candidate in pool]
         for decisions, cost in recombine_plans(self.planner, constraints, plans, weights, _MAX_RECOMBINED):
-            if self._is_past_deadline():
+            if self.planner.is_past_deadline:
                 return
             self._add_candidate(self.planner.evaluate(decisions, cost, 0.0, "plans mixed"), constraints)
 
@@ -204,7 +197,7 @@ class FrontierSearch:
         for _ in range(self.gaps):
             pairs = itertools.pairwise(self.frontier())
             gaps = [(lean, fast) for lean, fast in pairs if (id(lean), id(fast)) not in seen]
-            if not gaps or self._is_past_deadline():
+            if not gaps or self.planner.is_past_deadline:
                 return
             lean, fast = max(gaps, key=_gap_area)
             seen.add((id(lean), id(fast)))
@@ -236,7 +229,7 @@ class FrontierSearch:
 
     def _solve_with_memory_rows(self, peak: float) -> None:
         """Add the plan of the problem with rows of memory (Rhino 4.2), for a peak of about so many bytes."""
-        if self._is_past_deadline():
+        if self.planner.is_past_deadline:
             return
         with contextlib.suppress(PlanError, BudgetError):
             # The rows leave out some memory: about as much as the last time.
@@ -257,11 +250,8 @@ class FrontierSearch:
 
     def _solve(self, constraints: Constraints, prices: np.ndarray | None = None) -> FrontierCandidate | None:
         """Add the cheapest plan under some constraints and prices of memory; return None if time is up."""
-        if self._is_past_deadline():
-            return None
-        try:
-            plan = self.planner.solve(constraints, method=self.method, prices=prices)
-        except PlanError:  # the method found nothing in the remaining time
+        plan = self.planner.try_solve(constraints, method=self.method, prices=prices)
+        if plan is None:
             return None
         notes = [f"{len(constraints.forced)} parameters forced to be sharded"] if constraints.forced else []
         notes += ["memory priced"] if prices is not None else []
@@ -270,9 +260,6 @@ class FrontierSearch:
     def _add_candidate(self, plan: CandidatePlan, constraints: Constraints) -> FrontierCandidate:
         self.candidates.append(FrontierCandidate(plan, constraints))
         return self.candidates[-1]
-
-    def _is_past_deadline(self) -> bool:
-        return time.monotonic() > self.planner.deadline
 
 
 def _with_forced(candidates: Sequence[FrontierCandidate], forced: frozenset[str]) -> list[FrontierCandidate]:

@@ -38,7 +38,7 @@ _EXACT_GAP = 1e-4  # no further prices are made exact
 _FIRST_SCAN_GAP = 2e-3  # the first scan ends: exact prices will change its result by more
 _PROPOSAL_GAP = 2e-2  # the search for a proposal ends: few passes do not bound it well
 
-_UNTIED_ITERATIONS = 3  # passes at full depth before options are left out that are proved to be of no use
+UNTIED_ITERATIONS = 3  # passes at full depth before options are left out that are proved to be of no use
 _PROPOSAL_ITERATIONS = 5  # passes before a proposal is searched among near options
 _ROUNDING = 1e-9  # relative slack within which an option may be as good as a known assignment
 
@@ -87,6 +87,7 @@ class LazySolver:
         enough = _EXACT_GAP if self.discount is None else _PROPOSAL_GAP
         near = None if self.discount is None else self.lazy_costs.near_options(self.discount)
         if near is not None:
+            # Scans at a lower and a higher price have found the near options of all prices between.
             self._solve_near_options(near)
             return self.best
         for _ in range(_MAX_SCANS):
@@ -155,6 +156,7 @@ class LazySolver:
         assert self.lazy_costs.messages is not None
         warm = self.lazy_costs.messages
         for attempt in range(_MAX_UPDATES):
+            # Each attempt starts from the messages of the one before, the first from those of the scan.
             messages = tied_messages(self._problem(), self.order, self.tiling, near)
             messages.start_from(*(warm if attempt else restrict_messages(messages.problem, *warm, near)))
             relaxed, interrupted = run_messages(messages, ITERATIONS, self.options)
@@ -182,7 +184,7 @@ class LazySolver:
         less than that and the bound of the other options.
         """
         upper, options = self.best.cost, self.options
-        relaxed, interrupted = run_messages(whole, _UNTIED_ITERATIONS, options, upper, CLOSE)
+        relaxed, interrupted = run_messages(whole, UNTIED_ITERATIONS, options, upper, CLOSE)
         slack = upper - relaxed.bound + _ROUNDING * abs(upper)
         if interrupted or not np.isfinite(slack) or slack <= CLOSE * abs(upper):
             return result_of_messages(relaxed, interrupted)

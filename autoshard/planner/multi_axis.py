@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import replace
 from functools import cached_property
 
@@ -21,7 +20,7 @@ from autoshard.planner.tiling import Tiling
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
 
 _MOST_STRATEGIES = 3000  # strategies of one operator over all axes that a bound may list
-_MOST_PAIRS = 100_000_000  # pairs of strategies in tables of different edges over all axes, 8 bytes each
+MOST_PAIRS = 100_000_000  # pairs of strategies in tables of different edges over all axes, 8 bytes each
 _ROUNDS = 4  # passes over the axes, and over the pairs of axes
 
 
@@ -105,7 +104,7 @@ class MultiAxisSolver:
             if value.node in rules
         }
         pairs = sum(counts[producer] * counts[reader] for producer, reader, _ in edges)
-        return max(counts.values(), default=0) <= _MOST_STRATEGIES and pairs <= _MOST_PAIRS
+        return max(counts.values(), default=0) <= _MOST_STRATEGIES and pairs <= MOST_PAIRS
 
     def _solve_in_turn(self, request: SolveRequest, start: Decisions | None) -> BlockSolution:
         """Open some axes while the others stay, in turn, until no block improves the solution."""
@@ -120,9 +119,7 @@ class MultiAxisSolver:
             blocks = [frozenset(block) for block in itertools.combinations(order, width)]
             idle = 0
             for block in itertools.islice(itertools.cycle(blocks), rounds * len(blocks)):
-                if best is not None and (
-                    idle == len(blocks) or best.interrupted or time.monotonic() > planner.deadline
-                ):
+                if best is not None and (idle == len(blocks) or best.interrupted or planner.is_past_deadline):
                     break
                 solved = planner.solve_block(request, block, start if best is None else best.decisions)
                 idle += 1

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.errors import PlanError
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.account import StepAccount
 from autoshard.planner.candidate_plan import CandidatePlan
@@ -103,12 +101,7 @@ class OverlapSearch:
         """Return the cheapest plan in which all parameters are sharded; None without one, or if time is up."""
         planner = self.planner
         names = frozenset(source.name for source in planner.graph.inputs if source.kind == "parameter")
-        if not names or time.monotonic() > planner.deadline:
-            return None
-        try:
-            return planner.solve(replace(planner.constraints, forced=names))
-        except PlanError:  # the method found nothing in the remaining time
-            return None
+        return planner.try_solve(replace(planner.constraints, forced=names)) if names else None
 
 
 class _TradeoffCurve:
@@ -171,12 +164,12 @@ class _TradeoffCurve:
 
     def _solve_at_price(self, price: float) -> _TradeoffPoint | None:
         """Add and return the cheapest plan at a price; None after enough plans, or if time is up."""
-        if len(self.points) > _MAX_SOLVES or time.monotonic() > self.planner.deadline:
+        if len(self.points) > _MAX_SOLVES:
             return None
-        try:
-            plan = self.planner.solve(self.planner.constraints, discount=replace(self.full_discount, price=price))
-        except PlanError:  # the method found nothing in the remaining time
+        plan = self.planner.try_solve(self.planner.constraints, discount=replace(self.full_discount, price=price))
+        if plan is None:
             return None
+        # One plan may be the cheapest at several prices; its account is made once.
         known = next((point for point in self.points if point.plan.decisions == plan.decisions), None)
         if known is not None:
             self.points.append(replace(known, plan=plan, price=price))
@@ -233,6 +226,7 @@ def compute_before(account: StepAccount) -> np.ndarray:
 
 def _joined_gather_ratio(account: StepAccount) -> float:
     """Return the seconds of gathering parameters a layer at a time, relative to those of gathering each alone."""
+    # The step gathers the parameters of a layer in one collective, so that the latency counts once.
     cost, layers = account.tables.cost, defaultdict[str, list[int]](list)
     for source in account.flow.graph.inputs:
         if source.kind == "parameter":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,17 +147,13 @@ class UnequalParts:
         try:
             return self.plan_parts(loops, counts) if loops else None
         except PlanError as error:
-            alone = [self._try_loop(loop, counts) for loop in loops] if len(loops) > 1 else []
-            planned = [plan_and_planner for plan_and_planner in alone if plan_and_planner is not None]
-            if not planned:
+            alone: list[PlanAndPlanner] = []
+            for loop in loops if len(loops) > 1 else ():
+                with contextlib.suppress(PlanError):
+                    alone.append(self.plan_parts([loop], counts))
+            if not alone:
                 raise error
-            return min(planned, key=lambda plan_and_planner: plan_and_planner[0].step_seconds)
-
-    def _try_loop(self, loop: Loop, counts: Sequence[int]) -> PlanAndPlanner | None:
-        try:
-            return self.plan_parts([loop], counts)
-        except PlanError:
-            return None
+            return min(alone, key=lambda planned: planned[0].step_seconds)
 
     def plan_parts(self, loops: Sequence[Loop], counts: Sequence[int]) -> PlanAndPlanner:
         """Return a plan in which all of some loops are in such parts.

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -221,6 +222,7 @@ class PlanningContext(ABC):
             BudgetError: the same under a limit.
             KeyboardInterrupt: the search was interrupted; `best` is the cheapest plan met so far.
         """
+        # Constraints are found by identity: a search solves many problems under the same object.
         builder = self._builders.setdefault(id(constraints), self.builder.with_constraints(constraints))
         method = method or ("auto" if self.settings.method == "force" else self.settings.method)
         request = SolveRequest(builder, method, limit, prices, discount, work or self.settings.work_limit)
@@ -233,6 +235,20 @@ class PlanningContext(ABC):
         if solved.interrupted:
             raise KeyboardInterrupt
         return plan
+
+    def try_solve(self, constraints: Constraints, **options: Any) -> CandidatePlan | None:
+        """Return the result of `solve`; None if time is up, or the method finds nothing in the remaining time."""
+        if self.is_past_deadline:
+            return None
+        try:
+            return self.solve(constraints, **options)
+        except PlanError:
+            return None
+
+    @property
+    def is_past_deadline(self) -> bool:
+        """True if the time of the search is up."""
+        return time.monotonic() > self.deadline
 
     @abstractmethod
     def _solve_all_axes(self, request: SolveRequest) -> BlockSolution:
@@ -259,6 +275,7 @@ class PlanningContext(ABC):
                 f'method="{request.method}" found no plan on mesh {self.mesh} within time_limit='
                 f'{self.settings.time_limit:g} s ({result.status}): allow more time, or use method="auto".'
             )
+        # Prices and discounts guide the solver; the cost of a plan is without them.
         cost = result.cost
         if request.prices is not None or request.discount is not None:
             with self.time_phase("problem"):
@@ -380,6 +397,7 @@ class PlanningContext(ABC):
 
     def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
         """Return a plan of some decisions, with the time and memory of its program on demand."""
+        # Searches meet the same decisions again and again, and a program takes long.
         for known in self._candidates:
             if known.decisions == decisions:
                 return replace(known, cost=cost, lower_bound=lower_bound, method=method)
@@ -428,21 +446,20 @@ class PlanningContext(ABC):
         """Return a candidate as the plan that users get."""
         account = self.account(plan.decisions)
         rest = plan.decisions.rest
-        by_kind: dict[str, dict[str, tuple[Placement, ...]]] = {}
+        placements: dict[str, tuple[Placement, ...]] = {}
+        input_placements: dict[str, tuple[Placement, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for source in self.graph.inputs:
-            by_kind.setdefault(source.kind, {})[source.name] = rest[source.node.name].placements
-        held = {**by_kind.get("parameter", {}), **by_kind.get("buffer", {})}
-        aliases = {name: placements for first, placements in held.items() for name in self.graph.aliases[first]}
-        shapes = {
-            name: Value(source.node).meta.shape
-            for source in self.graph.inputs
-            if source.kind in ("parameter", "buffer")
-            for name in self.graph.aliases[source.name]
-        }
+            spec = rest[source.node.name]
+            if source.kind in ("parameter", "buffer"):
+                for name in self.graph.aliases[source.name]:
+                    placements[name], shapes[name] = spec.placements, Value(source.node).meta.shape
+            elif source.kind == "input":
+                input_placements[source.name] = spec.placements
         return ShardingPlan(
             mesh=self.mesh,
-            placements=aliases,
-            input_placements=by_kind.get("input", {}),
+            placements=placements,
+            input_placements=input_placements,
             output_placements={name: spec.placements for name, spec in plan.decisions.outputs.items()},
             shapes=shapes,
             step_seconds=plan.step_seconds,

@@ -182,6 +182,7 @@ class BuiltProblem:
 
     def with_memory_prices(self, prices: np.ndarray) -> BuiltProblem:
         """Return the same problem with memory priced in seconds per byte at every moment of the step."""
+        # A live range costs the sum of the prices of its moments, which is a difference of sums from the start.
         paid = np.concatenate(([0.0], np.cumsum(prices)))
         # Equal layers share their arrays, and go on sharing the priced ones.
         vectors: dict[tuple[object, ...], np.ndarray] = {}
@@ -211,6 +212,7 @@ class BuiltProblem:
                     blends[key] = blend([(1.0, edge.costs), *parts])
                 edges[number] = BlendedEdge(edge.source, edge.target, blends[key])
         problem = replace(self.problem, costs=tuple(costs), edges=tuple(edges))
+        # The costs of edges are no longer those of reshards alone.
         return replace(self, problem=problem, reshard_edges={}, origin=self.plain)
 
     def with_discount(self, discount: OverlapDiscount) -> BuiltProblem:
@@ -266,6 +268,7 @@ def _program_positions(built: BuiltProblem) -> list[float]:
             if variable.kind == kind:
                 before = [positions[source] for source in sources[number] if source in positions]
                 after = [positions[target] for target in targets[number] if target in positions]
+                # A copy lies behind its producer, a tensor at rest before its first use.
                 if kind == "rest" or not before:
                     positions[number] = min(after, default=0.0) - 0.5
                 else:

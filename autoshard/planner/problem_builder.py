@@ -80,6 +80,7 @@ class ProblemBuilder:
     def for_graph(self, rules: GraphRules, constraints: Constraints) -> ProblemBuilder:
         """Return a builder for another graph on the same mesh, at the same prices, that shares the tables."""
         builder = ProblemBuilder(rules, self.tables, self.resharder, constraints)
+        # Tables are found by the identity of lists of specs, so that these are shared too.
         builder.edge_tables, builder._lists, builder._labels = self.edge_tables, self._lists, self._labels
         return builder
 
@@ -180,6 +181,7 @@ class _Build:
         self.mesh = builder.mesh
         self.current = current
         self.free = free
+        # One moment per operator, and one for the optimizer's step.
         self.end = len(self.rules.operators) + 1
         self.memory_counts = reuse != "none"
         self.lifetimes = ValueLifetimes(self.rules, reuse)
@@ -302,6 +304,7 @@ class _Build:
         producer = self.variable_of_node[value.node]
         source = _EdgeEnd(producer, self.variables[producer].results[value.result])
         uses = forward + backward
+        # An input that is never sharded has no copies.
         whole = value.node in self.lifetimes.inputs and not any(spec.shard_axes for spec in source.specs.distinct)
         if self.lifetimes.may_regather(value) and not whole:
             self._connect_halves(value, source, forward, backward)
@@ -362,6 +365,7 @@ class _Build:
             ends[self.phases[use.node]].append(end)
         for output in self.rules.outputs_of.get(value, ()):
             user = self._variable_of_output(output)
+            # An output is resharded as soon as it exists, and held to the end of the step.
             start = self.positions.get(value.node, -1) + 1
             # A gradient's memory is counted with its parameter.
             life = (start, start if output.kind == "gradient" else self.end)
@@ -385,7 +389,8 @@ class _Build:
             start = tables.options(rule, restriction=restriction).choices[0]
         else:
             start = (WHOLE,) * self.mesh.ndim
-        return tables.options_on_axes(rule, start, self.free, restriction)
+        fixed = tuple(None if axis in self.free else choice for axis, choice in enumerate(start))
+        return tables.options(rule, fixed, restriction)
 
     def _specs_on_free_axes(self, specs: list[Spec], now: Spec | None) -> list[Spec]:
         """Return the specs that differ from the current one only on open axes; all specs if there are none (pins)."""
@@ -413,6 +418,7 @@ class _Build:
         if key not in self.tables:
             self.tables[key] = seconds + FORBIDDEN[forbidden](source.specs, target.specs) if forbidden else seconds
         costs = self.tables[key]
+        # An edge between single, equal specs costs nothing.
         if costs.size > 1 or costs.any() or source.specs.distinct != target.specs.distinct:
             number = len(self.edges)
             if target.gradient:

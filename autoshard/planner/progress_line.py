@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-_log = logging.getLogger("autoshard")
+log = logging.getLogger("autoshard")
 
 SECONDS = 10.0
 """Seconds between two records in the log."""
@@ -86,11 +86,11 @@ def _call_every(seconds: float, function: Callable[[float], None]) -> Iterator[N
 
 
 def _log_info(text: str) -> None:
-    if _log.hasHandlers():
-        _log.info("%s", text)
+    if log.hasHandlers():
+        log.info("%s", text)
     else:
         # Without any handler Python drops INFO records; it shows warnings on standard error, and so do we.
-        record = _log.makeRecord(_log.name, logging.INFO, __file__, 0, "autoshard: %s", (text,), None)
+        record = log.makeRecord(log.name, logging.INFO, __file__, 0, "autoshard: %s", (text,), None)
         logging.StreamHandler().handle(record)
 
 

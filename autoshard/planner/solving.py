@@ -18,14 +18,14 @@ Report = Callable[[str, float, float], None]
 """A function of the phase, the least known cost, and the bound."""
 
 # Entries of all edge tables from which messages are tried first: smaller problems are solved exactly at once.
-_LARGE = 200_000
+LARGE = 200_000
 
 ITERATIONS = 120  # forward and backward passes, at most
 REPAIR_ITERATIONS = 40  # passes at full depth, at most, that mend messages of a few layers
 _PRICED_REPAIR_ITERATIONS = 11  # the same at prices of memory: more find no better plan, and bounds are not used
 
 # Relative gaps.
-_PROVED = 1e-4  # the search ends, as integer programming solvers do by default: prices are not known better
+PROVED = 1e-4  # the search ends, as integer programming solvers do by default: prices are not known better
 ENOUGH = 1e-3  # no further method begins: it takes many times as long as the methods that came so close
 _PRICED_GAP = 2e-2  # the search ends at prices of memory: the plan for a limit is chosen among plans at many prices
 _HOPELESS_GAP = 2e-2  # of a proposal: the solver would not close it in the time that a proposal is worth
@@ -59,7 +59,7 @@ class SolveOptions:
     @property
     def gap_goal(self) -> float:
         """Relative gap at which the search ends."""
-        return _PRICED_GAP if self.priced else _PROVED
+        return _PRICED_GAP if self.priced else PROVED
 
     def report_progress(self, phase: str, cost: float, bound: float) -> None:
         if self.report is not None:
@@ -110,6 +110,7 @@ def solve_problem(built: BuiltProblem, tiling: Tiling | None, options: SolveOpti
     problem = built.problem
     if options.method != "auto" or problem.limit is not None or (options.proof and not is_large(problem)):
         return _call_solver(problem, options)
+    # Messages most often prove their assignment, in less time than the other methods take to start.
     best = solve_by_messages(problem, built.program_positions, tiling, options)
     enough = max(options.gap_goal, ENOUGH)
     if best.interrupted or best.gap <= enough or monotonic() > options.deadline:
@@ -133,7 +134,7 @@ def solve_problem(built: BuiltProblem, tiling: Tiling | None, options: SolveOpti
 
 def is_large(problem: Problem) -> bool:
     """Return True if a problem goes to message passing first."""
-    return sum(math.prod(edge.shape) for edge in problem.edges) >= _LARGE
+    return sum(math.prod(edge.shape) for edge in problem.edges) >= LARGE
 
 
 def better_result(first: SolveResult, second: SolveResult) -> SolveResult:

@@ -199,8 +199,9 @@ class StrategyTables:
             moved += held
         work, dtype, name = _work(call)
         shares = np.prod([max(factor.size, 1) for factor in rule.factors] / np.maximum(local, 1), axis=1)
+        # Strategies with equal work and bytes are priced once.
         loads, places = np.unique(np.column_stack([work / shares, moved]), axis=0, return_inverse=True)
-        prices = [self.cost.compute(done, int(bytes), dtype, name) for done, bytes in loads.tolist()]
+        prices = [self.cost.compute(operations, int(bytes), dtype, name) for operations, bytes in loads.tolist()]
         return np.array(prices)[places.reshape(-1)]
 
     def result_bytes(self, call: OpCall, options: OperatorStrategies) -> np.ndarray:
@@ -258,6 +259,7 @@ class StrategyTables:
         collectives = []
         for axis, choice in enumerate(choices):
             for kind, bytes, *times in rule.factors[choice].exchanges if choice >= 0 else ():
+                # A rank that holds its part is split along the exchanged factor too; one that holds a sum is not.
                 splitting = choices
                 if kind not in _PART_EXCHANGES:
                     splitting = tuple(WHOLE if other == choice else other for other in choices)
@@ -278,10 +280,3 @@ class StrategyTables:
             case "ring_and_home":
                 return (size - 1) * outside + (outside % size > 0)
         return 1
-
-    def options_on_axes(
-        self, rule: Rule, current: Choices, free: frozenset[int], restriction: Restriction | None = None
-    ) -> OperatorStrategies:
-        """Return the strategies of a rule that differ from `current` on the `free` axes only."""
-        fixed = tuple(None if axis in free else choice for axis, choice in enumerate(current))
-        return self.options(rule, fixed, restriction)

@@ -137,6 +137,7 @@ def _input_pins(
             for dim, size in dims.items()
             if size == shared.whole
         }
+    # The user's placements count more than those of earlier calls, and these more than shares of the batch.
     requested = without_omitted_arguments(module, target.input_placements, shapes)
     return {
         **shares,

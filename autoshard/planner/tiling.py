@@ -32,7 +32,8 @@ def layers_of(rules: GraphRules) -> dict[str, tuple[Layer, int]]:
     A layer is an outermost module that repeats.
     """
     placed: dict[str, tuple[Layer, int]] = {}
-    work = {node: (id(rules.calls[node]), rules.graph.phase(node)) for node in rules.operators}  # equal calls are one
+    # Layers repeat if they run the same calls; equal calls are one object.
+    work = {node: (id(rules.calls[node]), rules.graph.phase(node)) for node in rules.operators}
     for family, module in enumerate(repeated_modules(rules.graph, work)):
         if len(module.paths) < _MIN_LAYERS or any(node.name in placed for nodes in module.nodes for node in nodes):
             continue
@@ -100,6 +101,7 @@ class Tiling:
         for edge in problem.edges:
             pair = self.follows[edge.source], self.follows[edge.target]
             if pair[0] == pair[1]:
+                # Both ends choose alike: only the diagonal of the table counts.
                 diagonals[pair[0]] += [factor * np.diagonal(table) for factor, table in edge.parts]
                 continue
             counts = tables[pair]

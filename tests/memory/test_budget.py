@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.memory import first_that_fits, largest_names, names_by_size
+from autoshard.memory.budget import first_that_fits, largest_names, names_by_size
 
 Plan = tuple[float, int]
 PLANS = st.lists(st.tuples(st.integers(10, 30).map(float), st.integers(100, 200)), max_size=20)

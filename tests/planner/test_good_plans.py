@@ -107,7 +107,7 @@ def planned(
     memory_limit: float | None = None,
     **options: Any,
 ) -> Planned:
-    """The plan of an architecture on one axis; outputs may stay sharded, `memory_limit` is in GiB."""
+    """Return the plan of an architecture on one axis; outputs may stay sharded, `memory_limit` is in GiB."""
     module, inputs = build(**options)
     limit = None if memory_limit is None else int(memory_limit * GIB)
     constraints = Constraints(planned_outputs=True)

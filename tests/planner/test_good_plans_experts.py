@@ -108,7 +108,7 @@ def planned(build: Callable[[], Example], **mesh: int) -> ShardingPlan:
 
 
 def moved(plan: ShardingPlan, *, least: int = 2**16) -> Counter[tuple[str, str, str, int]]:
-    """What the experts exchange, but for the counts of rows: phase, kind, axis and bytes that a rank holds before."""
+    """Return the exchanges of experts without the counts of rows: phase, kind, axis and bytes of a rank before."""
     found: Counter[tuple[str, str, str, int]] = Counter()
     for record in _of_experts(plan):
         if record.bytes >= least:

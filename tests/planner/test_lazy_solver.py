@@ -1,4 +1,4 @@
-"""What is proved at loose prices, with some of the options, is true of the exact problem."""
+"""Bounds at lower bounds of prices, with some of the options, hold for the exact problem."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tied_layers_are_proved_at_full_depth(monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.parametrize("above", [1.0, 1.001])
 def test_what_is_left_out_at_full_depth_does_not_raise_the_bound(monkeypatch: pytest.MonkeyPatch, above: float) -> None:
-    monkeypatch.setattr(lazy_solver, "_UNTIED_ITERATIONS", 1)
+    monkeypatch.setattr(lazy_solver, "UNTIED_ITERATIONS", 1)
     monkeypatch.setattr(lazy_solver, "CLOSE", 1e-9)
     whole, tiling, search = built(8), tiling_of(8), SolveOptions("auto", math.inf)
     exact = solve_by_messages(whole.problem, whole.program_positions, tiling, search)

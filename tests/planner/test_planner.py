@@ -42,7 +42,7 @@ from tests.training import fast_links
 
 
 def _repeated(plan: ShardingPlan) -> str:
-    """The plan as text, without what differs from run to run."""
+    """Return the plan as text, without timings."""
     return dataclasses.replace(plan, timings={}).to_json()
 
 

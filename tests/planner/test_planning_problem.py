@@ -1,4 +1,4 @@
-"""The problem of a step: its cost is what the plan's parts cost, and its decisions read back as they were made."""
+"""The problem of a step: its cost is the sum of the plan's parts, and its decisions encode and decode."""
 
 from __future__ import annotations
 

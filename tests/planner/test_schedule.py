@@ -46,18 +46,18 @@ aten = torch.ops.aten
 
 
 def program_operations(planner: Planner, plan: ShardingPlan) -> list[Operation]:
-    """What the partitioned program of a plan runs, on the same cluster."""
+    """Return the operations of the partitioned program of a plan, on the same cluster."""
     halves = split(program_of(planner, plan), compile=False)
     return operations(halves.graphs, planner.mesh.names, KernelPrices(planner.cost))
 
 
 def timeline_of(planner: Planner, plan: ShardingPlan) -> Timeline:
-    """The timeline of the calls that the search takes a plan for, each priced as a kernel."""
+    """Return the timeline of the calls of the predicted program, each priced as a kernel."""
     return timeline(planner.program(flow_of(planner, plan)), KernelPrices(planner.cost))
 
 
 def drawn(planner: Planner, seed: int, forced: bool) -> ShardingPlan:
-    """A random plan."""
+    """Return a random plan."""
     constraints = Constraints(forced=every_parameter(planner.graph) if forced else frozenset())
     builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, constraints)
     axes = frozenset(range(planner.mesh.ndim))
@@ -161,7 +161,7 @@ def test_sums_of_activations_in_tensor_parallelism_are_exposed() -> None:
 
 
 class Normalized(nn.Module):
-    """Of its operators, those of the norm of the weight do not depend on the batch."""
+    """A layer whose weight is normalised by operators that do not depend on the batch."""
 
     def __init__(self) -> None:
         super().__init__()

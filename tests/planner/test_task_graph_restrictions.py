@@ -1,4 +1,4 @@
-"""What the primitives of Whale make of a plan."""
+"""Plans under the primitives of Whale."""
 
 from __future__ import annotations
 
