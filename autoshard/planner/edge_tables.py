@@ -24,7 +24,7 @@ class EdgeTables:
 
     def __init__(self, resharder: Resharder | LowerBoundResharder) -> None:
         self.resharder = resharder
-        # Lists of specs are interned, so that their identity serves as a key.
+        # Lists of specs are interned, and compared by identity.
         self._reshard_seconds: dict[tuple[object, ...], np.ndarray] = {}
         self._copy_bytes: dict[tuple[object, ...], np.ndarray] = {}
         self._regather_edges: dict[tuple[object, ...], RegatherEdge] = {}
@@ -34,7 +34,7 @@ class EdgeTables:
         self, meta: TensorMeta, sources: SpecList, targets: SpecList, gradient: bool = False
     ) -> np.ndarray:
         """Return the seconds of the reshards of a tensor; `gradient` is True on the way to the optimizer."""
-        key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets), gradient)
+        key = (meta.shape, meta.dtype.itemsize, sources, targets, gradient)
         if key not in self._reshard_seconds:
             resharder: Resharder | LowerBoundResharder = self.resharder.gradients if gradient else self.resharder
             distinct = resharder.seconds(meta.shape, meta.dtype.itemsize, sources.distinct, targets.distinct)
@@ -43,7 +43,7 @@ class EdgeTables:
 
     def copy_bytes(self, meta: TensorMeta, sources: SpecList, targets: SpecList, mesh: MeshShape) -> np.ndarray:
         """Return the bytes of the copy that a reshard makes; zero where both specs are the same."""
-        key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets))
+        key = (meta.shape, meta.dtype.itemsize, sources, targets)
         if key not in self._copy_bytes:
             distinct = [[float(source is not target) for target in targets.distinct] for source in sources.distinct]
             copies = np.array(distinct)[np.ix_(sources.index, targets.index)]
@@ -62,7 +62,7 @@ class EdgeTables:
             mesh: the mesh axes.
             allocated: True if the step allocates memory for the tensor, held for the backward half alone.
         """
-        key = (meta.shape, meta.dtype.itemsize, id(sources), id(hub), allocated)
+        key = (meta.shape, meta.dtype.itemsize, sources, hub, allocated)
         if key not in self._regather_edges:
             self._regather_edges[key] = regather_edge(
                 self.reshard_seconds(meta, sources, hub),
