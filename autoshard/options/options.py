@@ -55,6 +55,7 @@ class Search:
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
         _check_choice("effort", self.effort, EFFORTS)
+        # `not >` is true of NaN too.
         if self.time_limit is not None and not self.time_limit > 0:
             raise PlanError(f"time_limit={self.time_limit!r}: it must be above zero seconds.")
         if self.work_limit is not None and not self.work_limit > 0:
@@ -87,6 +88,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         for name, number in (("microbatches", self.microbatches), ("virtual", self.virtual)):
+            # A bool is an int in Python.
             if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise PlanError(f'{name}={number!r}: choose "auto", or a whole number from 1 up.')
 
@@ -297,6 +299,7 @@ def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
     grouped: dict[str, dict[str, Any]] = {"search": {}, "pipeline": {}}
     values: dict[str, Any] = dict(rules.defaults)
     for name, value in keywords.items():
+        # A function that refuses a group refuses the earlier keywords of the group too.
         group, new_name = _GROUPED.get(name, ("", name))
         if group in known:
             grouped[group][new_name] = value

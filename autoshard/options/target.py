@@ -92,11 +92,14 @@ class Target:
             PlanError: the optimizer is unknown.
         """
         cluster = default_cluster(device_type) if options.cluster is None else Cluster.of(options.cluster)
+        # A compiler fuses kernels, which changes their prices.
         if options.compile:
             cluster = cluster.with_compiler
+        # torch's optimizers update all parameters with one call per operator on accelerators, one by one on CPUs.
         foreach = cluster.name != "cpu" if device_type is None else device_type != "cpu"
         search, shares = options.search, options.shares
         assert search.time_limit is not None, "options come from a function that has a time limit"
+        # Tuples compare, and can be keys.
         if isinstance(shares, Mapping):
             shares = {axis: tuple(counts) for axis, counts in shares.items()}
         return Target(

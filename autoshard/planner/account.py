@@ -158,6 +158,7 @@ class StepAccount:
         """Return all names of gathered parameters, with `"again"` if both halves gather them, or `"once"`."""
         phases: dict[fx.Node, set[str]] = defaultdict(set)
         for reshard in self.reshards:
+            # A parameter may be cast before it is gathered.
             if not reshard.gradient and any(step.kind == "all_gather" for step in reshard.path.steps):
                 phases[uncast(reshard.value.node)].add(reshard.phase)
         for source in self.flow.graph.inputs:

@@ -112,7 +112,9 @@ def faster_plan(
             uneven, planner = plan_counts(counts)
             memory_of = _memory_by_rows(uneven.memory, total / len(workers))
             before, counts = counts, shares(total, workers, memory_of)
+            # The shares fit the memory of every rank.
             if counts == before:
+                # The plan's memory is that of equal shares; the rank with the least room says how much more fits.
                 room = min(worker.memory - memory_of(count) for worker, count in zip(workers, counts, strict=True))
                 uneven = replace(uneven, device_memory=int(uneven.memory.peak + room))
                 if uneven.step_seconds < equal_plan.step_seconds:

@@ -48,6 +48,7 @@ class ShortfallError(BudgetError):
 
     def with_remedies(self) -> BudgetError:
         """Return the error that also names the remedies, each tried once."""
+        # If time is up, so is the time for remedies.
         remedies = () if self._late else tuple(self._find_remedies())
         return BudgetError(self._message(remedies), self._least.peak)
 
@@ -84,6 +85,7 @@ class ShortfallError(BudgetError):
             peak = _recompute_peak(planner, [layer.name for layer in layers], constraints) if layers else float("inf")
             if peak < least:
                 yield f'allow recomputation (recompute="full" needs {format_bytes(peak)})'
+        # The cluster may be a list of devices, of which there are no more.
         mesh = _double_largest_axis(planner.mesh)
         if (planner.cluster.count is not None and mesh.size > planner.cluster.count) or not _pins_fit(
             planner, constraints, mesh

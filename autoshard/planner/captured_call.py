@@ -107,6 +107,7 @@ class CapturedCall:
             HintError: a hint does not fit the module or the mesh.
         """
         graph = self.graph if graph is None else graph
+        # A planner depends on nothing else of a target: the other options are those of the call.
         prices = shared_axis(graph, self.mesh, target), target.cluster, target.settings
         for planner in self._planners:
             known_prices = planner.constraints.shared, planner.cluster, planner.settings

@@ -149,6 +149,7 @@ class FrontierSearch:
 
     def _add_intermediate_plans(self, forced: FrontierCandidate, weights: np.ndarray) -> None:
         """Add plans at lower prices of memory, and plans with fewer parameters forced."""
+        # Lean plans have most parameters forced, fast ones none.
         peak = peak_weights(self.fastest.plan.held_bytes)
         if not self._add_sum_plans(forced.constraints, weights) or not self._add_sum_plans(
             self.planner.constraints, peak
@@ -160,6 +161,7 @@ class FrontierSearch:
         count = 1
         while count < len(self.sizes):
             self._solve(self._force_largest(count))
+            # Few of the parameters are large: their number grows by a factor.
             count *= 4
 
     def _add_sum_plans(self, constraints: Constraints, weights: np.ndarray) -> bool:

@@ -16,6 +16,7 @@ from autoshard.specs.spec import is_shard, placement_text, shard_placement, spli
 
 HintValue = Placement | Sequence[Placement | None] | Mapping[str, Placement] | Primitive
 Pins = tuple[Placement | None, ...]
+"""A placement per mesh axis; None where the planner decides."""
 
 
 def resolve(
@@ -50,6 +51,7 @@ def resolve(
             f"hints={hints!r}: hints are a mapping from globs over parameter and module names to placements, such as "
             f"{{'layers.*.up.weight': {{{mesh.names[-1]!r}: Shard(0)}}}}."
         )
+    # A tied parameter is pinned once, under its first name.
     names = {alias: name for name in parameters for alias in (name, *aliases.get(name, ()))}
     pinned: dict[str, list[_Pin | None]] = {}
     for glob, value in (hints or {}).items():
@@ -170,6 +172,7 @@ def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]
     """Return the parameters that a glob reaches, by their first names; `names` maps every alias to its first name."""
     if not isinstance(glob, str):
         raise HintError(f"the hint {glob!r} is not a text: hints are keyed by globs over parameter and module names.")
+    # The root module, whose path is empty, would match a glob such as `*` for all parameters.
     matched_modules = set(matching(glob, (module for module in modules if module)))
     reached = [
         first
@@ -198,6 +201,7 @@ def _normalize_placement(
             f"the hint {glob!r} shards dim {dim} of {name}, which has {len(shape)} dims (shape {tuple(shape)}). "
             f"Choose a dim below {len(shape)}, or let the glob match fewer parameters."
         )
+    # An axis of size 1 shards nothing; plans say that in one way only.
     if mesh.axes[axis].size == 1:
         return Replicate()
     return shard_placement(dim % len(shape), split_factor_of(placement))
@@ -211,6 +215,7 @@ def _merge_pins(before: _Pin | None, pin: _Pin, name: str, axis: str) -> _Pin:
             f"{placement_text(before.placement)}, {pin.glob!r} for {placement_text(pin.placement)}. Drop one of them, "
             f"or let their globs match different parameters."
         )
+    # Equal pins agree; the first one stays, for error messages.
     return before or pin
 
 
@@ -248,6 +253,7 @@ def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], m
 
 def _divides(size: int, sharding: Mapping[int, Placement], mesh: MeshShape) -> bool:
     """Return True if axes, of which each splits the shards of the ones before it, may shard a dim of this size."""
+    # torch pads a plain Shard over a single axis.
     if len(sharding) == 1 and all(split_factor_of(placement) == 1 for placement in sharding.values()):
         return True
     for axis, placement in sharding.items():

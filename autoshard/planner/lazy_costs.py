@@ -84,6 +84,7 @@ class LazyCosts:
                 continue
             seen.add((id(edge.costs), source, target))
             known = exact_costs.setdefault(id(edge.costs), [])
+            # An earlier search for paths has found this price too.
             if any(exact.covers(source, target) for exact in known):
                 continue
             exact = _find_exact_costs(reshard, int(source), int(target), resharder)

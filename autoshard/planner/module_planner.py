@@ -77,6 +77,7 @@ class ModulePlanner:
         graph, seconds = capture_with_progress(
             self.module, args, kwargs, self.target, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
         )
+        # An earlier call has placed the parameters without shares.
         if self.requested.shares == "auto" and placed is not None:
             self._settle_shares({})
         return CapturedCall(graph, seconds, self.mesh, self.requested, self._planners, placed, placed_inputs or {})
@@ -107,6 +108,7 @@ class ModulePlanner:
         graph = call.graph
         if self.requested.shares == "auto":
             self._settle_shares(plan.shares)
+        # The decisions are of the graph whose dims are in parts.
         if plan.parts:
             (counts,) = plan.shares.values()
             graph = call.graph_in_parts(plan.parts, part_count(counts))

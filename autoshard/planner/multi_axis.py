@@ -74,6 +74,7 @@ class MultiAxisSolver:
                 built = ProblemBuilder(planner.rules, planner.tables, lower_bounds, constraints).build(axes)
                 self._lazy = constraints, LazyCosts(built), Tiling.of(built, planner.layers, free="families")
         _, lazy_costs, tiling = self._lazy
+        # To find all exact prices of a small problem is quicker than to learn the used ones.
         if not is_large(lazy_costs.built.problem):
             return planner.solve_block(request, axes, None)
         options = SolveOptions(

@@ -183,6 +183,7 @@ class UnequalParts:
             return planned
 
         plans = [self.equal_plan[0]]
+        # No `DTensor` has unequal parts, so that outputs come back whole.
         if self.call.target.output_placements is None:
             totals = candidate_totals(self.split_loops.values(), self.call.mesh.sizes[self.axis])
             plans += [

@@ -14,13 +14,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-from torch.distributed.tensor import Placement
 
 from autoshard.capture.task_graphs import Primitive
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.rule import TensorMeta
 from autoshard.patterns.strategy import Choices
+from autoshard.planner.hints import Pins
 from autoshard.planner.regather import RegatherChoice, choices_from_hubs, hubs_from_choices
 from autoshard.planner.strategy_tables import SpecList
 from autoshard.solver import Edge, Problem
@@ -49,7 +49,7 @@ class Constraints:
             takes for every byte of the gradient on a device.
     """
 
-    pinned: Mapping[str, tuple[Placement | None, ...]] = field(default_factory=dict)
+    pinned: Mapping[str, Pins] = field(default_factory=dict)
     forced: frozenset[str] = frozenset()
     planned_outputs: bool = False
     outputs: Mapping[str, Spec] = field(default_factory=dict)

@@ -47,6 +47,7 @@ def show_progress(verbose: bool, title: str = "planning") -> Iterator[Callable[[
             cost and bound, and disappears when the block ends; elsewhere the last report is logged every ten seconds.
         title: text that is shown until the first report.
     """
+    # Processes without a console have no standard error.
     if not verbose and sys.stderr is not None and sys.stderr.isatty():
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Bar(*columns, console=Console(file=sys.stderr), transient=True) as bar:

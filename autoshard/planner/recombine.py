@@ -58,6 +58,7 @@ def recombine_plans(
     problem = replace(plain, usages=usages, intervals=((0, 1),) * len(usages))
     cells = _UNRESTRICTED_CELLS if plans is None else _CELLS
     frontier = cost_frontier(problem, edge_usages=tables, epsilon=_EPSILON, limit=_LIMIT, cells=cells)
+    # The ends of the frontier are most often known: the fastest and the leanest of the plans.
     points = np.unique(np.linspace(0, len(frontier) - 1, count + 2).round().astype(int))[1:-1]
     recombined = []
     for point in points:

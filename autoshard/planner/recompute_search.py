@@ -48,6 +48,7 @@ def plan_with_recompute(
 
 def _plan_with_recompute(planner: Planner, unlimited: CandidatePlan | None) -> ShardingPlan:
     recompute, limit = planner.settings.recompute, planner.settings.memory_limit
+    # Without a limit, recomputation only takes time.
     if recompute == "none" or (recompute == "auto" and limit is None):
         return planner.plan(unlimited)
     layers = recomputable(planner.graph)

@@ -88,6 +88,7 @@ def hubs_from_choices(hubs: Mapping[str, Spec], choices: Mapping[str, RegatherCh
     merged = dict(hubs)
     for name, choice in choices.items():
         forward = merged.pop(f"{name}@forward")
+        # One hub for both halves stands for a copy that is kept.
         if choice.kept:
             merged[name] = choice.spec
         else:

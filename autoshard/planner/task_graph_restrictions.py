@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Replicate
 
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.task_graphs import Primitive, TaskGraph
@@ -19,6 +19,7 @@ from autoshard.errors import HintError
 from autoshard.patterns.batch import batch_factors, factors_along
 from autoshard.patterns.graph_rules import GraphRules, Value, operand_nodes, value_of
 from autoshard.patterns.strategy import WHOLE, Choices
+from autoshard.planner.hints import Pins
 from autoshard.specs.axes import MeshShape
 
 _COPY_OPS = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
@@ -106,14 +107,13 @@ def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
     return shortest[-1 if primitive.kind == "split" else 0]
 
 
-def whole_parameters(
-    graph: JointGraph, axes: Mapping[Primitive, tuple[int, ...]], mesh: MeshShape
-) -> dict[str, tuple[Placement | None, ...]]:
+def whole_parameters(graph: JointGraph, axes: Mapping[Primitive, tuple[int, ...]], mesh: MeshShape) -> dict[str, Pins]:
     """Return pins of the parameters that only replicated task graphs use: they are whole on the axes of these."""
-    pinned: dict[str, tuple[Placement | None, ...]] = {}
+    pinned: dict[str, Pins] = {}
     for source in graph.inputs:
         users = [graph.task_graph(user) for user in source.node.users if user.op == "call_function"]
         used = [axes[user.primitive] if user and user.primitive.kind == "replicate" else () for user in users]
+        # All users must be in replicated task graphs that have the axis.
         whole = set(used[0]).intersection(*used[1:]) if used else set()
         if source.kind == "parameter" and whole:
             pinned[source.name] = tuple(Replicate() if axis in whole else None for axis in range(mesh.ndim))

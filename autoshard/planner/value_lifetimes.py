@@ -62,6 +62,7 @@ class ValueLifetimes:
         if self.reuse == "none":
             return False
         if value not in self._regatherable:
+            # A value that the step returns is held through the backward half in any case.
             phases = {self.phases[use.node] for use in self.rules.uses.get(value, ())}
             returned = any(output.kind != "gradient" for output in self.rules.outputs_of.get(value, ()))
             self._regatherable[value] = len(phases) == 2 and not returned and self._is_large(value)
