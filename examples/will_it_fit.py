@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
-from autoshard.memory import format_bytes
+from autoshard.units import format_bytes
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,

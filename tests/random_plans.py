@@ -49,12 +49,12 @@ def random_plan(
     layers = recomputable(graph) if recompute else ()
     graph = recompute_layers(graph, [layer.name for layer in layers if generator.random() < recompute])
     shapes = {source.name: Value(source.node).meta.shape for source in graph.inputs if source.kind == "parameter"}
-    wishes = Constraints(
+    constraints = Constraints(
         pinned={name: _cut(shape, mesh, generator) for name, shape in shapes.items() if generator.random() < uneven},
         forced=frozenset(name for name in shapes if generator.random() < forced),
         planned_outputs=planned_outputs,
     )
-    planner = Planner(graph, mesh, Cluster.preset("cpu"), wishes, Settings())
+    planner = Planner(graph, mesh, Cluster.preset("cpu"), constraints, Settings())
     builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.constraints)
     axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
     decisions: Decisions | None = None

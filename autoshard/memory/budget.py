@@ -65,14 +65,14 @@ def memory_prices(weights: np.ndarray, strength: float, cost: float, peak: float
 def first_that_fits(
     fastest: Plan,
     leanest: Plan,
-    rungs: int,
+    levels: int,
     make: Callable[[int], Plan],
     measure: Measure[Plan],
     limit: int,
-    alike: float = 0.0,
+    tolerance: float = 0.0,
     begin: int | None = None,
 ) -> Plan:
-    """Return the fastest plan within a limit among those on a ladder, making few of them.
+    """Return the fastest plan within a limit among those of several levels, making few of them.
 
     A plan made at the middle of an interval is left out unless it lies between the interval's two ends, both in
     seconds and in bytes. The plans that remain form one row for all limits, in which bytes fall and seconds rise,
@@ -81,16 +81,16 @@ def first_that_fits(
     Args:
         fastest: a plan that does not fit.
         leanest: a plan that fits.
-        rungs: number of plans that can be made between these.
-        make: the plan at a rung, from 1, next to the fastest, to `rungs`, next to the leanest.
+        levels: number of plans that can be made between these.
+        make: makes the plan of a level, from 1, next to the fastest, to `levels`, next to the leanest.
         measure: seconds and bytes of a plan.
         limit: bytes that a plan may hold.
-        alike: share of a plan's seconds by which two may differ and no plan between them is made.
-        begin: the first rung to make, by default the middle: a good first plan rules out worse ones near it.
+        tolerance: share of a plan's seconds by which two may differ and no plan between them is made.
+        begin: the first level to make, by default the middle: a good first plan rules out worse ones near it.
     """
-    low, high, left, right = fastest, leanest, 0, rungs + 1
+    low, high, left, right = fastest, leanest, 0, levels + 1
     fitting = [leanest]
-    while right - left > 1 and measure(high)[0] > (1.0 + alike) * measure(low)[0]:
+    while right - left > 1 and measure(high)[0] > (1.0 + tolerance) * measure(low)[0]:
         middle = (left + right) // 2 if begin is None or not left < begin < right else begin
         plan = make(middle)
         seconds, held = measure(plan)

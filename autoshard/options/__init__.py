@@ -1,4 +1,4 @@
-"""What a user asks for, as one object, and the targets that planners make of it."""
+"""The options of a user as one object, and the targets that planners make of them."""
 
 from autoshard.options.options import (
     EFFORTS,

@@ -1,4 +1,4 @@
-"""The options of `plan`, `parallelize`, `frontier` and `search`: one frozen object, checked when it is made."""
+"""The options of `plan`, `parallelize`, `frontier` and `search`: a frozen object that checks its values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoshard.units import parse_bytes
 Hints = Mapping[str, Any]
 Placements = Mapping[str, Any] | Literal["planned"] | None
 Shares = Mapping[str, Sequence[int]]
-"""For one mesh axis by name, the share of each of its ranks, in proportion to one another."""
+"""Name of one mesh axis -> the shares of its ranks, in proportion to one another."""
 OptimizerOption = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None
 
 RECOMPUTE = ("auto", "none", "full")
@@ -28,17 +28,17 @@ EFFORTS = ("fast", "full")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How to search for a plan.
+    """Options of the search for a plan.
 
     Attributes:
         method: `"auto"`, `"eliminate"`, `"alternate"` or `"ilp"`; or `"force"`, which keeps a memory limit by sharding
             the largest parameters (and recomputation) alone: a quicker search that finds slower plans, or none.
         time_limit: seconds that the search may take, without capture. None stands for 30 s for a plan, 120 s for a
             search of meshes and 240 s for a frontier.
-        effort: `"full"`, or `"fast"`: repeated layers are planned alike in any case, one problem is solved instead of
-            several, by messages and segments alone (Rhino's O2) where it is large, and the bound may be further off.
-        work_limit: of every search by the solver, in its units of work. Unlike `time_limit`, equal calls end with equal
-            plans under it, however busy the machine is. None: no limit.
+        effort: `"full"`, or `"fast"`: repeated layers always get equal plans, one problem is solved instead of several,
+            a large one only by messages and segments (Rhino's O2), and the bound may be further off.
+        work_limit: the solver's work limit for every problem, in its units of work. Unlike with `time_limit`, equal
+            calls end with equal plans, however busy the machine is. None: no limit.
         verbose: log the progress of the search (logger `autoshard`, level INFO). Otherwise a line on standard error
             shows it where that is a terminal.
 
@@ -55,6 +55,7 @@ class Search:
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
         _check_choice("effort", self.effort, EFFORTS)
+        # `not >` is true of NaN too.
         if self.time_limit is not None and not self.time_limit > 0:
             raise PlanError(f"time_limit={self.time_limit!r}: it must be above zero seconds.")
         if self.work_limit is not None and not self.work_limit > 0:
@@ -63,18 +64,17 @@ class Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """How a model runs as a pipeline.
+    """Options of a pipeline.
 
     Attributes:
         axis: name of the mesh axis along which the stages lie; by default `"pp"`, if there is such an axis. Each place
             on it is a pipeline rank, unless task graphs in `forward` ask for devices that add up to it (docs/hints.md).
         schedule: `"auto"`, the one with the shortest predicted step of all that fit; or a name, such as `"1F1B"`
-            (`autoshard.pipeline.schedule.schedules.SCHEDULES`), or `"custom"` for an order of our own.
-        microbatches: of a step: `"auto"`, or a number that divides the batch.
+            (`autoshard.pipeline.schedule.schedules.SCHEDULES`), or `"custom"` for an order that autoshard searches.
+        microbatches: microbatches of a step: `"auto"`, or a number that divides the batch.
         virtual: stages per rank: `"auto"`, or a number.
-        batch_dims: for inputs by name (such as `mask` or `batch['x']`), the dim that counts samples, and along which
-            they are split into microbatches; None where there is none and every microbatch gets the whole tensor. Of
-            other inputs it is dim 0.
+        batch_dims: name of an input (such as `mask` or `batch['x']`) -> the dim of samples, along which it is split
+            into microbatches; None if every microbatch gets the whole tensor. For other inputs it is dim 0.
 
     Raises:
         PlanError: a number is not valid.
@@ -88,6 +88,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         for name, number in (("microbatches", self.microbatches), ("virtual", self.virtual)):
+            # A bool is an int in Python.
             if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise PlanError(f'{name}={number!r}: choose "auto", or a whole number from 1 up.')
 
@@ -248,16 +249,16 @@ _GROUPED = {
     **{name: ("pipeline", name) for name in ("schedule", "microbatches", "virtual", "batch_dims")},
     "pipeline_axis": ("pipeline", "axis"),
 }
-"""Earlier keywords -> the group and the name that they have now."""
+"""Earlier keyword -> its group and its name there."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
+class _EntryPoint:
     """A function that takes options.
 
     Attributes:
-        time_limit: seconds that its search may take where nothing is said.
-        defaults: options that differ from those of `Options`.
+        time_limit: the default time limit of its search, in seconds.
+        defaults: defaults that differ from those of `Options`.
         refused: options that it does not take.
     """
 
@@ -266,15 +267,15 @@ class _Door:
     refused: frozenset[str] = frozenset()
 
 
-_DOORS = {
-    "plan": _Door(refused=frozenset({"overlap"})),
-    "parallelize": _Door(),
-    "frontier": _Door(
+_ENTRY_POINTS = {
+    "plan": _EntryPoint(refused=frozenset({"overlap"})),
+    "parallelize": _EntryPoint(),
+    "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
         frozenset({"memory_limit", "shares", "compile", "overlap", "pipeline"}),
     ),
-    "search": _Door(
+    "search": _EntryPoint(
         120.0,
         {"shares": None},
         frozenset({"inputs", "input_placements", "output_placements", "dynamic", "shares", "compile", "overlap"}),
@@ -282,32 +283,33 @@ _DOORS = {
 }
 
 
-def collect_options(door: str, keywords: Mapping[str, Any]) -> Options:
-    """Make the options out of the keywords that a user gave to a function.
+def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
+    """Return the options of the keywords that a user gave to a function.
 
     Args:
-        door: the function: `"plan"`, `"parallelize"`, `"frontier"` or `"search"`.
+        function: the function: `"plan"`, `"parallelize"`, `"frontier"` or `"search"`.
         keywords: as `OptionKeywords`.
 
     Raises:
         TypeError: the function takes no keyword of that name; the message names the close ones.
         PlanError, InputError, BudgetError: a value is not valid.
     """
-    rules = _DOORS[door]
+    rules = _ENTRY_POINTS[function]
     known = {item.name for item in fields(Options)} - rules.refused
     grouped: dict[str, dict[str, Any]] = {"search": {}, "pipeline": {}}
     values: dict[str, Any] = dict(rules.defaults)
     for name, value in keywords.items():
+        # A function that refuses a group refuses the earlier keywords of the group too.
         group, new_name = _GROUPED.get(name, ("", name))
         if group in known:
             grouped[group][new_name] = value
         elif name in known:
             values[name] = value
         else:
-            raise TypeError(f"autoshard.{door} takes no keyword {name!r}. {suggestion(name, sorted(known))}")
+            raise TypeError(f"autoshard.{function} takes no keyword {name!r}. {suggestion(name, sorted(known))}")
     for group, kind in (("search", Search), ("pipeline", Pipeline)):
         if grouped[group]:
-            _warn_of_earlier_keywords(door, group, grouped[group])
+            _warn_of_earlier_keywords(function, group, grouped[group])
             values[group] = replace(values.get(group, kind()), **grouped[group])
     options = Options(**values)
     if options.search.time_limit is None:
@@ -315,11 +317,11 @@ def collect_options(door: str, keywords: Mapping[str, Any]) -> Options:
     return options
 
 
-def _warn_of_earlier_keywords(door: str, group: str, values: Mapping[str, Any]) -> None:
-    said = ", ".join(f"{name}={value!r}" for name, value in values.items())
+def _warn_of_earlier_keywords(function: str, group: str, values: Mapping[str, Any]) -> None:
+    keywords = ", ".join(f"{name}={value!r}" for name, value in values.items())
     warn_caller(
-        f"keywords of autoshard.{door} have moved: write {group}=autoshard.{group.title()}({said}). The next release "
-        "takes no other spelling.",
+        f"keywords of autoshard.{function} have moved: write {group}=autoshard.{group.title()}({keywords}). The next "
+        "release takes no other spelling.",
         DeprecationWarning,
     )
 

@@ -1,4 +1,4 @@
-"""What one graph is planned for: a user's options as they hold for the devices that there are."""
+"""The target of a plan: a user's options for one graph on the devices that there are."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ class Settings:
 
     Attributes:
         memory_limit: bytes per device that the step's peak may reach; None for no limit.
-        optimizer: the memory that it holds.
-        method: one of `autoshard.options.METHODS`; "force" is "auto" without a limit, and keeps one by forcing the
-            largest parameters to be sharded alone (Rhino 4.4).
+        optimizer: the memory of the optimizer.
+        method: one of `autoshard.options.METHODS`; "force" is "auto" without a limit, and keeps a limit only by forcing
+            the largest parameters to be sharded (Rhino 4.4).
         time_limit: seconds for the whole search.
-        recompute: what the backward half may run again instead of keeping it, one of `autoshard.options.RECOMPUTE`:
-            layers, where a memory limit asks for it; nothing; or all layers.
-        effort: one of `autoshard.options.EFFORTS`: "fast" takes what messages or segments find on tied layers, "full"
-            looks further.
-        work_limit: for every problem that goes to the solver, in its units of work: a limit under which equal runs
-            give equal plans, however busy the machine is. None for none.
-        gradient_steps: over how many runs of the step gradients of parameters are added up before they are reduced, as
-            the microbatches of a pipeline are: a reduction counts so much less.
-        under_way: how many runs of the step are under way at once, each of which holds what it saves for its backward
-            half, as the microbatches of a pipeline do: memory counts them all.
-        reduced: where there are several, which gradients are reduced once; those that are reduced with every run, and
-            what is decided with them in mind, count in full.
+        recompute: the layers that the backward half may run again, one of `autoshard.options.RECOMPUTE`.
+        effort: one of `autoshard.options.EFFORTS`; "fast" takes the first result of messages or segments on tied
+            layers.
+        work_limit: the solver's work limit for every problem, in its units of work, under which equal runs give equal
+            plans, however busy the machine is; None for no limit.
+        gradient_steps: runs of the step, such as microbatches of a pipeline, whose gradients are added up before they
+            are reduced; a reduction counts so much less.
+        under_way: runs of the step, such as microbatches of a pipeline, that are under way at once, each of which holds
+            its saved tensors.
+        reduced: the gradients that are reduced once for several runs; others are reduced with every run, and count in
+            full.
     """
 
     memory_limit: int | None = None
@@ -51,7 +50,7 @@ class Settings:
 
     @property
     def left_unreduced(self) -> DeferredReduction | None:
-        """The gradients that a run of the step leaves unreduced; None where it reduces all."""
+        """The gradients that a run of the step leaves unreduced; None if it reduces all."""
         return self.reduced if self.gradient_steps > 1 else None
 
     @property
@@ -62,10 +61,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What one graph is planned for.
+    """The target of the plan of one graph.
 
-    A stage of a pipeline, or devices with shares of their own, have targets that differ from the user's options, which
-    stay as they are.
+    The targets of a stage of a pipeline, and of devices with shares, differ from the user's options, which stay as they
+    are.
 
     Attributes:
         options: as the user gave them.
@@ -86,18 +85,21 @@ class Target:
 
     @staticmethod
     def of(options: Options, device_type: str | None) -> Target:
-        """Return the target of a whole model on devices of a type; None where there are no devices yet.
+        """Return the target of a whole model on devices of a type; None if there are no devices yet.
 
         Raises:
             ClusterError: there is no such cluster.
             PlanError: the optimizer is unknown.
         """
         cluster = default_cluster(device_type) if options.cluster is None else Cluster.of(options.cluster)
+        # A compiler fuses kernels, which changes their prices.
         if options.compile:
             cluster = cluster.with_compiler
+        # torch's optimizers update all parameters with one call per operator on accelerators, one by one on CPUs.
         foreach = cluster.name != "cpu" if device_type is None else device_type != "cpu"
         search, shares = options.search, options.shares
         assert search.time_limit is not None, "options come from a function that has a time limit"
+        # Tuples compare, and can be keys.
         if isinstance(shares, Mapping):
             shares = {axis: tuple(counts) for axis, counts in shares.items()}
         return Target(

@@ -1,9 +1,10 @@
-"""What a search found."""
+"""A solved plan, and the time and memory of its program."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -13,49 +14,38 @@ from autoshard.program.predicted_program import PredictedProgram
 
 
 class ProgramEstimate:
-    """What the program of some decisions takes and holds, worked out when it is first asked for: that takes long.
+    """Time and memory of the program of some decisions, each computed on first use since that takes long.
 
     Args:
-        program: makes the program's calls.
-        replay: seconds of the step, those of them in which a device communicates and does not compute, and those of
-            the optimizer's update.
-        account: bytes of one device, and those at every moment of the step.
+        make_program: makes the program.
+        measure_times: returns the values of `times` for a program.
+        measure_memory: returns the values of `footprint` for a program.
     """
 
     def __init__(
         self,
-        program: Callable[[], PredictedProgram],
-        replay: Callable[[PredictedProgram], tuple[float, float, float]],
-        account: Callable[[PredictedProgram], tuple[Memory, np.ndarray]],
+        make_program: Callable[[], PredictedProgram],
+        measure_times: Callable[[PredictedProgram], tuple[float, float, float]],
+        measure_memory: Callable[[PredictedProgram], tuple[Memory, np.ndarray]],
     ) -> None:
-        self._make, self._replay, self._account = program, replay, account
-        self._program: PredictedProgram | None = None  # until both are known: it is large
-        self._times: tuple[float, float, float] | None = None
-        self._footprint: tuple[Memory, np.ndarray] | None = None
+        self._make_program, self._measure_times, self._measure_memory = make_program, measure_times, measure_memory
+        self._program: PredictedProgram | None = None
 
-    @property
+    @cached_property
     def times(self) -> tuple[float, float, float]:
-        """Seconds of the step, those of them in which a device communicates and does not compute, and the update's."""
-        if self._times is None:
-            self._times = self._replay(self._cached_program())
-            self._release_program()
-        return self._times
+        """Seconds of the step, its seconds of exposed communication, and seconds of the optimizer's update."""
+        return self._measure_times(self._take_program())
 
-    @property
+    @cached_property
     def footprint(self) -> tuple[Memory, np.ndarray]:
         """Bytes of one device, and those at every moment of the step."""
-        if self._footprint is None:
-            self._footprint = self._account(self._cached_program())
-            self._release_program()
-        return self._footprint
+        return self._measure_memory(self._take_program())
 
-    def _cached_program(self) -> PredictedProgram:
-        self._program = self._program or self._make()
-        return self._program
-
-    def _release_program(self) -> None:
-        if self._times is not None and self._footprint is not None:
-            self._program = None
+    def _take_program(self) -> PredictedProgram:
+        # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
+        program = self._program or self._make_program()
+        self._program = None if self._program else program
+        return program
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +53,11 @@ class CandidatePlan:
     """A solved plan.
 
     Attributes:
-        decisions: what was decided.
-        cost: seconds of the step, compute and collectives one after the other.
-        lower_bound: no plan of the problem that was solved costs less.
-        method: what found it.
-        run: what its program takes and holds.
+        decisions: the decisions.
+        cost: seconds of the step without overlap: the sum of compute and collectives.
+        lower_bound: a lower bound of the cost of every plan of the problem.
+        method: the method that found it.
+        estimate: time and memory of its program.
     """
 
     decisions: Decisions
@@ -83,17 +73,17 @@ class CandidatePlan:
 
     @property
     def held_bytes(self) -> np.ndarray:
-        """Bytes that it holds at every moment of the step."""
+        """Bytes of one device at every moment of the step."""
         return self.estimate.footprint[1]
 
     @property
     def step_seconds(self) -> float:
-        """Predicted seconds of the step, what communication takes from the compute beside it included."""
+        """Predicted seconds of the step, with communication that slows down the compute beside it."""
         return self.estimate.times[0]
 
     @property
     def exposed_seconds(self) -> float:
-        """Those of them in which a device communicates and does not compute."""
+        """Seconds of the step in which a device communicates and does not compute."""
         return self.estimate.times[1]
 
     @property

@@ -2,31 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from torch.distributed.tensor import Placement
+from torch import nn
 
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, capture
 from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import PlannerCache, shared_axis
+from autoshard.planner.planning import PlannerCache
+from autoshard.planner.progress_line import Progress, show_progress
+from autoshard.planner.target_constraints import PlacementsByName, shared_axis
 from autoshard.specs.axes import MeshShape
+
+
+def capture_with_progress(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: Target,
+    *,
+    grad: bool,
+    tangents: Literal["loss", "all"] = "loss",
+    dynamic: bool = True,
+    quiet: bool = False,
+) -> tuple[JointGraph, float]:
+    """Return the graph of a call and the seconds of its capture, with a line about it on a terminal.
+
+    Args:
+        module, args, kwargs, grad, tangents: as for `capture`.
+        target: the options.
+        dynamic: True if the sizes that the options name are dynamic.
+        quiet: True to show nothing: another rank captures the same.
+    """
+    start = time.perf_counter()
+    line = show_progress(target.options.search.verbose, f"capture of {type(module).__name__}")
+    with contextlib.nullcontext() if quiet else line as report:
+
+        def report_part(part: str) -> None:
+            if report is not None:
+                report(Progress(part, math.inf, -math.inf, time.perf_counter() - start))
+
+        graph = capture(
+            module,
+            args,
+            kwargs,
+            grad=grad,
+            tangents=tangents,
+            dynamic=target.dynamic if dynamic else None,
+            mp_policy=target.options.mp_policy,
+            progress=report_part,
+        )
+    return graph, time.perf_counter() - start
 
 
 @dataclass(eq=False)
 class CapturedCall:
-    """A call that is to be planned.
+    """A captured call.
 
     Attributes:
         graph: the captured step.
         seconds: the time of its capture.
         mesh: the mesh axes.
-        target: what the user asked for.
-        planner_cache: makes planners, which share what they work out of operators and tensors.
-        placed: placements of parameters and buffers that are not to move; None for the first call of a module.
-        placed_inputs: placements in which local inputs were asked for before, and arrive.
+        target: the options of the user.
+        planner_cache: makes planners, which share their tables of operators and tensors.
+        placed: placements of parameters and buffers that stay; None for the first call of a module.
+        placed_inputs: placements of local inputs that an earlier call asked for.
     """
 
     graph: JointGraph
@@ -34,9 +80,9 @@ class CapturedCall:
     mesh: MeshShape
     target: Target
     planner_cache: PlannerCache
-    placed: Mapping[str, tuple[Placement, ...]] | None = None
-    placed_inputs: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
-    _planners: list[tuple[JointGraph, Target, Planner]] = field(default_factory=list)
+    placed: PlacementsByName | None = None
+    placed_inputs: PlacementsByName = field(default_factory=dict)
+    _planners: list[Planner] = field(default_factory=list)
     _in_parts: dict[Hashable, JointGraph] = field(default_factory=dict)
 
     def graph_in_parts(self, loops: Sequence[Loop], parts: int) -> JointGraph:
@@ -54,18 +100,18 @@ class CapturedCall:
         """Return the planner of the graph at some prices and limits; made once.
 
         Args:
-            target: what is planned for.
+            target: the target of the plan.
             graph: the graph with dims in equal parts, in place of the captured one.
 
         Raises:
             HintError: a hint does not fit the module or the mesh.
         """
         graph = self.graph if graph is None else graph
-        shared = shared_axis(graph, self.mesh, target)
-        for known, known_target, planner in self._planners:
-            same_prices = (known_target.cluster, known_target.settings) == (target.cluster, target.settings)
-            if known is graph and same_prices and planner.constraints.shared == shared:
+        # A planner depends on nothing else of a target: the other options are those of the call.
+        prices = shared_axis(graph, self.mesh, target), target.cluster, target.settings
+        for planner in self._planners:
+            known_prices = planner.constraints.shared, planner.cluster, planner.settings
+            if planner.graph is graph and known_prices == prices:
                 return planner
-        planner = self.planner_cache.of(graph, target, self.placed, self.placed_inputs)
-        self._planners.append((graph, target, planner))
-        return planner
+        self._planners.append(self.planner_cache.of(graph, target, self.placed, self.placed_inputs))
+        return self._planners[-1]

@@ -1,8 +1,9 @@
-"""Tables of the edges of a problem: made once for equal tensors and equal options, and shared by all layers."""
+"""Tables of the edges of a problem, made once for equal tensors and equal options, so that all layers share them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import numpy as np
 
@@ -15,24 +16,25 @@ from autoshard.specs.axes import MeshShape
 
 
 class EdgeTables:
-    """Seconds of reshards between all options of two variables.
+    """Tables over all pairs of options of two variables.
 
     Args:
-        resharder: prices them.
+        resharder: prices the reshards.
     """
 
     def __init__(self, resharder: Resharder | LowerBoundResharder) -> None:
         self.resharder = resharder
+        # Lists of specs are interned, and compared by identity.
         self._reshard_seconds: dict[tuple[object, ...], np.ndarray] = {}
         self._copy_bytes: dict[tuple[object, ...], np.ndarray] = {}
         self._regather_edges: dict[tuple[object, ...], RegatherEdge] = {}
-        self._tie_costs: dict[int, np.ndarray] = {}
+        self.tie_costs = cache(tie_costs)
 
     def reshard_seconds(
         self, meta: TensorMeta, sources: SpecList, targets: SpecList, gradient: bool = False
     ) -> np.ndarray:
-        """Seconds to reshard a tensor between all specs of two lists; `gradient`: on its way to the optimizer."""
-        key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets), gradient)
+        """Return the seconds of the reshards of a tensor; `gradient` is True on the way to the optimizer."""
+        key = (meta.shape, meta.dtype.itemsize, sources, targets, gradient)
         if key not in self._reshard_seconds:
             resharder: Resharder | LowerBoundResharder = self.resharder.gradients if gradient else self.resharder
             distinct = resharder.seconds(meta.shape, meta.dtype.itemsize, sources.distinct, targets.distinct)
@@ -40,54 +42,44 @@ class EdgeTables:
         return self._reshard_seconds[key]
 
     def copy_bytes(self, meta: TensorMeta, sources: SpecList, targets: SpecList, mesh: MeshShape) -> np.ndarray:
-        """Bytes of the copy that a reshard makes between all specs of two lists; zero where it makes none."""
-        key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets))
+        """Return the bytes of the copy that a reshard makes; zero where both specs are the same."""
+        key = (meta.shape, meta.dtype.itemsize, sources, targets)
         if key not in self._copy_bytes:
-            self._copy_bytes[key] = targets.bytes(meta, mesh) * _needs_copy(sources, targets)
+            distinct = [[float(source is not target) for target in targets.distinct] for source in sources.distinct]
+            copies = np.array(distinct)[np.ix_(sources.index, targets.index)]
+            self._copy_bytes[key] = targets.bytes(meta, mesh) * copies
         return self._copy_bytes[key]
 
     def regather_edge(
-        self, meta: TensorMeta, sources: SpecList, hub: SpecList, mesh: MeshShape, *, own: bool
+        self, meta: TensorMeta, sources: SpecList, hub: SpecList, mesh: MeshShape, *, allocated: bool
     ) -> RegatherEdge:
-        """The edge from where a tensor lies to the hub of the backward half.
+        """Return the edge from a tensor to the hub of the backward half.
 
         Args:
-            meta: of the tensor.
-            sources: how it lies.
+            meta: shape and dtype of the tensor.
+            sources: the specs of the tensor.
             hub: the specs of both hubs.
             mesh: the mesh axes.
-            own: whether it has memory of its own, which is held for the backward half alone.
+            allocated: True if the step allocates memory for the tensor, held for the backward half alone.
         """
-        key = (meta.shape, meta.dtype.itemsize, id(sources), id(hub), own)
+        key = (meta.shape, meta.dtype.itemsize, sources, hub, allocated)
         if key not in self._regather_edges:
             self._regather_edges[key] = regather_edge(
                 self.reshard_seconds(meta, sources, hub),
                 self.copy_bytes(meta, sources, hub, mesh),
-                sources.bytes(meta, mesh) * own,
+                sources.bytes(meta, mesh) * allocated,
             )
         return self._regather_edges[key]
 
-    def tie_costs(self, specs: int) -> np.ndarray:
-        """What ties the hub of the backward half to that of the forward half, each with so many specs."""
-        if specs not in self._tie_costs:
-            self._tie_costs[specs] = tie_costs(specs)
-        return self._tie_costs[specs]
-
-
-def _needs_copy(sources: SpecList, targets: SpecList) -> np.ndarray:
-    """For all pairs of two lists, whether one spec is not the other: whether a copy is made."""
-    distinct = np.array([[float(source is not target) for target in targets.distinct] for source in sources.distinct])
-    return distinct[np.ix_(sources.index, targets.index)]
-
 
 def _reduced_before(sources: SpecList, targets: SpecList) -> np.ndarray:
-    """What is cast for the optimizer is reduced before."""
+    """Forbid partial sources: a gradient is reduced before it is cast for the optimizer."""
     partial = np.array([bool(spec.partial_axes) for spec in sources.distinct])
     return np.where(partial[sources.index], np.inf, 0.0)[:, None]
 
 
 def _reduced_later(sources: SpecList, targets: SpecList) -> np.ndarray:
-    """What is cast for its reduction is not reduced before."""
+    """Forbid reductions: a gradient is cast before it is reduced."""
     reduced = [
         [not set(source.partial_axes) <= set(target.partial_axes) for target in targets.distinct]
         for source in sources.distinct
@@ -99,4 +91,4 @@ FORBIDDEN: Mapping[str, Callable[[SpecList, SpecList], np.ndarray]] = {
     "reduced before": _reduced_before,
     "reduced later": _reduced_later,
 }
-"""Infinite where a gradient would be reduced in another dtype than the policy of precisions asks for."""
+"""Tables that are infinite where a gradient would be reduced in another dtype than the precision policy asks for."""

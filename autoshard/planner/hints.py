@@ -1,4 +1,4 @@
-"""Hints: what the user pins of parameters and modules, by globs over their names and paths."""
+"""Hints: placements that the user pins, by globs over names of parameters and paths of modules."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from autoshard.specs.spec import is_shard, placement_text, shard_placement, spli
 
 HintValue = Placement | Sequence[Placement | None] | Mapping[str, Placement] | Primitive
 Pins = tuple[Placement | None, ...]
+"""A placement per mesh axis; None where the planner decides."""
 
 
 def resolve(
@@ -25,17 +26,17 @@ def resolve(
     modules: Collection[str],
     mesh: MeshShape,
 ) -> dict[str, Pins]:
-    """What hints pin of each parameter.
+    """Return the placements that hints pin.
 
     Args:
-        hints: glob -> what it pins. A glob is matched against parameter names and module paths (`*` matches dots
-            too); a module stands for every parameter below it. What it pins is one placement, for every mesh axis; a
-            sequence of one for each mesh axis, None where the planner may choose; or a mapping from names of axes,
-            those not named being left to the planner. Primitives are for `task_graphs`.
+        hints: glob -> placements. A glob is matched against parameter names and module paths (`*` matches dots too); a
+            module stands for every parameter below it. Placements are one placement, for every mesh axis; a sequence of
+            one for each mesh axis, None where the planner may choose; or a mapping from names of axes, which leaves
+            other axes to the planner. Primitives are ignored; they are for `task_graphs`.
         parameters: name -> global shape.
-        aliases: name -> every name that the same (tied) parameter goes by; a hint may use any of them.
+        aliases: name -> every name of the same (tied) parameter; a hint may use any of them.
         modules: paths of the modules.
-        mesh: the mesh planned for.
+        mesh: the mesh axes.
 
     Returns:
         Name of every parameter that a hint reaches -> a placement for each mesh axis, None where the planner may
@@ -50,6 +51,7 @@ def resolve(
             f"hints={hints!r}: hints are a mapping from globs over parameter and module names to placements, such as "
             f"{{'layers.*.up.weight': {{{mesh.names[-1]!r}: Shard(0)}}}}."
         )
+    # A tied parameter is pinned once, under its first name.
     names = {alias: name for name in parameters for alias in (name, *aliases.get(name, ()))}
     pinned: dict[str, list[_Pin | None]] = {}
     for glob, value in (hints or {}).items():
@@ -68,20 +70,18 @@ def resolve(
 
 
 def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str]) -> dict[str, TaskGraph]:
-    """The modules that hints make task graphs of.
+    """Return the task graphs that hints make, by the paths of their modules.
 
     Args:
-        hints: as for `resolve`; those whose value is `autoshard.replicate(n)` or `autoshard.split(n)` are meant.
+        hints: as for `resolve`; those with another value than `autoshard.replicate(n)` or `autoshard.split(n)` are
+            ignored.
         modules: paths of the modules.
-
-    Returns:
-        Path of every module that such a hint matches -> its task graph.
 
     Raises:
         HintError: a glob matches no module, or two hints contradict each other.
     """
-    said: dict[str, str] = {}
-    found: dict[str, TaskGraph] = {}
+    globs: dict[str, str] = {}
+    graphs: dict[str, TaskGraph] = {}
     for glob, value in hints.items() if isinstance(hints, Mapping) else ():
         if not isinstance(value, Primitive):
             continue
@@ -91,18 +91,18 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
                 f"the hint {glob!r}: {value} matches no module. {suggestion(str(glob), set(modules) - {''})}"
             )
         for path in matched:
-            before = found.setdefault(path, TaskGraph(value, path)).primitive
+            before = graphs.setdefault(path, TaskGraph(value, path)).primitive
             if before != value:
                 raise HintError(
-                    f"two hints contradict each other on the module {path or '(root)'}: {said[path]!r} asks for "
+                    f"two hints contradict each other on the module {path or '(root)'}: {globs[path]!r} asks for "
                     f"{before}, {glob!r} for {value}. Drop one of them, or let their globs match different modules."
                 )
-            said.setdefault(path, glob)
-    return found
+            globs.setdefault(path, glob)
+    return graphs
 
 
 def describe(hints: Mapping[str, HintValue] | None) -> dict[str, str]:
-    """Every hint as text, such as `{"layers.*.mlp": "tp: S(0)"}`, for the record in a plan."""
+    """Return every hint as text, such as `{"layers.*.mlp": "tp: S(0)"}`, for the record in a plan."""
     return {glob: _value_text(value) for glob, value in (hints or {}).items()}
 
 
@@ -125,7 +125,7 @@ def _value_text(value: HintValue) -> str:
 
 
 def _per_axis(glob: str, value: object, mesh: MeshShape) -> Pins:
-    """The value of a hint as one placement or None per mesh axis."""
+    """Return the value of a hint as one placement or None per mesh axis."""
     if isinstance(value, Placement):
         pins: Pins = (_check_placement(glob, value),) * mesh.ndim
     elif isinstance(value, Mapping):
@@ -149,7 +149,7 @@ def _per_axis(glob: str, value: object, mesh: MeshShape) -> Pins:
 
 
 def _check_placement(glob: str, value: object) -> Placement:
-    """A placement that a parameter may have."""
+    """Return a placement; raise a `HintError` if a parameter can't have it."""
     if isinstance(value, Partial):
         raise HintError(
             f"the hint {glob!r} asks for {value!r}: a parameter cannot be Partial, since it is a value and not a sum "
@@ -169,9 +169,10 @@ def _not_a_placement(glob: str, value: object) -> HintError:
 
 
 def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]) -> tuple[str, ...]:
-    """The parameters that a glob reaches, by their first names; `names` maps every alias to its first name."""
+    """Return the parameters that a glob reaches, by their first names; `names` maps every alias to its first name."""
     if not isinstance(glob, str):
         raise HintError(f"the hint {glob!r} is not a text: hints are keyed by globs over parameter and module names.")
+    # The root module, whose path is empty, would match a glob such as `*` for all parameters.
     matched_modules = set(matching(glob, (module for module in modules if module)))
     reached = [
         first
@@ -191,7 +192,7 @@ def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]
 def _normalize_placement(
     glob: str, placement: Placement, name: str, shape: Sequence[int], mesh: MeshShape, axis: int
 ) -> Placement:
-    """The placement with its dim counted from the front; replicated on an axis of size 1."""
+    """Return a placement with its dim counted from the front; replicated on an axis of size 1."""
     if not is_shard(placement):
         return placement
     dim: int = placement.dim  # type: ignore[attr-defined]
@@ -200,24 +201,26 @@ def _normalize_placement(
             f"the hint {glob!r} shards dim {dim} of {name}, which has {len(shape)} dims (shape {tuple(shape)}). "
             f"Choose a dim below {len(shape)}, or let the glob match fewer parameters."
         )
+    # An axis of size 1 shards nothing; plans say that in one way only.
     if mesh.axes[axis].size == 1:
         return Replicate()
     return shard_placement(dim % len(shape), split_factor_of(placement))
 
 
 def _merge_pins(before: _Pin | None, pin: _Pin, name: str, axis: str) -> _Pin:
-    """The one pin of an axis; an error where two hints ask for different ones."""
+    """Return the pin of an axis; raise a `HintError` if two hints ask for different ones."""
     if before is not None and before.placement != pin.placement:
         raise HintError(
             f"two hints contradict each other on {name}, mesh axis {axis!r}: {before.glob!r} asks for "
             f"{placement_text(before.placement)}, {pin.glob!r} for {placement_text(pin.placement)}. Drop one of them, "
             f"or let their globs match different parameters."
         )
+    # Equal pins agree; the first one stays, for error messages.
     return before or pin
 
 
 def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], mesh: MeshShape) -> None:
-    """Make sure that every dim is large enough for the axes that shard it, and divides where it has to."""
+    """Raise a `HintError` if a dim is too small for the axes that shard it, or must divide evenly and does not."""
     for dim, size in enumerate(shape):
         sharding = {
             axis: pin
@@ -228,27 +231,29 @@ def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], m
             continue
         parts = prod(mesh.axes[axis].size for axis in sharding)
         over = " and ".join(f"{mesh.axes[axis].name}={mesh.axes[axis].size}" for axis in sharding)
-        said = " and ".join(dict.fromkeys(repr(pin.glob) for pin in sharding.values()))
-        told = f"the hint {said} shards dim {dim} of {name}, of size {size}, over {over}"
+        globs = " and ".join(dict.fromkeys(repr(pin.glob) for pin in sharding.values()))
+        text = f"the hint {globs} shards dim {dim} of {name}, of size {size}, over {over}"
+        placements = ", ".join(placement_text(pin.placement) for pin in sharding.values())
         if size < parts:
             raise HintError(
-                f"{told}: that is less than one element for each of the {parts} parts. Use fewer or other axes."
+                f"{text}: that is less than one element for each of the {parts} parts. Use fewer or other axes."
             )
         strided = any(split_factor_of(pin.placement) > 1 for pin in sharding.values())
         if strided and sum(mesh.axes[axis].size > 1 for axis in sharding) > 1:
             raise HintError(
-                f"{told}, as {', '.join(placement_text(pin.placement) for pin in sharding.values())}: torch gathers a "
+                f"{text}, as {placements}: torch gathers a "
                 f"dim wrongly that several axes split, one of them strided. Use plain Shards, or one axis."
             )
         if not _divides(size, {axis: pin.placement for axis, pin in sharding.items()}, mesh):
             raise HintError(
-                f"{told}, as {', '.join(placement_text(pin.placement) for pin in sharding.values())}: {size} does not "
+                f"{text}, as {placements}: {size} does not "
                 f"divide evenly. Only a plain Shard over one axis alone may be uneven."
             )
 
 
 def _divides(size: int, sharding: Mapping[int, Placement], mesh: MeshShape) -> bool:
-    """Whether the axes, each splitting what the ones before it left, may shard a dim of this size."""
+    """Return True if axes, of which each splits the shards of the ones before it, may shard a dim of this size."""
+    # torch pads a plain Shard over a single axis.
     if len(sharding) == 1 and all(split_factor_of(placement) == 1 for placement in sharding.values()):
         return True
     for axis, placement in sharding.items():

@@ -1,9 +1,9 @@
-"""A problem at loose prices that learns exact ones where its answers use them.
+"""A problem with lower bounds as prices, which are replaced by exact prices where solutions use them.
 
-On three axes and more there are too many pairs of specs to find a path for each, but few of them matter. Prices that
-no path is below make a problem whose optimum bounds that of the exact one. Where its answer counts on a price that is
-too low, the exact one takes its place, and the next answer is looked for. An answer all of whose prices are exact is,
-as far as it is proved, the best of the exact problem too.
+On three axes and more there are too many pairs of specs to find a path for each, but few of them matter. A problem at
+lower bounds of the prices has an optimum that bounds that of the exact problem. If its solution counts on a price that
+is too low, the exact one takes its place, and the problem is solved again. A solution all of whose prices are exact is
+the best of the exact problem too, up to the gap that is proved.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge
 from autoshard.solver.trws import Messages
 
-_PRICE_TOLERANCE = 1e-9
-"""Relative difference up to which two prices are one."""
+_PRICE_TOLERANCE = 1e-9  # relative difference up to which two prices are equal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptionScan:
-    """What was seen of all options of the problem, or of its tied layers, where hidden seconds have one price.
+    """The options near the best at one discount.
 
     Attributes:
-        hiding: what hidden seconds count; None where they count in full.
-        near: per variable, the options that are near the best.
+        discount: the price of hidden seconds; None if they count in full.
+        near: per variable of the problem, or of its tied layers, the options that are near the best.
     """
 
     discount: OverlapDiscount | None
     near: Sequence[np.ndarray]
 
     def price(self, kind: HideableKind) -> float | None:
-        """What a hidden second of a kind of collectives counts; None where one of another kind counts less."""
+        """Return the price of a hidden second of a kind; None if the discount is on another kind."""
         if self.discount is None:
             return 1.0
         return self.discount.price if self.discount.kind == kind else None
@@ -43,39 +42,35 @@ class OptionScan:
 
 @dataclass(frozen=True, eq=False)
 class LazyCosts:
-    """A problem at prices that may be too low, and what its answers have taught.
+    """A problem at prices that may be too low.
 
     Attributes:
-        built: the problem, with the exact prices known so far.
-        messages: along every edge and against it, of the problem (of its tied layers, if there are any), as they were
-            passed last. Those of an answer are a good start to the next.
-        glances: at some prices of hidden seconds, in the order in which they were made.
+        built: the problem, with the exact prices that are known.
+        messages: the last messages along its edges and against them (of its tied layers, if there are any). They are a
+            good start for the next messages.
+        scans: scans of all options at several discounts, in the order in which they were made.
     """
 
     built: BuiltProblem
     messages: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
     scans: tuple[OptionScan, ...] = ()
 
-    def with_scan(self, hiding: OverlapDiscount | None, near: Sequence[np.ndarray], messages: Messages) -> LazyCosts:
-        """With what was seen of all options at a price, and the messages that told it."""
-        return replace(self, messages=(messages.along, messages.against), scans=(*self.scans, OptionScan(hiding, near)))
+    def with_scan(self, discount: OverlapDiscount | None, near: Sequence[np.ndarray], messages: Messages) -> LazyCosts:
+        """Return the same problem with one more scan, and the messages that it led to."""
+        scans = (*self.scans, OptionScan(discount, near))
+        return replace(self, messages=(messages.along, messages.against), scans=scans)
 
-    def near_options(self, hiding: OverlapDiscount) -> list[np.ndarray] | None:
-        """The options that are near the best at any price, if it was looked for at a lower and at a higher one."""
-        same = [glance for glance in self.scans if glance.price(hiding.kind) is not None]
-        prices = [price for glance in same if (price := glance.price(hiding.kind)) is not None]
-        if not prices or not min(prices) <= hiding.price <= max(prices):
+    def near_options(self, discount: OverlapDiscount) -> list[np.ndarray] | None:
+        """Return the options near the best at any price of a kind; None without scans at a lower and a higher price."""
+        scans = [scan for scan in self.scans if scan.price(discount.kind) is not None]
+        prices = [price for scan in scans if (price := scan.price(discount.kind)) is not None]
+        if not prices or not min(prices) <= discount.price <= max(prices):
             return None
-        every = zip(*(glance.near for glance in same), strict=True)
-        return [np.unique(np.concatenate(options)) for options in every]
-
-    def discounted_problem(self, hiding: OverlapDiscount | None) -> BuiltProblem:
-        """The problem in which hidden collectives count so."""
-        return self.built if hiding is None else self.built.with_discount(hiding)
+        return [np.unique(np.concatenate(options)) for options in zip(*(scan.near for scan in scans), strict=True)]
 
     def with_exact_costs(self, assignment: Sequence[int], resharder: Resharder) -> LazyCosts | None:
-        """With the exact prices of what an assignment uses, and of what goes the same ways; None if it knew them."""
-        lessons: dict[int, list[_ExactCosts]] = {}  # by table
+        """Return the problem with the exact prices of an assignment's reshards; None if they were exact already."""
+        exact_costs: dict[int, list[_ExactCosts]] = {}  # by identity of the edge's table
         seen: set[tuple[int, int, int]] = set()
         edges = self.built.problem.edges
         used: dict[tuple[int, int, int], int] = {}  # equal layers use the same entries of the same tables
@@ -83,32 +78,33 @@ class LazyCosts:
             edge = edges[number]
             used.setdefault((id(edge.costs), assignment[edge.source], assignment[edge.target]), number)
         for (_, row, column), number in used.items():
-            edge, crossing = edges[number], self.built.reshard_edges[number]
-            source, target = crossing.sources.index[row], crossing.targets.index[column]
+            edge, reshard = edges[number], self.built.reshard_edges[number]
+            source, target = reshard.sources.index[row], reshard.targets.index[column]
             if (id(edge.costs), source, target) in seen:
                 continue
             seen.add((id(edge.costs), source, target))
-            learned = lessons.setdefault(id(edge.costs), [])
-            if any(lesson.covers(source, target) for lesson in learned):
+            known = exact_costs.setdefault(id(edge.costs), [])
+            # An earlier search for paths has found this price too.
+            if any(exact.covers(source, target) for exact in known):
                 continue
-            lesson = _find_exact_costs(crossing, int(source), int(target), resharder)
-            if lesson.price(source, target) > edge.costs[row, column] + _PRICE_TOLERANCE * abs(edge.costs[row, column]):
-                learned.append(lesson)
-        if not any(lessons.values()):
+            exact = _find_exact_costs(reshard, int(source), int(target), resharder)
+            if exact.price(source, target) > edge.costs[row, column] + _PRICE_TOLERANCE * abs(edge.costs[row, column]):
+                known.append(exact)
+        if not any(exact_costs.values()):
             return None
-        return replace(self, built=self._replace_costs({table: some for table, some in lessons.items() if some}))
+        return replace(self, built=self._replace_costs(exact_costs))
 
-    def _replace_costs(self, lessons: dict[int, list[_ExactCosts]]) -> BuiltProblem:
+    def _replace_costs(self, exact_costs: dict[int, list[_ExactCosts]]) -> BuiltProblem:
         edges, hideable = list(self.built.problem.edges), dict(self.built.hideable)
-        corrected = _memoize_by_identity(lambda costs, crossing, some: _apply_exact_costs(costs, crossing, some))
-        for number, crossing in self.built.reshard_edges.items():
+        raised = _memoize_by_identity(_raise_to_exact_costs)
+        for number, reshard in self.built.reshard_edges.items():
             edge = edges[number]
-            some = lessons.get(id(edge.costs))
-            if some:
-                edges[number] = Edge(edge.source, edge.target, corrected(edge.costs, crossing, some))
+            known = exact_costs.get(id(edge.costs))
+            if known:
+                edges[number] = Edge(edge.source, edge.target, raised(edge.costs, reshard, known))
                 if number in hideable:
-                    one = hideable[number]
-                    hideable[number] = replace(one, seconds=corrected(one.seconds, crossing, some))
+                    seconds = raised(hideable[number].seconds, reshard, known)
+                    hideable[number] = replace(hideable[number], seconds=seconds)
         return replace(self.built, problem=replace(self.built.problem, edges=tuple(edges)), hideable=hideable)
 
 
@@ -127,30 +123,30 @@ class _ExactCosts:
         return float(self.seconds[np.searchsorted(self.rows, row), np.searchsorted(self.columns, column)])
 
 
-def _find_exact_costs(crossing: ReshardEdge, row: int, column: int, resharder: Resharder) -> _ExactCosts:
-    """Exact prices from a spec to another, and to all whose paths lie in the same graph: they are found with it."""
-    exact = resharder.gradients if crossing.gradient else resharder
-    meta, source, targets = crossing.meta, crossing.sources.distinct[row], crossing.targets.distinct
+def _find_exact_costs(reshard: ReshardEdge, row: int, column: int, resharder: Resharder) -> _ExactCosts:
+    """Return the exact prices from one spec to another, and to all specs whose paths one search finds together."""
+    exact = resharder.gradients if reshard.gradient else resharder
+    meta, source, targets = reshard.meta, reshard.sources.distinct[row], reshard.targets.distinct
     columns = np.array(exact.same_graph_positions(meta.shape, targets, column))
-    seconds = exact.seconds(meta.shape, meta.dtype.itemsize, [source], [targets[one] for one in columns])
+    seconds = exact.seconds(meta.shape, meta.dtype.itemsize, [source], [targets[column] for column in columns])
     return _ExactCosts(np.array([row]), columns, seconds)
 
 
-def _apply_exact_costs(costs: np.ndarray, crossing: ReshardEdge, lessons: Sequence[_ExactCosts]) -> np.ndarray:
-    """A table with what was learned; what is forbidden stays so."""
-    known = np.zeros((len(crossing.sources.distinct), len(crossing.targets.distinct)))
-    for lesson in lessons:
-        known[np.ix_(lesson.rows, lesson.columns)] = lesson.seconds
-    return np.maximum(costs, known[np.ix_(crossing.sources.index, crossing.targets.index)])
+def _raise_to_exact_costs(costs: np.ndarray, reshard: ReshardEdge, exact_costs: Sequence[_ExactCosts]) -> np.ndarray:
+    known = np.zeros((len(reshard.sources.distinct), len(reshard.targets.distinct)))
+    for exact in exact_costs:
+        known[np.ix_(exact.rows, exact.columns)] = exact.seconds
+    # The maximum leaves forbidden pairs infinite.
+    return np.maximum(costs, known[np.ix_(reshard.sources.index, reshard.targets.index)])
 
 
-def _memoize_by_identity(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """The same with equal first arguments answered by one object, so that equal layers go on sharing their tables."""
-    made: dict[int, np.ndarray] = {}
+def _memoize_by_identity(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Return a function with one result per first argument, so that equal layers go on sharing their tables."""
+    results: dict[int, np.ndarray] = {}
 
     def lookup(first: np.ndarray, *others: object) -> np.ndarray:
-        if id(first) not in made:
-            made[id(first)] = make(first, *others)
-        return made[id(first)]
+        if id(first) not in results:
+            results[id(first)] = function(first, *others)
+        return results[id(first)]
 
     return lookup

@@ -7,31 +7,32 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.tensor import Placement
 
 from autoshard.errors import PlanError
 from autoshard.options.target import Target
 from autoshard.planner.batch_shares import with_shares
-from autoshard.planner.captured_call import CapturedCall
+from autoshard.planner.captured_call import CapturedCall, capture_with_progress
 from autoshard.planner.part_shares import part_count, plan_shares
+from autoshard.planner.plan_checks import checked_flow
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import PlannerCache, capture_with_progress, checked_flow
+from autoshard.planner.planning import PlannerCache
+from autoshard.planner.target_constraints import PlacementsByName
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph
 from autoshard.specs.axes import MeshShape
 
 
 class ModulePlanner:
-    """Plans the calls of one module on one mesh. Calls share what planners work out of operators and tensors.
+    """Plans the calls of one module on one mesh. The planners of all calls share their tables of operators and tensors.
 
     Args:
         module: the module.
         mesh: the mesh axes.
-        target: what the user asked for.
+        target: the options of the user.
 
     Attributes:
-        requested: what the user asked for; in place of `shares="auto"`, the shares of the first plan from then on.
-        target: the same at the prices of devices with such shares.
+        requested: the options of the user; from the first plan on, with its shares in place of `shares="auto"`.
+        target: the same at the prices of devices with these shares.
 
     Raises:
         MeshError: the mesh has no axis of the name in `shares`.
@@ -60,15 +61,15 @@ class ModulePlanner:
         tangents: Literal["loss", "all"] = "loss",
         dynamic: bool = True,
         quiet: bool = False,
-        placed: Mapping[str, tuple[Placement, ...]] | None = None,
-        placed_inputs: Mapping[str, tuple[Placement, ...]] | None = None,
+        placed: PlacementsByName | None = None,
+        placed_inputs: PlacementsByName | None = None,
     ) -> CapturedCall:
         """Capture a call.
 
         Args:
             args, kwargs, grad, tangents, dynamic, quiet: as for `capture_with_progress`.
-            placed: placements of parameters and buffers that are not to move; None for the first call.
-            placed_inputs: placements in which local inputs were asked for before, and arrive.
+            placed: placements of parameters and buffers that stay; None for the first call.
+            placed_inputs: placements of local inputs that an earlier call asked for.
 
         Raises:
             CaptureError: the call can't be captured.
@@ -76,6 +77,7 @@ class ModulePlanner:
         graph, seconds = capture_with_progress(
             self.module, args, kwargs, self.target, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
         )
+        # An earlier call has placed the parameters without shares.
         if self.requested.shares == "auto" and placed is not None:
             self._settle_shares({})
         return CapturedCall(graph, seconds, self.mesh, self.requested, self._planners, placed, placed_inputs or {})
@@ -85,7 +87,7 @@ class ModulePlanner:
         call.planner_of(self.target)
 
     def plan(self, call: CapturedCall) -> ShardingPlan:
-        """Decide where parameters lie and how every operator of a call is split.
+        """Return the plan of a call: the placements of parameters, and the split of every operator.
 
         Raises:
             AutoshardError: as for `autoshard.plan`.
@@ -93,7 +95,7 @@ class ModulePlanner:
         return plan_shares(call)
 
     def apply(self, call: CapturedCall, plan: ShardingPlan, *, given: bool) -> PlannedGraph:
-        """Return the graph with the decisions of a plan, which are checked; its shares hold for all later calls.
+        """Return the graph with the decisions of a plan, after checking them; its shares hold for all later calls.
 
         Args:
             call: the call.
@@ -101,11 +103,12 @@ class ModulePlanner:
             given: True if the user gave the plan.
 
         Raises:
-            PlanError: the decisions do not fit the graph, or the plan's shares what was asked for.
+            PlanError: the decisions do not fit the graph, or the plan has other shares than the options.
         """
         graph = call.graph
         if self.requested.shares == "auto":
             self._settle_shares(plan.shares)
+        # The decisions are of the graph whose dims are in parts.
         if plan.parts:
             (counts,) = plan.shares.values()
             graph = call.graph_in_parts(plan.parts, part_count(counts))
@@ -116,18 +119,18 @@ class ModulePlanner:
         return PlannedGraph(graph, flow, planner.resharder, planner.cost, planner.constraints.shared)
 
     def forget(self) -> None:
-        """Drop the results of searches, which hold much memory; keep what serves later calls."""
+        """Drop the results of searches, which hold much memory; keep the tables that serve later calls."""
         self._planners.forget()
 
 
 def _check_shares(plan: ShardingPlan, planner: Planner, requested: Target) -> None:
-    """Raise a `PlanError` if a plan that the user gave has other shares than those asked for, or shares of nothing."""
+    """Raise a `PlanError` if a plan that the user gave has other shares than the options, or shares of nothing."""
     if not plan.shares:
         return
-    wanted = requested.shares if isinstance(requested.shares, Mapping) else {}
-    if {axis: tuple(counts) for axis, counts in wanted.items()} != plan.shares:
+    shares = requested.shares if isinstance(requested.shares, Mapping) else {}
+    if {axis: tuple(counts) for axis, counts in shares.items()} != plan.shares:
         raise PlanError(
-            f"the plan has the shares {plan.shares}, and parallelize was asked for {dict(wanted) or 'none'}: pass "
+            f"the plan has the shares {plan.shares}, and parallelize was asked for {dict(shares) or 'none'}: pass "
             "the same, or leave shares out."
         )
     if planner.constraints.shared is None:

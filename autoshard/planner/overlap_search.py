@@ -1,15 +1,13 @@
-"""Plans that send more behind compute and less in its way: what is hidden counts less than what is waited for."""
+"""Plans that hide more collectives behind compute: a hidden second counts less than one that the step waits for."""
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.errors import PlanError
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.account import StepAccount
 from autoshard.planner.candidate_plan import CandidatePlan
@@ -17,23 +15,22 @@ from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import OverlapDiscount
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
-_MAX_SOLVES = 4  # problems solved for one kind of collectives, at other prices than one
-_MIN_GAIN = 1e-3  # of a step's time: what is exposed of it at least for plans that hide more to be looked for
-_TIE_TOLERANCE = (
-    1e-9  # of a step's time: plans that differ by less are equally fast, and the one that costs least is taken
-)
+_MAX_SOLVES = 4  # problems solved for one kind of collectives, at prices below 1
+# Shares of a step's time.
+_MIN_GAIN = 1e-3  # plans that hide more are searched only if this much is exposed
+_TIE_TOLERANCE = 1e-9  # plans that differ by less are equally fast, and the cheapest of them is taken
 
 
 @dataclass(frozen=True, slots=True)
 class _TradeoffPoint:
-    """A plan in the plane of what one kind of collectives hides behind compute, and everything else.
+    """A plan in the plane of hideable collectives of one kind, and everything else.
 
     Attributes:
-        found: the plan.
-        price: of a hidden second, at which it is the cheapest.
-        shown: seconds of compute, and of the collectives that nothing hides.
-        hidden: seconds of collectives of the kind that have compute to hide behind.
-        least: seconds that the step takes at least, where compute hides all kinds of collectives that it may.
+        plan: the plan.
+        price: the price of a hidden second at which it is the cheapest.
+        unhidden_seconds: seconds of compute, and of collectives that nothing hides.
+        hideable_seconds: seconds of collectives of the kind that have compute to hide behind.
+        lower_bound: a lower bound of the step's seconds: compute hides all kinds of collectives that it may.
     """
 
     plan: CandidatePlan
@@ -52,33 +49,34 @@ class _TradeoffPoint:
 
 
 class OverlapSearch:
-    """Looks for the plan with the shortest timeline among those that are cheapest at some price of hidden collectives.
+    """Searches for the plan with the shortest timeline among those that are cheapest at some price of hidden seconds.
 
-    A problem adds up the seconds of a plan's parts; a device reduces gradients and gathers parameters while it
-    computes. How much of that can be hidden depends on the whole plan, and is no sum. But a plan that hides its
-    collectives well is cheapest where a hidden second counts less than others. Reductions run in the backward half, and
-    most gathers in the forward half, of which one may have compute left where the other has none: the two kinds have
-    prices of their own, and one kind is looked at after the other. Where all parameters are sharded, all are gathered
-    and reduced alike, and few collectives do it, which no sum knows either: that plan is looked at too. The timeline
-    chooses among all plans found.
+    A problem adds up the seconds of a plan's parts, while a device reduces gradients and gathers parameters beside its
+    compute. How much of that is hidden depends on the whole plan, and is no sum. But a plan that hides its collectives
+    well is cheapest if a hidden second counts less than others. Reductions run in the backward half and most gathers in
+    the forward half, of which one may have compute left where the other has none. So the two kinds have separate
+    prices, and are searched one after the other.
+
+    If all parameters are sharded, a few joined collectives gather and reduce them, which no sum knows either: that plan
+    is a candidate too. The timeline chooses among all candidates.
 
     Args:
         planner: solves problems.
-        first: the cheapest plan where hidden seconds count in full.
+        first: the cheapest plan if hidden seconds count in full.
     """
 
     def __init__(self, planner: PlanningContext, first: CandidatePlan) -> None:
         self.planner = planner
         self.first = first
         account, contention = planner.account(first.decisions), planner.cluster.contention
-        hidings = (
-            OverlapDiscount("reductions", _compute_after(account), contention),
-            OverlapDiscount("gathers", _compute_before(account), contention * _joined_gather_ratio(account)),
+        discounts = (
+            OverlapDiscount("reductions", compute_after(account), contention),
+            OverlapDiscount("gathers", compute_before(account), contention * _joined_gather_ratio(account)),
         )
-        self.curves = [_TradeoffCurve(planner, account, first, hiding, hidings) for hiding in hidings]
+        self.curves = [_TradeoffCurve(planner, account, first, discount, discounts) for discount in discounts]
 
     def run(self) -> CandidatePlan:
-        """The fastest plan found; of equally fast ones, the one that costs least."""
+        """Return the fastest plan found; of equally fast ones, the cheapest."""
         if self.first.exposed_seconds <= _MIN_GAIN * self.first.step_seconds:
             return self.first
         for curve in self.curves:
@@ -89,42 +87,37 @@ class OverlapSearch:
             for point in curve.promising
         ]
         sharded = self._solve_fully_sharded()
-        if sharded is not None and sharded.step_seconds < (1 - _MIN_GAIN) * min(one.step_seconds for one, _ in plans):
+        if sharded is not None and sharded.step_seconds < (1 - _MIN_GAIN) * min(plan.step_seconds for plan, _ in plans):
             plans.append((sharded, ", parameters sharded"))
-        fastest = min(one.step_seconds for one, _ in plans)
-        equal = [(one, told) for one, told in plans if one.step_seconds <= (1 + _TIE_TOLERANCE) * fastest]
-        found, told = min(equal, key=lambda one: one[0].cost)
-        if found is self.first:
-            return found
-        # No plan costs less than the bound of the problem in which everything counts.
-        return replace(found, lower_bound=self.first.lower_bound, method=found.method + told)
+        shortest = min(plan.step_seconds for plan, _ in plans)
+        equal = [(plan, note) for plan, note in plans if plan.step_seconds <= (1 + _TIE_TOLERANCE) * shortest]
+        fastest, note = min(equal, key=lambda pair: pair[0].cost)
+        if fastest is self.first:
+            return fastest
+        # Without discounts no plan costs less than the first plan's bound.
+        return replace(fastest, lower_bound=self.first.lower_bound, method=fastest.method + note)
 
     def _solve_fully_sharded(self) -> CandidatePlan | None:
-        """The cheapest plan in which all parameters are sharded; None where there is none, or time is up."""
+        """Return the cheapest plan in which all parameters are sharded; None without one, or if time is up."""
         planner = self.planner
         names = frozenset(source.name for source in planner.graph.inputs if source.kind == "parameter")
-        if not names or time.monotonic() > planner.deadline:
-            return None
-        try:
-            return planner.solve(replace(planner.constraints, forced=names))
-        except PlanError:  # the method found nothing in the time that was left
-            return None
+        return planner.try_solve(replace(planner.constraints, forced=names)) if names else None
 
 
 class _TradeoffCurve:
-    """Plans that trade what is shown for what one kind of collectives hides.
+    """Plans that trade unhidden seconds for hideable seconds of one kind.
 
-    Each is the cheapest at some price between the least one, at which all of the kind is hidden, and 1. They
-    are the corners of a convex curve, and are found as in parametric optimisation: between two corners lies a third if,
-    at the price at which both cost the same, another plan costs less. It is looked for if that may be by a thousandth
+    Each is the cheapest at some price between that of the full discount, at which all of the kind is hidden, and 1.
+    They are the corners of a convex curve, and are found as in parametric optimisation: a third corner lies between two
+    if another plan costs less at the price at which both cost the same. It is searched if that may be by a thousandth
     of the step.
 
     Args:
         planner: solves problems.
-        account: of the first plan.
-        first: the cheapest plan where hidden seconds count in full.
-        least: what collectives of the kind count where all of it is hidden.
-        every: the same of all kinds.
+        account: the account of the first plan.
+        first: the cheapest plan if hidden seconds count in full.
+        full_discount: the discount at which all collectives of the kind are hidden.
+        all_discounts: the full discounts of all kinds.
     """
 
     def __init__(
@@ -132,98 +125,97 @@ class _TradeoffCurve:
         planner: PlanningContext,
         account: StepAccount,
         first: CandidatePlan,
-        least: OverlapDiscount,
-        every: Sequence[OverlapDiscount],
+        full_discount: OverlapDiscount,
+        all_discounts: Sequence[OverlapDiscount],
     ) -> None:
         self.planner = planner
-        self.full_discount = least
-        self.all_discounts = every
+        self.full_discount = full_discount
+        self.all_discounts = all_discounts
         self.first = self._point(first, 1.0, account)
         self.points = [self.first]
 
     @property
     def promising(self) -> list[_TradeoffPoint]:
-        """The points but those that take longer than the first, whatever they hide: to know a step takes a program."""
+        """The points that may take less time than the first one; to know their time takes a program."""
         return [point for point in self.points if point is self.first or point.lower_bound < self.first.step]
 
     def explore(self) -> None:
-        """Adds the corners between the first plan and the one that is cheapest where all is hidden, a few at most."""
+        """Add a few corners between the first plan and the one that is cheapest at the full discount."""
         last = self._solve_at_price(self.full_discount.price)
         if last is None or last.plan.decisions == self.first.plan.decisions:
             return
-        stretches = [(self.first, last)]
-        while stretches:
-            left, right = stretches.pop(0)
+        pairs = [(self.first, last)]
+        while pairs:
+            left, right = pairs.pop(0)
             if min(point.step for point in self.promising) <= (1 + _MIN_GAIN) * last.value(self.full_discount.price):
-                return  # as fast as a plan would be that hides all of the kind
+                return  # as fast as a plan that hides all of the kind
             if right.hideable_seconds <= left.hideable_seconds or left.unhidden_seconds <= right.unhidden_seconds:
                 continue
             price = (left.unhidden_seconds - right.unhidden_seconds) / (right.hideable_seconds - left.hideable_seconds)
             if not right.price < price < left.price:
-                continue  # one of them is not quite the cheapest
+                continue  # a plan was not quite the cheapest at its price
             if left.value(price) - _lower_bound(left, right, price) <= _MIN_GAIN * self.first.step:
                 continue
             between = self._solve_at_price(price)
             if between is None:
                 return
             if between.value(price) < (1 - 1e-9) * left.value(price):
-                stretches += [(left, between), (between, right)]
+                pairs += [(left, between), (between, right)]
 
     def _solve_at_price(self, price: float) -> _TradeoffPoint | None:
-        """The cheapest plan at a price, which joins the others; None where enough were solved, or time is up."""
-        if len(self.points) > _MAX_SOLVES or time.monotonic() > self.planner.deadline:
+        """Add and return the cheapest plan at a price; None after enough plans, or if time is up."""
+        if len(self.points) > _MAX_SOLVES:
             return None
-        try:
-            found = self.planner.solve(self.planner.constraints, hiding=replace(self.full_discount, price=price))
-        except PlanError:  # the method found nothing in the time that was left
+        plan = self.planner.try_solve(self.planner.constraints, discount=replace(self.full_discount, price=price))
+        if plan is None:
             return None
-        known = next((point for point in self.points if point.plan.decisions == found.decisions), None)
+        # One plan may be the cheapest at several prices; its account is made once.
+        known = next((point for point in self.points if point.plan.decisions == plan.decisions), None)
         if known is not None:
-            self.points.append(replace(known, plan=found, price=price))
+            self.points.append(replace(known, plan=plan, price=price))
         else:
-            self.points.append(self._point(found, price, self.planner.account(found.decisions)))
+            self.points.append(self._point(plan, price, self.planner.account(plan.decisions)))
         return self.points[-1]
 
-    def _point(self, found: CandidatePlan, price: float, account: StepAccount) -> _TradeoffPoint:
-        hidden = {
-            one.kind: sum(min(seconds, float(one.compute[moment])) for seconds, moment in account.hideable(one.kind))
-            for one in self.all_discounts
-        }
-        least = found.cost - sum((1.0 - one.price) * hidden[one.kind] for one in self.all_discounts)
-        own = hidden[self.full_discount.kind]
-        return _TradeoffPoint(found, price, found.cost - own, own, least)
+    def _point(self, plan: CandidatePlan, price: float, account: StepAccount) -> _TradeoffPoint:
+        hidden = {discount.kind: hidden_seconds(account, discount) for discount in self.all_discounts}
+        saved = sum((1.0 - discount.price) * hidden[discount.kind] for discount in self.all_discounts)
+        hideable = hidden[self.full_discount.kind]
+        return _TradeoffPoint(plan, price, plan.cost - hideable, hideable, plan.cost - saved)
+
+
+def hidden_seconds(account: StepAccount, discount: OverlapDiscount) -> float:
+    """Return the seconds of a step's collectives of a kind that compute hides."""
+    return sum(min(seconds, float(discount.compute[moment])) for seconds, moment in account.hideable(discount.kind))
 
 
 def _lower_bound(left: _TradeoffPoint, right: _TradeoffPoint, price: float) -> float:
-    """What no plan costs less than at a price between those at which two are the cheapest.
-
-    What the cheapest plan costs is concave in the price: the least of many straight lines.
-    """
+    """Return a lower bound of the cheapest plan at a price between those at which two plans are the cheapest."""
+    # The cost of the cheapest plan is concave in the price, as the minimum of straight lines is.
     share = (price - right.price) / (left.price - right.price)
     return share * left.value(left.price) + (1.0 - share) * right.value(right.price)
 
 
-def _compute_after(account: StepAccount) -> np.ndarray:
-    """Seconds of compute behind a reduction of a gradient that is made at each moment of the step.
-
-    Gradients are reduced together, about `GRADIENT_BUCKET_BYTES` at once, when the last of them is there
-    (`reshard.bucket`): what hides a reduction is the compute behind the last of its group.
-    """
+def compute_after(account: StepAccount) -> np.ndarray:
+    """Return for every moment of the step the seconds of compute after a reduction of a gradient that starts there."""
     seconds = [account.seconds(node) for node in account.rules.operators]
-    behind = np.append(np.cumsum(seconds[::-1])[::-1], [0.0, 0.0])
+    after = np.append(np.cumsum(seconds[::-1])[::-1], [0.0, 0.0])
+    # Gradients are reduced in buckets (`reshard.bucket`) when the last one of a bucket exists, so that the compute
+    # after that one hides the whole bucket.
     begin, last, held = 0, 0, 0
-    for leg in (leg for leg in account.reshards if leg.gradient):
-        bytes = leg.path.steps[0].bytes
-        if held and held + bytes > GRADIENT_BUCKET_BYTES:
-            behind[begin:last] = behind[last]
-            begin, held = last + 1, 0
-        last, held = leg.position, held + bytes
-    behind[begin:last] = behind[last]
-    return behind
+    for reshard in account.reshards:
+        if reshard.gradient:
+            bytes = reshard.path.steps[0].bytes
+            if held and held + bytes > GRADIENT_BUCKET_BYTES:
+                after[begin:last] = after[last]
+                begin, held = last + 1, 0
+            last, held = reshard.position, held + bytes
+    after[begin:last] = after[last]
+    return after
 
 
-def _compute_before(account: StepAccount) -> np.ndarray:
-    """Seconds of compute in the same half before each moment of the step: gathers run that far ahead."""
+def compute_before(account: StepAccount) -> np.ndarray:
+    """Return for every moment the seconds of compute before it in the same half: gathers start that far ahead."""
     graph, done = account.flow.graph, {"forward": 0.0, "backward": 0.0}
     before = []
     for node in account.rules.operators:
@@ -233,7 +225,8 @@ def _compute_before(account: StepAccount) -> np.ndarray:
 
 
 def _joined_gather_ratio(account: StepAccount) -> float:
-    """The part of the seconds of gathering parameters one at a time in which all of a layer are gathered together."""
+    """Return the seconds of gathering parameters a layer at a time, relative to those of gathering each alone."""
+    # The step gathers the parameters of a layer in one collective, so that the latency counts once.
     cost, layers = account.tables.cost, defaultdict[str, list[int]](list)
     for source in account.flow.graph.inputs:
         if source.kind == "parameter":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from autoshard.errors import BudgetError, PlanError, RuleError
 from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, unequal_loops
 from autoshard.planner.batch_shares import (
+    PlanAndPlanner,
     check_program,
     faster_plan,
     heterogeneous_axis,
@@ -19,18 +21,16 @@ from autoshard.planner.batch_shares import (
     with_shares,
 )
 from autoshard.planner.captured_call import CapturedCall
-from autoshard.planner.planner import Planner
-from autoshard.planner.planning import flow_of
 from autoshard.plans.sharding_plan import ShardingPlan
 
-_MAX_TOTALS = 2
-"""Into how many numbers of parts dims are divided before the fastest plan is taken: each is planned once or twice."""
+_MAX_TOTALS = 2  # numbers of parts that are tried; each is planned once or twice
 
 
 def plan_shares(call: CapturedCall) -> ShardingPlan:
-    """Return a plan with the shares that were asked for: of the batch of dynamic inputs, or of other dims.
+    """Return a plan with the requested shares: of the batch of dynamic inputs, or of other dims.
 
-    For a later call of a module, parts are equal where no dim can be divided so; for the first, that is an error.
+    If no dim can be divided into the requested parts, a later call of a module gets equal parts; for the first call
+    that is an error.
 
     Raises:
         AutoshardError: as for `autoshard.plan`.
@@ -40,7 +40,7 @@ def plan_shares(call: CapturedCall) -> ShardingPlan:
         axis = heterogeneous_axis(target.cluster, mesh)
         if target.dynamic or target.inputs == "local" or axis is None:
             return plan_batch_shares(call)
-        return _UnequalParts(call, axis).plan_proportional()
+        return UnequalParts(call, axis).plan_proportional()
     shares = target.shares or {}
     if shares and not target.dynamic:
         shared_target = with_shares(target, mesh, shares)
@@ -52,34 +52,33 @@ def plan_shares(call: CapturedCall) -> ShardingPlan:
                     'shares of what is not the batch are for inputs="global", which every rank passes whole.'
                 )
             try:
-                found = _UnequalParts(call, mesh.index(axis_name)).plan_counts(counts)
+                planned = UnequalParts(call, mesh.index(axis_name)).plan_counts(counts)
             except PlanError:
                 if call.placed is None:
                     raise
-                found = None
-            if found is not None:
-                return found[0]
+                planned = None
+            if planned is not None:
+                return planned[0]
             if call.placed is None:
                 raise _indivisible_error(axis_name, counts)
         shares = {}
-    shared_target = with_shares(target, mesh, shares)
-    return plan_with_shares(call.planner_of(shared_target), call.seconds, shared_target)
+    return plan_with_shares(call, with_shares(target, mesh, shares))[0]
 
 
 def part_count(counts: Sequence[int]) -> int:
-    """Into how many equal parts a dim is divided of which ranks take `counts`, in proportion to one another."""
+    """Return the number of equal parts into which a dim is divided for shares in proportion to `counts`."""
     return sum(counts) // math.gcd(*counts)
 
 
 @dataclass(frozen=True)
-class _UnequalParts:
+class UnequalParts:
     """Plans in which the ranks of an axis hold unequal parts of the dims that a plan of equal parts splits along it.
 
     Parameters lie whole along that axis, since no `DTensor` has such parts; a rank computes with its part of them.
 
     Attributes:
-        call: the call that is planned, of static sizes. What was placed before stays.
-        axis: the mesh axis whose ranks hold such parts.
+        call: the call that is planned, of static sizes. Parameters that were placed before stay.
+        axis: the mesh axis.
 
     Source: Whale 3.3.1: the operations of a split task graph are balanced "through uneven sharding".
     """
@@ -88,18 +87,18 @@ class _UnequalParts:
     axis: int
 
     @cached_property
-    def equal_plan(self) -> tuple[ShardingPlan, Planner]:
+    def equal_plan(self) -> PlanAndPlanner:
         """The plan of equal parts, and its planner."""
         return self._plan_equal(self.call.target)
 
     @cached_property
     def split_loops(self) -> dict[Loop, int]:
-        """The loops that `equal` splits along the axis, as far as they may be split unequally, and their sizes."""
+        """The loops that the plan of equal parts splits along the axis, if they can be split unequally; their sizes."""
         return self._loops_split_by(self.equal_plan)
 
     @cached_property
     def split_loops_in_least_memory(self) -> dict[Loop, int]:
-        """The same of the plan of equal parts that needs the least memory, whatever the limit."""
+        """The same loops of the plan of equal parts with the smallest peak, whatever the limit."""
 
         def with_limit(limit: int) -> Target:
             target = self.call.target
@@ -112,22 +111,15 @@ class _UnequalParts:
                 raise
             return self._loops_split_by(self._plan_equal(with_limit(error.peak)))
 
-    def _plan_equal(self, target: Target) -> tuple[ShardingPlan, Planner]:
-        equal_target = with_shares(target, self.call.mesh, {})
-        planner = self.call.planner_of(equal_target)
-        return plan_with_shares(planner, self.call.seconds, equal_target), planner
+    def _plan_equal(self, target: Target) -> PlanAndPlanner:
+        return plan_with_shares(self.call, with_shares(target, self.call.mesh, {}))
 
-    def _loops_split_by(self, equal: tuple[ShardingPlan, Planner]) -> dict[Loop, int]:
+    def _loops_split_by(self, equal: PlanAndPlanner) -> dict[Loop, int]:
         plan, planner = equal
-        return unequal_loops(flow_of(planner, plan), self.axis, self.call.placed or ())
+        return unequal_loops(planner.flow_of(plan), self.axis, self.call.placed or ())
 
-    def plan_counts(self, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
-        """A plan, and its planner, where ranks take `counts`, in proportion to one another; None where no dim can be
-        divided so.
-
-        Equal parts need less memory, since parameters lie in shards of them. Where there is no plan within the limit,
-        the loops are those of the plan that needs the least, which does not depend on the limit: the limit that the
-        error names is then enough.
+    def plan_counts(self, counts: Sequence[int]) -> PlanAndPlanner | None:
+        """Return a plan in which ranks take parts in proportion to `counts`; None if no dim can be divided so.
 
         Raises:
             AutoshardError: there is no such plan.
@@ -135,85 +127,85 @@ class _UnequalParts:
         try:
             return self.plan_loops(self.split_loops, counts)
         except BudgetError:
-            found = self.plan_loops(self.split_loops_in_least_memory, counts)
-            if found is None:
+            # Equal parts need less memory, since parameters lie in shards of them. The loops of the smallest peak do
+            # not depend on the limit, so that the limit which the error names is enough.
+            planned = self.plan_loops(self.split_loops_in_least_memory, counts)
+            if planned is None:
                 raise
-            return found
+            return planned
 
-    def plan_loops(self, split: Mapping[Loop, int], counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
-        """A plan, and its planner, where ranks take `counts` of what is `split`; None where no dim can be divided so.
+    def plan_loops(self, split: Mapping[Loop, int], counts: Sequence[int]) -> PlanAndPlanner | None:
+        """Return a plan in which ranks take `counts` of the loops in `split`; None if no loop can be divided so.
 
-        Of dims that can't all lie so, since a program needs equal shares of them together, it is the one with which the
+        If a program needs equal shares of some of the loops together, only one loop is divided: the one with which the
         step is the shortest.
 
         Raises:
-            AutoshardError: there is no such plan with any of them.
+            AutoshardError: there is no such plan with any of the loops.
         """
         loops = [loop for loop, size in split.items() if size % part_count(counts) == 0]
         try:
-            return self._plan_parts(loops, counts) if loops else None
+            return self.plan_parts(loops, counts) if loops else None
         except PlanError as error:
-            alone = [self._try_loop(loop, counts) for loop in loops] if len(loops) > 1 else []
-            found = [one for one in alone if one is not None]
-            if not found:
+            alone: list[PlanAndPlanner] = []
+            for loop in loops if len(loops) > 1 else ():
+                with contextlib.suppress(PlanError):
+                    alone.append(self.plan_parts([loop], counts))
+            if not alone:
                 raise error
-            return min(found, key=lambda one: one[0].step_seconds)
+            return min(alone, key=lambda planned: planned[0].step_seconds)
 
-    def _try_loop(self, loop: Loop, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
-        """The plan, and its planner, in which dims of one family lie so; None where there is none."""
-        try:
-            return self._plan_parts([loop], counts)
-        except PlanError:
-            return None
+    def plan_parts(self, loops: Sequence[Loop], counts: Sequence[int]) -> PlanAndPlanner:
+        """Return a plan in which all of some loops are in such parts.
 
-    def _plan_parts(self, loops: Sequence[Loop], counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
-        """The plan, and its planner, in which all these loops are in such parts; `PlanError` if a program can't be."""
+        Raises:
+            PlanError: an operator needs equal parts.
+        """
         mesh = self.call.mesh
         shared_target = with_shares(self.call.target, mesh, {mesh.names[self.axis]: counts})
         try:
             graph = self.call.graph_in_parts(loops, part_count(counts))
-            planner = self.call.planner_of(shared_target, graph)
+            self.call.planner_of(shared_target, graph)
         except RuleError as error:
             # An argument of an operator is a size that its dims no longer have, such as a number of groups.
             raise PlanError(f"an operator can't be in such parts: {error}") from error
-        plan = plan_with_shares(planner, self.call.seconds, shared_target)
+        plan, planner = plan_with_shares(self.call, shared_target, graph)
         plan = replace(plan, options={**plan.options, "parts": [list(loop) for loop in loops]})
         check_program(planner, plan)
         return plan, planner
 
     def plan_proportional(self) -> ShardingPlan:
-        """The fastest one of equal parts, and of parts in proportion to speed."""
+        """Return the fastest plan of equal parts, and of parts in proportion to speed."""
 
-        def plan_total(counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
-            found = self.plan_loops(self.split_loops, counts)
-            assert found is not None, "shares of a total divide what the total divides"
-            return found
+        def plan_total(counts: Sequence[int]) -> PlanAndPlanner:
+            planned = self.plan_loops(self.split_loops, counts)
+            assert planned is not None, "shares of a total divide what the total divides"
+            return planned
 
-        found = [self.equal_plan[0]]
+        plans = [self.equal_plan[0]]
+        # No `DTensor` has unequal parts, so that outputs come back whole.
         if self.call.target.output_placements is None:
             totals = candidate_totals(self.split_loops.values(), self.call.mesh.sizes[self.axis])
-            found += [
+            plans += [
                 faster_plan(self.call, self.equal_plan, self.axis, total, plan_total) for total in totals[:_MAX_TOTALS]
             ]
-        return min(found, key=lambda plan: plan.step_seconds)
+        return min(plans, key=lambda plan: plan.step_seconds)
 
 
 def candidate_totals(sizes: Iterable[int], ranks: int) -> list[int]:
-    """Into how many parts dims of these sizes may be divided, so that ranks can take unequal ones.
+    """Return the numbers of parts into which dims of these sizes may be divided for unequal shares of the ranks.
 
-    Returns:
-        Totals, the one that divides most of the sizes first. Of those that divide the same sizes, it is the largest.
+    The number that divides most of the sizes comes first. Of those that divide the same sizes, it is the largest.
     """
     sizes = list(sizes)
-    common = {math.gcd(one, other) for one in sizes for other in sizes}
+    common = {math.gcd(first, second) for first in sizes for second in sizes}
     largest: dict[tuple[bool, ...], int] = {}
-    for total in sorted(one for one in common if one > ranks):
+    for total in sorted(divisor for divisor in common if divisor > ranks):
         largest[tuple(size % total == 0 for size in sizes)] = total
     return sorted(largest.values(), key=lambda total: -sum(size % total == 0 for size in sizes))
 
 
 def _indivisible_error(axis: str, counts: Sequence[int]) -> PlanError:
-    """What to say where nothing can be divided so."""
     return PlanError(
         f"shares of axis {axis!r} are {list(counts)}, and no dim that is split along it can be divided in "
         f"{part_count(counts)} equal parts. Choose shares that add up to a divisor of such dims, or, for shares of the "

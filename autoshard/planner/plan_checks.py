@@ -1,7 +1,7 @@
-"""Decisions are looked at before a program is made of them: each must fit the graph.
+"""Checks that the decisions of a plan fit a graph, before a program is made of them.
 
-What is refused here would stop the making of the program, or make one that computes other numbers. Those of a planner
-pass by construction; those of a file may have been edited.
+A decision that is refused here would stop the program from being made, or make one that computes other numbers. The
+decisions of a planner pass by construction; those of a file may have been edited.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from torch import fx
 from torch.distributed.tensor import Placement
 
 from autoshard.errors import PlanError
-from autoshard.patterns.decisions import Flow, phase_of
+from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import GraphRules, Value, value_of
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import Choices, axis_choices, describe, fits, keeps_shares, splits_evenly
+from autoshard.planner.account import value_uses
 from autoshard.planner.boundary_specs import is_boundary_spec, is_storage_spec
+from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import Constraints
+from autoshard.planner.target_constraints import PlacementsByName
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.path import Resharder
 from autoshard.size import at
 from autoshard.specs.axes import MeshShape
@@ -27,68 +31,52 @@ from autoshard.specs.spec import Spec, block_of, is_shard, split_factor_of
 
 _MAX_LISTED = 4  # differences that an error lists
 
-PlacementsByName = Mapping[str, tuple[Placement, ...]]
 
-
-def check_decisions(flow: Flow, resharder: Resharder, wishes: Constraints) -> None:
-    """Make sure that the decisions are some for this graph, which a program can be made of.
-
-    Args:
-        flow: the graph, its rules and the decisions.
-        resharder: finds the reshards, the same that the program is made with, which then has them at hand.
-        wishes: how inputs lie, and in which shares.
+def checked_flow(planner: PlanningContext, plan: ShardingPlan) -> Flow:
+    """Return the decisions of a plan on the planner's graph, after checking that they fit it.
 
     Raises:
-        PlanError: a decision is missing, or is of what the graph lacks; a strategy is not among an operator's; a spec
-            does not fit its tensor and the mesh; no path leads from where a tensor is made to where it is wanted; what
-            has to be decided alike is not.
+        PlanError: a decision is missing, or belongs to nothing in the graph; a strategy is not one of its operator's; a
+            spec does not fit its tensor and the mesh; no path leads from the place of a tensor to that of its use;
+            decisions that must be equal are not; or the plan's placements are not those of its decisions.
     """
-    checks = _Checks(flow, wishes)
+    flow = planner.flow_of(plan)
+    checks = _Checks(flow, planner.constraints)
     _raise_if_any(checks.names())
     _raise_if_any(checks.strategies())  # specs follow from strategies
     _raise_if_any(checks.specs())
     _raise_if_any(checks.ties())
-    _raise_if_any(_unreachable_uses(flow, resharder))
+    # The program is made with the same resharder, which then knows the paths.
+    _raise_if_any(_unreachable_uses(flow, planner.resharder))
+    _raise_if_any(_contradicting_placements(flow, plan))
+    return flow
 
 
-def check_placements(
-    flow: Flow, placements: PlacementsByName, inputs: PlacementsByName, outputs: PlacementsByName
-) -> None:
-    """Make sure that what a plan says of parameters, buffers, inputs and outputs is what its decisions say.
-
-    Args:
-        flow: the graph and the decisions.
-        placements: of parameters and buffers, under all their names.
-        inputs, outputs: of the step's inputs and outputs; those that are not named are whole.
-
-    Raises:
-        PlanError: some lies otherwise.
-    """
-
+def _contradicting_placements(flow: Flow, plan: ShardingPlan) -> Iterator[str]:
+    """Return where the plan's placements of parameters, buffers, inputs and outputs differ from its decisions."""
     whole = Spec.all_replicated(flow.mesh.ndim).placements
 
     def pairs() -> Iterator[tuple[str, PlacementsByName, Spec]]:
         for source in flow.graph.inputs:
             rest = flow.decisions.rest[source.node.name]
             if source.kind in ("parameter", "buffer"):
-                yield from ((name, placements, rest) for name in flow.graph.aliases[source.name])
+                yield from ((name, plan.placements, rest) for name in flow.graph.aliases[source.name])
             elif source.kind == "input":
-                yield source.name, inputs, rest
-        yield from ((name, outputs, spec) for name, spec in flow.decisions.outputs.items())
+                yield source.name, plan.input_placements, rest
+        yield from ((name, plan.output_placements, spec) for name, spec in flow.decisions.outputs.items())
 
-    _raise_if_any(
-        f"{name} lies as {Spec.of(*placed.get(name, whole))} by its placements, and as {spec} by the decisions"
-        for name, placed, spec in pairs()
-        if Spec.of(*placed.get(name, whole)) is not spec
-    )
+    for name, placements, spec in pairs():
+        placed = Spec.of(*placements.get(name, whole))
+        if placed is not spec:
+            yield f"{name} lies as {placed} by its placements, and as {spec} by the decisions"
 
 
 def _raise_if_any(differences: Iterable[str]) -> None:
-    """`PlanError` that lists the differences, the first few of many, if there are any."""
-    found = list(differences)
-    if found:
-        more = f"\n  - and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
-        listed = "".join(f"\n  - {one}" for one in found[:_MAX_LISTED])
+    """Raise a `PlanError` that lists the differences, if there are any."""
+    texts = list(differences)
+    if texts:
+        more = f"\n  - and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
+        listed = "".join(f"\n  - {text}" for text in texts[:_MAX_LISTED])
         raise PlanError(
             f"this plan's decisions do not fit the model on this mesh:{listed}{more}\nThe plan was edited, or made by "
             "another version of autoshard: make it again with autoshard.plan. To pin placements by hand, pass hints."
@@ -96,22 +84,23 @@ def _raise_if_any(differences: Iterable[str]) -> None:
 
 
 class _Checks:
-    """The differences between decisions and the graph that they are to be of, each as a text.
+    """Differences between decisions and the graph that they should fit, each as a text.
 
     Args:
-        flow, wishes: as for `check_decisions`.
+        flow: the graph, its rules and the decisions.
+        constraints: how inputs lie, and the shares of an axis.
     """
 
-    def __init__(self, flow: Flow, wishes: Constraints) -> None:
+    def __init__(self, flow: Flow, constraints: Constraints) -> None:
         self.flow = flow
         self.rules: GraphRules = flow.rules
         self.decisions = flow.decisions
         self.mesh: MeshShape = flow.mesh
-        self.constraints = wishes
+        self.constraints = constraints
         self.free = [node for node in flow.rules.operators if flow.rules.pin_spec(node, flow.mesh) is None]
 
     def names(self) -> Iterator[str]:
-        """Decisions that are missing, and those of what the graph lacks."""
+        """Return decisions that are missing, and those of something that the graph lacks."""
         graph, free = self.rules.graph, {node.name for node in self.free}
         sources = {source.node.name for source in graph.inputs}
         outputs = {output.name for output in graph.outputs if output.kind == "output" and output.node is not None}
@@ -124,7 +113,7 @@ class _Checks:
         yield from _missing_or_unknown("the shared copy of", self.decisions.hubs, set(), copies)
 
     def strategies(self) -> Iterator[str]:
-        """Operators whose choices are no strategy of theirs."""
+        """Return operators whose choices are not one of their strategies."""
         known: dict[tuple[int, Choices], str] = {}  # layers share their rules
         for node in self.free:
             rule, choices = self.rules.rules[node], self.decisions.choices[node.name]
@@ -157,7 +146,7 @@ class _Checks:
         return ""
 
     def specs(self) -> Iterator[str]:
-        """Tensors that can not lie as it is said where they come from or go to."""
+        """Return tensors whose spec is not possible where they come from or go to."""
         for source in self.rules.graph.inputs:
             value, spec = Value(source.node), self.decisions.rest[source.node.name]
             problem = self._spec_problem(value, spec)
@@ -187,30 +176,31 @@ class _Checks:
                     yield f"the shared copy of {value.name}{phase} is to lie as {spec_or_none}: {problem}"
 
     def _spec_problem(self, value: Value, spec: Spec) -> str:
-        """Why a tensor can't lie so in a program; empty if it can."""
+        """Return why a tensor in a program can't have a spec; an empty text if it can."""
         shape = value.meta.shape
-        steps = [each for one in spec if is_shard(one) for each in (split_factor_of(one), block_of(one))]
-        if 0 not in shape and any(each is not None and each < 1 for each in steps):
+        shards = [placement for placement in spec if is_shard(placement)]
+        steps = [step for placement in shards for step in (split_factor_of(placement), block_of(placement))]
+        if 0 not in shape and any(step is not None and step < 1 for step in steps):
             return "stretches and blocks have one element at least"
         try:
             normal = canonical(shape, spec, self.mesh)
             padded_segments_of(shape, spec, self.mesh)
         except ValueError as error:
             return str(error)
-        # As they are written: of a dynamic size, one may be a number and the other an expression.
+        # Compared as text: a dynamic size may be a number in one spec and an expression in the other.
         return "" if str(normal) == str(spec) else f"that is written {normal}"
 
     def _input_problem(self, name: str, spec: Spec) -> str:
-        """Why an input can't lie so: it lies as callers pass it."""
+        """Return why callers do not pass an input with a spec; an empty text if they do."""
         if not self.constraints.local_inputs:
             whole = 'with inputs="global" every rank passes it whole; was the plan made with inputs="local"?'
             return "" if spec.is_replicated else whole
         pinned: Sequence[Placement | None] = self.constraints.pinned.get(name, ())
-        asked = {axis: want for axis, want in enumerate(pinned) if want is not None and want != spec[axis]}
-        return f"it is asked for as {', '.join(map(str, pinned))}" if asked else ""
+        differs = any(pin is not None and pin != placement for pin, placement in zip(pinned, spec, strict=False))
+        return f"it is asked for as {', '.join(map(str, pinned))}" if differs else ""
 
     def ties(self) -> Iterator[str]:
-        """What has to be decided alike and is not."""
+        """Return decisions that must be equal and are not."""
         outputs = self.decisions.outputs
         for source in self.rules.graph.inputs:
             if source.kind == "tangent" and source.name in outputs:
@@ -232,7 +222,7 @@ class _Checks:
                 yield f"{node.name} casts a gradient that is not yet reduced"
 
     def _split(self, node: fx.Node, results: int | None = None) -> tuple[object, ...]:
-        """What the numbers that an operator draws depend on: axes that split it, and specs of its results."""
+        """Return what the random numbers of an operator depend on: the axes that split it, and its results' specs."""
         if self.rules.pin_spec(node, self.mesh) is not None:
             return ()
         specs = [
@@ -243,41 +233,27 @@ class _Checks:
 
 
 def _missing_or_unknown(what: str, decided: Mapping[str, Any], needed: set[str], known: set[str]) -> Iterator[str]:
-    """What of the needed is not decided, and what is decided that is not known."""
-    missing = sorted(needed - decided.keys())
-    unknown = sorted(decided.keys() - known)
-    yield from (f"it decides nothing of {what} {name}" for name in missing)
-    yield from (f"it decides of {what} {name}, which this graph lacks" for name in unknown)
+    yield from (f"it decides nothing of {what} {name}" for name in sorted(needed - decided.keys()))
+    yield from (f"it decides of {what} {name}, which this graph lacks" for name in sorted(decided.keys() - known))
 
 
 def _unreachable_uses(flow: Flow, resharder: Resharder) -> Iterator[str]:
-    """Tensors that can not be brought from where they are made to where they are wanted.
-
-    Where sizes are dynamic, paths are those of sizes that stand for all, as in programs.
-    """
+    """Return tensors that no path brings from where they are made to where they are used."""
+    # Paths of dynamic sizes are those of generic sizes, as in programs.
     generic = flow.rules.generic
     flow = flow.at(generic)
     seen: set[object] = set()
-    for value, phase, target, where in _value_uses(flow):
-        meta = at(value.meta, generic)
-        for _, source, spec in flow.reshards(value, phase, target):
-            key = (meta.shape, source, spec, value in flow.rules.unreduced)
+    for use in value_uses(flow):
+        value, meta, unreduced = use.value, at(use.value.meta, generic), use.value in flow.rules.unreduced
+        for _, source, spec in flow.reshards(value, use.phase, use.target):
+            key = (meta.shape, source, spec, unreduced)
             if key in seen:
                 continue
             seen.add(key)
-            if value in flow.rules.unreduced and not set(source.partial_axes) <= set(spec.partial_axes):
+            if unreduced and not set(source.partial_axes) <= set(spec.partial_axes):
                 yield f"{value.name} is reduced from {source} to {spec} before it is cast for its reduction"
             try:
                 resharder.path(meta.shape, meta.dtype.itemsize, source.at(generic), spec.at(generic))
             except ValueError as error:
-                yield f"{value.name}, which {where} takes as {target}, can not be brought there: {error}"
-
-
-def _value_uses(flow: Flow) -> Iterator[tuple[Value, str, Spec, str]]:
-    """Every use of a value: the value, the phase, the spec in which it is wanted, and by whom."""
-    for node in flow.rules.operators:
-        for operand, value in enumerate(flow.rules.operands[node]):
-            yield value, flow.graph.phase(node), flow.consumed_spec(node, operand), node.name
-    for value, outputs in flow.rules.outputs_of.items():
-        for output in outputs:
-            yield value, phase_of(output), flow.output_spec(output), f"the {output.kind} {output.name}"
+                user = use.user.name if isinstance(use.user, fx.Node) else f"the {use.user.kind} {use.user.name}"
+                yield f"{value.name}, which {user} takes as {use.target}, can not be brought there: {error}"

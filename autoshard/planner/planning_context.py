@@ -1,4 +1,4 @@
-"""The graph, rules, prices and tables of a plan, and the account of decisions."""
+"""The graph, rules, prices and tables of a plan; problems over some mesh axes; the time and memory of decisions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import Placement
 
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.recomputation import recompute_layers
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError
@@ -28,9 +30,9 @@ from autoshard.planner.allocations import allocations
 from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
+from autoshard.planner.progress_line import Progress
+from autoshard.planner.regather import Reuse
 from autoshard.planner.schedule import OperatorPrices, reduction_timeline, timeline
-from autoshard.planner.search_progress import Progress
-from autoshard.planner.solve_request import BlockSolution, SolveRequest
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.planner.tiling import Layer, Tiling, layers_of
@@ -44,26 +46,82 @@ from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
-_MAX_ACCOUNTS = 3  # that are kept: the plan that is handed back is most often one of the last
+_MAX_ACCOUNTS = 3  # accounts that are kept: the final plan is most often one of the last candidates
+
+
+@dataclass(frozen=True, slots=True)
+class SolveRequest:
+    """A problem to solve.
+
+    Attributes:
+        builder: builds the problem.
+        method: a method of the solver.
+        limit: bytes that operators and parameters may hold at any moment; None for no limit.
+        prices: seconds per byte of memory at every moment; None if memory has no price.
+        discount: the price of hidden collectives of a kind; None if they count in full.
+        work: the solver's work limit on one problem; None for no limit.
+    """
+
+    builder: ProblemBuilder
+    method: str
+    limit: float | None
+    prices: np.ndarray | None
+    discount: OverlapDiscount | None
+    work: int | None
+
+    @property
+    def reuse(self) -> Reuse:
+        """The copies that the plan may make again in the backward half."""
+        if self.prices is not None:
+            return "all"
+        return "none" if self.limit is None else "inputs"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSolution:
+    """Decisions that solve a problem.
+
+    Attributes:
+        decisions: the decisions.
+        value: what the solver minimised, at the requested prices.
+        cost: seconds of the step, without prices.
+        lower_bound: a lower bound of `value`.
+        method: the method that found it.
+        interrupted: True if the search was interrupted.
+    """
+
+    decisions: Decisions
+    value: float
+    cost: float
+    lower_bound: float
+    method: str
+    interrupted: bool = False
+
+    @property
+    def gap(self) -> float:
+        """Relative gap between value and bound."""
+        return (self.value - self.lower_bound) / max(abs(self.value), 1e-300)
 
 
 class PlanningContext(ABC):
-    """The graph, the prices and the tables of a plan; it solves problems of some mesh axes and evaluates decisions.
+    """The graph, the prices and the tables of a plan.
 
     Args:
         graph: the captured step.
         mesh: the mesh axes.
-        cluster: what the devices and links can do.
-        wishes: pinned placements, and how inputs and outputs are to lie.
+        cluster: the devices and links.
+        constraints: pinned placements, and the specs of inputs and outputs.
         settings: limits and method.
-        progress: told how the search goes.
-        like: the planner of another graph on the same mesh and cluster: what it has worked out for equal operators and
-            tensors is not worked out again.
+        progress: gets reports about the search.
+        like: the planner of another graph on the same mesh and cluster; its tables of equal operators and tensors are
+            shared.
 
     Attributes:
-        unlimited: what was found without the memory limit, once that was looked for.
-        rungs: plans that were made on the way to one within a limit, by what was asked of them: they do not depend on
-            the limit, and serve a planner of the same with another one.
+        unlimited: the plan without a memory limit, once it was solved.
+        best: the cheapest plan met so far that fits the limit.
+        interrupted: True if the search was interrupted and returned the best plan met so far.
+        plan_cache: plans on the way to a memory limit, by their problem. They do not depend on the limit, and serve a
+            planner of the same graph with another one.
     """
 
     def __init__(
@@ -71,36 +129,30 @@ class PlanningContext(ABC):
         graph: JointGraph,
         mesh: MeshShape,
         cluster: Cluster,
-        wishes: Constraints,
+        constraints: Constraints,
         settings: Settings,
         progress: Callable[[Progress], None] | None = None,
         like: PlanningContext | None = None,
     ) -> None:
         self.timings: dict[str, float] = {}
         self._running: set[str] = set()  # phases that are being timed
-        self.unlimited: CandidatePlan | None = None
-        self.plan_cache: dict[Hashable, CandidatePlan] = {}
-        self._fastest: CandidatePlan | None = None  # of those without a limit, once they were looked for
         self.graph = graph
         self.mesh = mesh
         self.cluster = cluster
-        self.constraints = replace(wishes, optimizer=settings.optimizer)
+        self.constraints = replace(constraints, optimizer=settings.optimizer)
         self.settings = settings
         self.progress = progress
         self.start = time.monotonic()
         self.deadline = self.start + settings.time_limit
-        self._builders: dict[int, ProblemBuilder] = {}  # of wishes, which they keep alive, by identity
-        self._tilings: dict[int, tuple[BuiltProblem, Tiling | None]] = {}  # of problems at no prices, the same way
-        self._candidates: list[CandidatePlan] = []  # every plan that was looked at
-        self._accounts: deque[StepAccount] = deque(maxlen=_MAX_ACCOUNTS)  # of the decisions looked at last
-        self.interrupted = False  # whether somebody stopped the search, and got the best plan met until then
-        self.best: CandidatePlan | None = None  # the cheapest plan met that keeps the limit
+        self.interrupted = False
+        self._accounts: deque[StepAccount] = deque(maxlen=_MAX_ACCOUNTS)
         self._like = like
+        self._forget_results()
         if like is None:
             self.cost = CostModel(cluster, mesh)
-            self.resharder = Resharder(mesh, self.cost.collective, self.gradient_price, wishes.shared)
+            self.resharder = Resharder(mesh, self.cost.collective, self.gradient_price, constraints.shared)
             self.programs = LocalPrograms(graph, mesh)
-            self.tables = StrategyTables(self.cost, wishes.shared)
+            self.tables = StrategyTables(self.cost, constraints.shared)
             self.prices = OperatorPrices(self.tables)
         else:
             self.cost, self.resharder, self.programs = like.cost, like.resharder, like.programs
@@ -110,20 +162,187 @@ class PlanningContext(ABC):
             if like is not None:
                 self.rules.reuse_from(like.rules)
 
-    def forget(self) -> None:
-        """Drop what was found: what serves planners like this one stays."""
-        self.unlimited = self._fastest = self.best = None
-        self.plan_cache, self._builders, self._tilings, self._candidates = {}, {}, {}, []
+    def _forget_results(self) -> None:
+        self.unlimited: CandidatePlan | None = None
+        self.best: CandidatePlan | None = None
+        self.plan_cache: dict[Hashable, CandidatePlan] = {}
+        self._fastest: CandidatePlan | None = None  # the fastest plan without a limit, once it was searched
+        # By the identity of constraints, and of problems without prices; the values keep them alive.
+        self._builders: dict[int, ProblemBuilder] = {}
+        self._tilings: dict[int, tuple[BuiltProblem, Tiling | None]] = {}
+        self._candidates: list[CandidatePlan] = []
         self._accounts.clear()
+
+    def forget(self) -> None:
+        """Drop the results of searches, which hold much memory; keep the tables that serve other planners."""
+        self._forget_results()
         if "builder" in self.__dict__:
             self.builder.forget()
 
     def gradient_price(self, kind: str, bytes: int, axis: int) -> float:
-        """What a collective counts by which a gradient goes to its optimizer."""
+        """Return the seconds of a collective that reduces a gradient, for one run of the step."""
         return self.cost.gradient_collective(kind, bytes, axis) / self.settings.runs_per_reduction
 
+    @property
+    def axes(self) -> list[int]:
+        """The mesh axes with more than one device."""
+        return [axis for axis, size in enumerate(self.mesh.sizes) if size > 1]
+
+    @cached_property
+    def layers(self) -> dict[str, tuple[Layer, int]]:
+        """Name of every operator in a repeated layer -> the layer, and the operator's place in it."""
+        return layers_of(self.rules)
+
+    # Solving
+
+    def solve(
+        self,
+        constraints: Constraints,
+        *,
+        method: str | None = None,
+        limit: float | None = None,
+        prices: np.ndarray | None = None,
+        discount: OverlapDiscount | None = None,
+        work: int | None = None,
+    ) -> CandidatePlan:
+        """Return the best plan that is found under some constraints.
+
+        Prices and discounts guide the decisions; they are no part of the plan's cost.
+
+        Args:
+            constraints: pinned and forced placements.
+            method: a method of the solver; by default that of the settings.
+            limit: bytes that operators and parameters may hold at any moment.
+            prices: seconds per byte of memory at every moment.
+            discount: the price of collectives of a kind that compute hides.
+            work: the solver's work limit on a single problem; by default that of the settings.
+
+        Raises:
+            PlanError: the method found no decisions within the time limit, or can't solve this problem.
+            BudgetError: the same under a limit.
+            KeyboardInterrupt: the search was interrupted; `best` is the cheapest plan met so far.
+        """
+        # Constraints are found by identity: a search solves many problems under the same object.
+        builder = self._builders.setdefault(id(constraints), self.builder.with_constraints(constraints))
+        method = method or ("auto" if self.settings.method == "force" else self.settings.method)
+        request = SolveRequest(builder, method, limit, prices, discount, work or self.settings.work_limit)
+        solved = self._solve_all_axes(request)
+        bound = solved.lower_bound
+        if len(self.axes) > 2:
+            bound = min(bound if np.isfinite(bound) else self._bound, solved.cost)
+        plan = self.evaluate(solved.decisions, solved.cost, bound, solved.method)
+        self._update_best(plan)
+        if solved.interrupted:
+            raise KeyboardInterrupt
+        return plan
+
+    def try_solve(self, constraints: Constraints, **options: Any) -> CandidatePlan | None:
+        """Return the result of `solve`; None if time is up, or the method finds nothing in the remaining time."""
+        if self.is_past_deadline:
+            return None
+        try:
+            return self.solve(constraints, **options)
+        except PlanError:
+            return None
+
+    @property
+    def is_past_deadline(self) -> bool:
+        """True if the time of the search is up."""
+        return time.monotonic() > self.deadline
+
+    @abstractmethod
+    def _solve_all_axes(self, request: SolveRequest) -> BlockSolution:
+        """Return the best decisions for all mesh axes."""
+
+    def solve_block(self, request: SolveRequest, free: frozenset[int], current: Decisions | None) -> BlockSolution:
+        """Return the best decisions with the mesh axes in `free` open, while all else stays as in `current`.
+
+        Raises:
+            PlanError, BudgetError: as for `solve`.
+        """
+        with self.time_phase("problem"):
+            built = request.builder.build(free, current, request.prices, request.discount, request.reuse)
+            if request.limit is not None:
+                built = replace(built, problem=replace(built.problem, limit=request.limit))
+            tied = request.method == "auto" and request.limit is None and is_large(built.problem)
+            tiling = self._tiling(built) if tied else None
+        with self.time_phase("solve"):
+            # A bound over some axes is no bound of the whole problem, and worth no effort.
+            result = self._solve_built(request, built, tiling, proof=len(free) == len(self.axes))
+        if not result.assignment:
+            kind = PlanError if request.limit is None else BudgetError
+            raise kind(
+                f'method="{request.method}" found no plan on mesh {self.mesh} within time_limit='
+                f'{self.settings.time_limit:g} s ({result.status}): allow more time, or use method="auto".'
+            )
+        # Prices and discounts guide the solver; the cost of a plan is without them.
+        cost = result.cost
+        if request.prices is not None or request.discount is not None:
+            with self.time_phase("problem"):
+                plain = request.builder.build(free, current, reuse=request.reuse)
+                cost = plain.problem.cost(result.assignment)
+        decisions = built.decode(result.assignment)
+        return BlockSolution(decisions, result.cost, cost, result.lower_bound, result.method, result.interrupted)
+
+    def _tiling(self, built: BuiltProblem) -> Tiling | None:
+        """Return the repeated layers of a problem; prices do not change them."""
+        plain = built.plain
+        if id(plain) not in self._tilings:
+            self._tilings[id(plain)] = plain, Tiling.of(plain, self.layers)
+        return self._tilings[id(plain)][1]
+
+    def _solve_built(
+        self, request: SolveRequest, built: BuiltProblem, tiling: Tiling | None, *, proof: bool
+    ) -> SolveResult:
+        options = SolveOptions(
+            request.method,
+            self.deadline,
+            proof=proof and request.prices is None and request.discount is None,
+            priced=request.prices is not None,
+            fast=self.settings.effort == "fast",
+            proposal=request.discount is not None,
+            work_limit=request.work,
+            report=self.report,
+        )
+        try:
+            return solve_problem(built, tiling, options)
+        except WidthError as error:
+            raise PlanError(
+                f'method="eliminate" can not plan this model on mesh {self.mesh}: {error}. Use method="auto", '
+                "which eliminates where that is possible and searches where it is not."
+            ) from error
+
+    @cached_property
+    def builder(self) -> ProblemBuilder:
+        """Builds the problems of the planner's constraints; builders for others share its tables."""
+        if self._like is not None:
+            return self._like.builder.for_graph(self.rules, self.constraints)
+        return ProblemBuilder(self.rules, self.tables, self.resharder, self.constraints)
+
+    @property
+    def _bound(self) -> float:
+        """A lower bound at any prices: that of the problem without a limit, once it was solved."""
+        if self.unlimited is not None:
+            return self.unlimited.lower_bound
+        # Without a search: every operator at its cheapest, every reshard free.
+        total = 0.0
+        for node in self.rules.operators:
+            rule, call = self.rules.rules[node], self.rules.calls[node]
+            total += float(self.tables.seconds(call, rule, self.tables.options(rule), self.rules.zeros[node]).min())
+        return total
+
+    # Interruption and progress
+
+    def _update_best(self, plan: CandidatePlan) -> None:
+        """Keep the cheapest plan that fits the limit, in case the search is interrupted."""
+        limit = self.settings.memory_limit
+        fits = limit is None or plan.memory.peak <= limit
+        if fits and (self.best is None or plan.cost < self.best.cost):
+            bound = plan.lower_bound if self.best is None else self.best.lower_bound
+            self.best = replace(plan, lower_bound=min(bound, plan.cost))
+
     def warn_of_interruption(self, cost: float) -> None:
-        """Says that a plan of so many seconds is what there was when somebody stopped the search."""
+        """Warn that the search was interrupted and returns a plan of so many seconds."""
         self.interrupted = True
         if self._like is not None:
             self._like.interrupted = True
@@ -133,48 +352,32 @@ class PlanningContext(ABC):
             stacklevel=3,
         )
 
-    @abstractmethod
-    def solve(
-        self,
-        wishes: Constraints,
-        *,
-        method: str | None = None,
-        limit: float | None = None,
-        prices: np.ndarray | None = None,
-        hiding: OverlapDiscount | None = None,
-        work: int | None = None,
-    ) -> CandidatePlan:
-        """Return the best plan that is found under some constraints.
+    def report(self, phase: str, cost: float, bound: float) -> None:
+        """Report the phase of the search, the least known cost and the bound, in seconds."""
+        if self.progress is not None:
+            self.progress(Progress(phase, cost, bound, time.monotonic() - self.start))
 
-        Args:
-            wishes: pinned and forced placements.
-            method: one of the solver's; by default that of the settings.
-            limit: bytes that what operators and parameters hold may reach at any moment.
-            prices: of memory, in seconds per byte at every moment; they decide, and are no part of the cost found.
-            hiding: what collectives of a kind count; it decides, and is no part of the cost found.
-            work: of the solver on a single problem, in its units; by default what the settings say.
+    @contextlib.contextmanager
+    def time_phase(self, phase: str) -> Iterator[None]:
+        """Context whose time is added to a phase; nested contexts of one phase count once."""
+        outermost, start = phase not in self._running, time.perf_counter()
+        self._running.add(phase)
+        try:
+            yield
+        finally:
+            if outermost:
+                self._running.remove(phase)
+                self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - start
 
-        Raises:
-            PlanError: the method found no decisions in the time there is, or can't solve this problem.
-            BudgetError: the same under a limit.
-            KeyboardInterrupt: somebody interrupted the search; `best` is then the cheapest plan met.
-        """
-
-    def _update_best(self, found: CandidatePlan) -> None:
-        """Notes the cheapest plan that keeps the limit, in case the search is interrupted."""
-        limit = self.settings.memory_limit
-        kept = limit is None or found.memory.peak <= limit
-        if kept and (self.best is None or found.cost < self.best.cost):
-            bound = found.lower_bound if self.best is None else self.best.lower_bound
-            self.best = replace(found, lower_bound=min(bound, found.cost))
+    # Time and memory of decisions
 
     def program(self, flow: Flow, reduced: DeferredReduction | None = None) -> PredictedProgram:
-        """The calls of the program that some decisions stand for; `reduced` as for `predict_program`."""
+        """Return the calls of the program of some decisions; `reduced` as for `predict_program`."""
         with self.time_phase("account"):
             return predict_program(flow, self.resharder, self.programs, reduced)
 
     def replay(self, program: PredictedProgram, prices: KernelPrices) -> tuple[float, float]:
-        """Seconds of a step of a program, and those of them in which a device communicates and does not compute."""
+        """Return the seconds of a step of a program, and those of them in which communication is exposed."""
         with self.time_phase("schedule"):
             replayed, later = timeline(program, prices), reduction_timeline(program, prices)
             steps, contention = self.settings.gradient_steps, self.cluster.contention
@@ -182,7 +385,7 @@ class PlanningContext(ABC):
             return seconds, replayed.exposed + later.exposed / steps
 
     def update_seconds(self, program: PredictedProgram) -> float:
-        """Seconds in which the optimizer updates what a device holds, by the bytes that it moves."""
+        """Return the seconds of the optimizer's update, by the bytes that it moves."""
         moved = 0
         for source in self.graph.inputs:
             gradient = program.outputs.get(("gradient", source.name))
@@ -193,7 +396,8 @@ class PlanningContext(ABC):
         return self.cost.compute(0.0, moved, torch.float32) if moved else 0.0
 
     def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
-        """Some decisions with what their program does: how long its step takes, what a device holds under them."""
+        """Return a plan of some decisions, with the time and memory of its program on demand."""
+        # Searches meet the same decisions again and again, and a program takes long.
         for known in self._candidates:
             if known.decisions == decisions:
                 return replace(known, cost=cost, lower_bound=lower_bound, method=method)
@@ -208,119 +412,21 @@ class PlanningContext(ABC):
         def measure_memory(program: PredictedProgram) -> tuple[Memory, np.ndarray]:
             with self.time_phase("account"):
                 allocated = list(allocations(flow, program, self.settings.optimizer, self.settings.under_way))
-                return Memory.of(allocated, self.operation_at), live_bytes(allocated, len(self.rules.operators) + 1)
+                return Memory.of(allocated, self._operation_at), live_bytes(allocated, len(self.rules.operators) + 1)
 
-        self._candidates.append(
-            CandidatePlan(
-                decisions, cost, lower_bound, method, ProgramEstimate(make_program, measure_times, measure_memory)
-            )
-        )
+        estimate = ProgramEstimate(make_program, measure_times, measure_memory)
+        self._candidates.append(CandidatePlan(decisions, cost, lower_bound, method, estimate))
         return self._candidates[-1]
 
-    def operation_at(self, moment: int) -> tuple[str, str, str]:
-        """What runs at a moment of the step: phase, path of the module, operator."""
+    def _operation_at(self, moment: int) -> tuple[str, str, str]:
+        """Return phase, module path and operator at a moment of the step."""
         if moment >= len(self.rules.operators):
             return "optimizer", "", "optimizer's step"
         node = self.rules.operators[moment]
         return self.graph.phase(node), self.graph.module_path(node), str(self.rules.calls[node].op)
 
-    def solve_block(self, ask: SolveRequest, free: frozenset[int], current: Decisions | None) -> BlockSolution:
-        """The best that is found with the mesh axes in `free` open, while all else stays as in `current`.
-
-        Raises:
-            PlanError, BudgetError: as `solve`.
-        """
-        with self.time_phase("problem"):
-            built = ask.builder.build(free, current, ask.prices, ask.discount, ask.reuse)
-            if ask.limit is not None:
-                built = replace(built, problem=replace(built.problem, limit=ask.limit))
-            tied = ask.method == "auto" and ask.limit is None and is_large(built.problem)
-            tiling = self._tiling(built) if tied else None
-        with self.time_phase("solve"):
-            answer = self._solve_built(ask, built, tiling, proof=len(free) == len(self.axes))
-        if not answer.assignment:
-            kind = PlanError if ask.limit is None else BudgetError
-            raise kind(
-                f'method="{ask.method}" found no plan on mesh {self.mesh} within time_limit='
-                f'{self.settings.time_limit:g} s ({answer.status}): allow more time, or use method="auto".'
-            )
-        cost = answer.cost
-        if ask.prices is not None or ask.discount is not None:
-            with self.time_phase("problem"):
-                cost = ask.builder.build(free, current, reuse=ask.reuse).problem.cost(answer.assignment)
-        decisions = built.decode(answer.assignment)
-        return BlockSolution(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
-
-    def _tiling(self, built: BuiltProblem) -> Tiling | None:
-        """Which variables of a problem repeat others; prices change nothing about that."""
-        plain = built.plain
-        if id(plain) not in self._tilings:
-            self._tilings[id(plain)] = plain, Tiling.of(plain, self.layers)
-        return self._tilings[id(plain)][1]
-
-    def _solve_built(
-        self, ask: SolveRequest, built: BuiltProblem, tiling: Tiling | None, *, proof: bool
-    ) -> SolveResult:
-        """What the solver says; `proof`: whether a bound is a bound of all, and worth an effort."""
-        plain = ask.prices is None and ask.discount is None
-        search = SolveOptions(
-            ask.method,
-            self.deadline,
-            proof=proof and plain,
-            priced=ask.prices is not None,
-            fast=self.settings.effort == "fast",
-            proposal=ask.discount is not None,
-            work_limit=ask.work,
-            report=self.report,
-        )
-        try:
-            return solve_problem(built, tiling, search)
-        except WidthError as error:
-            raise PlanError(
-                f'method="eliminate" can not plan this model on mesh {self.mesh}: {error}. Use method="auto", '
-                "which eliminates where that is possible and searches where it is not."
-            ) from error
-
-    def report(self, phase: str, cost: float, bound: float) -> None:
-        """Tells whoever follows the search what it does, the least cost known, and the bound, in seconds."""
-        if self.progress is not None:
-            self.progress(Progress(phase, cost, bound, time.monotonic() - self.start))
-
-    @cached_property
-    def builder(self) -> ProblemBuilder:
-        """Makes the problems of the wishes asked for; those of others share its tables."""
-        if self._like is not None:
-            return self._like.builder.for_graph(self.rules, self.constraints)
-        return ProblemBuilder(self.rules, self.tables, self.resharder, self.constraints)
-
-    @cached_property
-    def layers(self) -> dict[str, tuple[Layer, int]]:
-        """Layer and place there of every operator in a repeated layer."""
-        return layers_of(self.rules)
-
-    @property
-    def axes(self) -> list[int]:
-        """The mesh axes that there is something to decide for."""
-        return [axis for axis, size in enumerate(self.mesh.sizes) if size > 1]
-
-    @property
-    def _bound(self) -> float:
-        """A lower bound of what other wishes or prices find: that of the problem without a limit, if it was solved."""
-        return self._trivial_bound if self.unlimited is None else self.unlimited.lower_bound
-
-    @cached_property
-    def _trivial_bound(self) -> float:
-        """A lower bound that needs no search: every operator at its cheapest, every reshard free."""
-        total = 0.0
-        for node in self.rules.operators:
-            rule, call = self.rules.rules[node], self.rules.calls[node]
-            total += float(self.tables.seconds(call, rule, self.tables.options(rule), self.rules.zeros[node]).min())
-        return total
-
-    # Account
-
     def account(self, decisions: Decisions) -> StepAccount:
-        """The step that some decisions stand for."""
+        """Return the operations and collectives of the step of some decisions."""
         for known in self._accounts:
             if known.flow.decisions is decisions:
                 return known
@@ -329,53 +435,47 @@ class PlanningContext(ABC):
             self._accounts.append(StepAccount(flow, self.tables, self.resharder))
         return self._accounts[-1]
 
-    def describe(self, found: CandidatePlan) -> ShardingPlan:
-        """The plan that was found, with what it does and holds."""
-        account = self.account(found.decisions)
-        rest = found.decisions.rest
-        by_kind: dict[str, dict[str, tuple[Placement, ...]]] = {}
+    def flow_of(self, plan: ShardingPlan) -> Flow:
+        """Return the decisions of a plan on the planner's graph, in which the layers that it recomputes run again."""
+        rules = self.rules
+        if plan.recomputed:
+            rules = GraphRules(recompute_layers(self.graph, plan.recomputed), self.mesh)
+        return Flow(rules, Decisions.from_data(plan.decisions), self.mesh)
+
+    def describe(self, plan: CandidatePlan) -> ShardingPlan:
+        """Return a candidate as the plan that users get."""
+        account = self.account(plan.decisions)
+        rest = plan.decisions.rest
+        placements: dict[str, tuple[Placement, ...]] = {}
+        input_placements: dict[str, tuple[Placement, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for source in self.graph.inputs:
-            by_kind.setdefault(source.kind, {})[source.name] = rest[source.node.name].placements
-        held = {**by_kind.get("parameter", {}), **by_kind.get("buffer", {})}
-        aliases = {name: placements for first, placements in held.items() for name in self.graph.aliases[first]}
-        shapes = {
-            name: Value(source.node).meta.shape
-            for source in self.graph.inputs
-            if source.kind in ("parameter", "buffer")
-            for name in self.graph.aliases[source.name]
-        }
+            spec = rest[source.node.name]
+            if source.kind in ("parameter", "buffer"):
+                for name in self.graph.aliases[source.name]:
+                    placements[name], shapes[name] = spec.placements, Value(source.node).meta.shape
+            elif source.kind == "input":
+                input_placements[source.name] = spec.placements
         return ShardingPlan(
             mesh=self.mesh,
-            placements=aliases,
-            input_placements=by_kind.get("input", {}),
-            output_placements={name: spec.placements for name, spec in found.decisions.outputs.items()},
+            placements=placements,
+            input_placements=input_placements,
+            output_placements={name: spec.placements for name, spec in plan.decisions.outputs.items()},
             shapes=shapes,
-            step_seconds=found.step_seconds,
-            update_seconds=found.update_seconds,
-            memory=found.memory,
+            step_seconds=plan.step_seconds,
+            update_seconds=plan.update_seconds,
+            memory=plan.memory,
             device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),
-            cost=found.cost,
-            lower_bound=found.lower_bound,
-            method=found.method,
+            cost=plan.cost,
+            lower_bound=plan.lower_bound,
+            method=plan.method,
             timings=dict(self.timings),
             fingerprint=self.graph.fingerprint,
             cluster=self.cluster.name,
             versions={"autoshard": __version__, "torch": torch.__version__},
-            decisions=found.decisions.to_data(),
+            decisions=plan.decisions.to_data(),
             choices=tuple(account.decisions()),
             gathered=dict(account.gathered_parameters()),
             recomputed=self.graph.recomputed,
         )
-
-    @contextlib.contextmanager
-    def time_phase(self, phase: str) -> Iterator[None]:
-        """Adds what is done to a phase; what belongs to it twice counts once."""
-        outermost, start = phase not in self._running, time.perf_counter()
-        self._running.add(phase)
-        try:
-            yield
-        finally:
-            if outermost:
-                self._running.remove(phase)
-                self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - start

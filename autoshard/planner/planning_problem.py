@@ -1,8 +1,8 @@
 """A joint graph as an optimisation problem: variables, their options, and the seconds between them (Rhino 4.2).
 
 Every operator, tensor at rest and shared copy is a node of the problem; its strategies are its options. An edge holds
-the seconds to reshard a tensor from each option of its producer to each option of its user. What memory costs, and what
-of a reduction is hidden, are prices that such a problem is asked at; `building` makes the problem itself.
+the seconds to reshard a tensor from each option of its producer to each option of its user. Prices of memory, and
+discounts of collectives that compute hides, are applied to a problem that is built. `ProblemBuilder` builds it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-from torch.distributed.tensor import Placement
 
 from autoshard.capture.task_graphs import Primitive
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.rule import TensorMeta
 from autoshard.patterns.strategy import Choices
+from autoshard.planner.hints import Pins
 from autoshard.planner.regather import RegatherChoice, choices_from_hubs, hubs_from_choices
 from autoshard.planner.strategy_tables import SpecList
 from autoshard.solver import Edge, Problem
@@ -29,26 +29,27 @@ from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec
 
 HideableKind = Literal["reductions", "gathers"]
+VariableKind = Literal["operator", "rest", "output", "hub", "regather"]
 
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What the user and the memory limit ask of the plan.
+    """Constraints of a plan, from the user and from the memory limit.
 
     Attributes:
-        pinned: placeholder name -> placement per axis, None where the planner decides.
-        forced: parameters that may not be replicated (Rhino 4.4).
-        planned_outputs: outputs are handed back as they lie, not gathered.
-        outputs: output name -> the spec in which it is to be handed back.
-        local_inputs: inputs arrive as shards.
-        optimizer: what it holds beside a trained parameter and its gradient.
-        shared: the mesh axis of which ranks hold shares of their own of the batch, if there is one.
-        task_graphs: the mesh axes of every primitive that the graph's nodes are marked with.
-        summed: parameters whose gradients are added up with those of other devices than the mesh's, and the seconds
-            that this counts for every byte that a device holds of them.
+        pinned: name of a parameter, buffer or input -> a placement per axis, None where the planner decides.
+        forced: parameters that must not be replicated (Rhino 4.4).
+        planned_outputs: True if outputs come back as they lie, not gathered.
+        outputs: name of an output -> the spec in which it comes back.
+        local_inputs: True if inputs arrive as shards.
+        optimizer: the memory of the optimizer.
+        shared: the mesh axis whose ranks have shares of the batch, if there is one.
+        task_graphs: primitive -> its mesh axes, for all primitives that mark nodes of the graph.
+        summed: parameters whose gradients are added up with those of devices outside the mesh -> the seconds that this
+            takes for every byte of the gradient on a device.
     """
 
-    pinned: Mapping[str, tuple[Placement | None, ...]] = field(default_factory=dict)
+    pinned: Mapping[str, Pins] = field(default_factory=dict)
     forced: frozenset[str] = frozenset()
     planned_outputs: bool = False
     outputs: Mapping[str, Spec] = field(default_factory=dict)
@@ -61,32 +62,28 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True)
 class OverlapDiscount:
-    """What collectives of one kind count while compute hides them.
+    """The price of collectives of one kind as far as compute hides them.
 
     Attributes:
         kind: `"reductions"` of gradients, or `"gathers"` of parameters.
-        compute: seconds of compute that may hide one of every moment of the step: those that follow a reduction, and
-            those before what needs a gather, in the same half.
-        price: of a hidden second, from 0 to 1.
+        compute: for every moment of the step, the seconds of compute that may hide one collective: the compute after a
+            reduction, and the compute before the use of a gathered parameter, in the same half of the step.
+        price: price of a hidden second, from 0 to 1.
     """
 
     kind: HideableKind
     compute: np.ndarray
     price: float
 
-    def hidden_seconds(self, seconds: np.ndarray, moment: int) -> np.ndarray:
-        """The part of a collective's seconds that compute hides."""
-        return np.minimum(seconds, self.compute[moment])
-
 
 @dataclass(frozen=True, slots=True)
 class Hideable:
-    """What compute may hide of an edge.
+    """A collective of an edge that compute may hide.
 
     Attributes:
-        kind: as of `OverlapDiscount`.
-        seconds: of the reshard, for every pair of options.
-        moment: of a reduction, at which it starts; of a gather, at which its result is needed.
+        kind: as in `OverlapDiscount`.
+        seconds: seconds of the reshard for every pair of options.
+        moment: the moment at which a reduction starts, or at which the result of a gather is needed.
     """
 
     kind: HideableKind
@@ -96,11 +93,12 @@ class Hideable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveRange:
-    """What is held for some moments, and costs what memory costs then.
+    """Memory that is held for some moments.
 
     Attributes:
-        bytes: held under every option of a variable, or every pair of options of two.
-        start, end: from which moment, and until before which.
+        bytes: the bytes for every option of a variable, or for every pair of options of an edge.
+        start: the first moment at which they are held.
+        end: the first moment at which they are held no more.
     """
 
     bytes: np.ndarray
@@ -113,18 +111,18 @@ class Variable:
     """One node of the problem.
 
     Attributes:
-        kind: `"operator"`, `"rest"`, `"output"`, `"hub"`, or `"again"`: the hub of the backward half where that may
-            make a copy of its own.
-        key: name of the node, output, copy, or copied value.
-        options: a strategy's choices for an operator, a `RegatherChoice` for the hub of the backward half, a spec for
-            the others.
-        seconds: of every option by itself.
-        life: first and last position in the program at which its memory is held.
-        usage: bytes of every option.
-        rents: what it holds, and when, where memory has a price.
+        kind: `"operator"`, `"rest"` (a tensor outside the step), `"output"`, `"hub"` (a shared copy), or `"regather"`:
+            the shared copy of the backward half where that may gather again.
+        key: name of the node or output, key of the hub, or name of the value that is gathered again.
+        options: choices of an operator's strategies, `RegatherChoice`s, or specs.
+        seconds: seconds of every option by itself.
+        results: the specs of its results under every option.
+        life: first moment and end of the memory that `usage` counts.
+        usage: bytes of every option; None for none.
+        live_ranges: the memory that it holds, where memory has a price.
     """
 
-    kind: str
+    kind: VariableKind
     key: str
     options: Sequence[Choices] | Sequence[Spec] | Sequence[RegatherChoice]
     seconds: np.ndarray
@@ -136,12 +134,12 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class ReshardEdge:
-    """What is resharded on an edge.
+    """The reshard of an edge.
 
     Attributes:
-        meta: of the tensor.
-        sources, targets: its specs under the options of either end.
-        gradient: whether an optimizer is given what arrives.
+        meta: shape and dtype of the tensor.
+        sources, targets: its specs under the options of both ends.
+        gradient: True if the result goes to an optimizer.
     """
 
     meta: TensorMeta
@@ -152,17 +150,16 @@ class ReshardEdge:
 
 @dataclass(eq=False)
 class BuiltProblem:
-    """A problem, and how its assignments read as decisions.
+    """A problem, and the decisions that its assignments stand for.
 
     Attributes:
         problem: the problem.
         variables: its nodes.
-        hideable: number of an edge on which a gradient goes to its optimizer, or a parameter to its use -> what
-            compute may hide of it.
-        crossings: number of an edge that is a reshard and nothing else -> that.
-        rents: what the options of a variable hold, per variable.
-        edge_rents: number of an edge -> what the pairs of options hold.
-        origin: the problem of the same variables in which neither memory nor hiding has a price; None for that itself.
+        hideable: number of an edge that reduces a gradient or gathers a parameter -> its collective.
+        reshard_edges: number of an edge that is a reshard and nothing else -> the reshard.
+        live_ranges: the memory of every variable.
+        edge_live_ranges: number of an edge -> the memory of its pairs of options.
+        origin: the problem without prices that this one is derived from; None if it has no prices itself.
     """
 
     problem: Problem
@@ -175,99 +172,105 @@ class BuiltProblem:
 
     @property
     def plain(self) -> BuiltProblem:
-        """The problem of the same variables in which neither memory nor hiding has a price."""
+        """The problem of the same variables without prices of memory and without discounts."""
         return self.origin or self
 
     @cached_property
     def program_positions(self) -> list[float]:
-        """Where every variable comes in the order of the program: what is no operator stands by those that it joins."""
+        """Position of every variable in the order of the program; copies and tensors at rest lie beside operators."""
         return _program_positions(self) if self.origin is None else self.origin.program_positions
 
     def with_memory_prices(self, prices: np.ndarray) -> BuiltProblem:
-        """The same problem where memory has a price, in seconds per byte, at every moment of the step."""
+        """Return the same problem with memory priced in seconds per byte at every moment of the step."""
+        # A live range costs the sum of the prices of its moments, which is a difference of sums from the start.
         paid = np.concatenate(([0.0], np.cumsum(prices)))
+        # Equal layers share their arrays, and go on sharing the priced ones.
         vectors: dict[tuple[object, ...], np.ndarray] = {}
-        blends: dict[tuple[object, ...], Blend] = {}  # equal edges share one
+        blends: dict[tuple[object, ...], Blend] = {}
 
-        def parts(rents: tuple[LiveRange, ...]) -> list[Part]:
-            owed = [(float(paid[rent.end] - paid[rent.start]), rent.bytes) for rent in rents]
-            return [(price, held) for price, held in owed if price > 0.0]
+        def priced_parts(live_ranges: tuple[LiveRange, ...]) -> list[Part]:
+            parts = [(float(paid[live.end] - paid[live.start]), live.bytes) for live in live_ranges]
+            return [(price, held) for price, held in parts if price > 0.0]
 
-        def array_key(costs: np.ndarray, more: list[Part]) -> tuple[object, ...]:
-            return (id(costs), *((price, id(held)) for price, held in more))
+        def array_key(costs: np.ndarray, parts: list[Part]) -> tuple[object, ...]:
+            return (id(costs), *((price, id(held)) for price, held in parts))
 
         costs = list(self.problem.costs)
-        for number, rents in enumerate(self.live_ranges):
-            more = parts(rents)
-            if more:
-                key = array_key(costs[number], more)
+        for number, live_ranges in enumerate(self.live_ranges):
+            parts = priced_parts(live_ranges)
+            if parts:
+                key = array_key(costs[number], parts)
                 if key not in vectors:
-                    vectors[key] = costs[number] + sum(price * held for price, held in more)
+                    vectors[key] = costs[number] + sum(price * held for price, held in parts)
                 costs[number] = vectors[key]
         edges = list(self.problem.edges)
-        for number, rents in self.edge_live_ranges.items():
-            edge, more = edges[number], parts(rents)
-            if more:
-                key = array_key(edge.costs, more)
+        for number, live_ranges in self.edge_live_ranges.items():
+            edge, parts = edges[number], priced_parts(live_ranges)
+            if parts:
+                key = array_key(edge.costs, parts)
                 if key not in blends:
-                    blends[key] = blend([(1.0, edge.costs), *more])
+                    blends[key] = blend([(1.0, edge.costs), *parts])
                 edges[number] = BlendedEdge(edge.source, edge.target, blends[key])
         problem = replace(self.problem, costs=tuple(costs), edges=tuple(edges))
+        # The costs of edges are no longer those of reshards alone.
         return replace(self, problem=problem, reshard_edges={}, origin=self.plain)
 
-    def with_discount(self, hiding: OverlapDiscount) -> BuiltProblem:
-        """The same problem where collectives of a kind count less as far as compute hides them."""
-        edges, made = list(self.problem.edges), dict[tuple[int, int, float], np.ndarray]()
-        for number, one in self.hideable.items():
-            if one.kind != hiding.kind:
+    def with_discount(self, discount: OverlapDiscount) -> BuiltProblem:
+        """Return the same problem with a discount on collectives of one kind as far as compute hides them."""
+        edges, tables = list(self.problem.edges), dict[tuple[int, int, float], np.ndarray]()
+        for number, hideable in self.hideable.items():
+            if hideable.kind != discount.kind:
                 continue
-            edge = edges[number]
-            most = one.seconds.max(initial=0.0, where=np.isfinite(one.seconds))
-            compute = min(float(hiding.compute[one.moment]), most)
-            key = (id(edge.costs), id(one.seconds), compute)  # equal layers share a table
-            if key not in made:
-                made[key] = edge.costs - (1.0 - hiding.price) * hiding.hidden_seconds(one.seconds, one.moment)
-            edges[number] = Edge(edge.source, edge.target, made[key])
+            edge, seconds = edges[number], hideable.seconds
+            available = float(discount.compute[hideable.moment])
+            # Where compute hides all of a table, its amount does not count: equal layers go on sharing their tables.
+            compute = min(available, seconds.max(initial=0.0, where=np.isfinite(seconds)))
+            key = (id(edge.costs), id(seconds), compute)
+            if key not in tables:
+                tables[key] = edge.costs - (1.0 - discount.price) * np.minimum(seconds, available)
+            edges[number] = Edge(edge.source, edge.target, tables[key])
         return replace(self, problem=replace(self.problem, edges=tuple(edges)), origin=self.plain)
 
     def decode(self, assignment: Sequence[int]) -> Decisions:
-        """The decisions that an assignment stands for."""
-        tables: dict[str, dict[str, Any]] = {"operator": {}, "rest": {}, "output": {}, "hub": {}, "again": {}}
+        """Return the decisions of an assignment."""
+        tables: dict[str, dict[str, Any]] = {"operator": {}, "rest": {}, "output": {}, "hub": {}, "regather": {}}
         for variable, option in zip(self.variables, assignment, strict=True):
             tables[variable.kind][variable.key] = variable.options[option]
-        hubs = hubs_from_choices(tables["hub"], tables["again"])
+        hubs = hubs_from_choices(tables["hub"], tables["regather"])
         return Decisions(tables["operator"], tables["rest"], tables["output"], hubs)
 
     def encode(self, decisions: Decisions) -> list[int]:
-        """The assignment that stands for decisions made of this problem."""
-        hubs, again = choices_from_hubs(decisions.hubs, [one.key for one in self.variables if one.kind == "again"])
+        """Return the assignment of decisions of this problem."""
+        names = [variable.key for variable in self.variables if variable.kind == "regather"]
+        hubs, regather = choices_from_hubs(decisions.hubs, names)
         tables: dict[str, Mapping[str, object]] = {
             "operator": decisions.choices,
             "rest": decisions.rest,
             "output": decisions.outputs,
             "hub": hubs,
-            "again": again,
+            "regather": regather,
         }
-        return [list(one.options).index(tables[one.kind][one.key]) for one in self.variables]
+        return [list(variable.options).index(tables[variable.kind][variable.key]) for variable in self.variables]
 
 
 def _program_positions(built: BuiltProblem) -> list[float]:
     variables = built.variables
-    place = {number: float(number) for number, variable in enumerate(variables) if variable.kind == "operator"}
+    positions = {number: float(number) for number, variable in enumerate(variables) if variable.kind == "operator"}
     sources: dict[int, list[int]] = defaultdict(list)
     targets: dict[int, list[int]] = defaultdict(list)
     for edge in built.problem.edges:
-        if edge.target not in place:
+        if edge.target not in positions:
             sources[edge.target].append(edge.source)
-        if edge.source not in place:
+        if edge.source not in positions:
             targets[edge.source].append(edge.target)
     for kind in ("hub", "rest", "output"):
         for number, variable in enumerate(variables):
             if variable.kind == kind:
-                made = [place[other] for other in sources[number] if other in place]
-                used = [place[other] for other in targets[number] if other in place]
-                if kind == "rest" or not made:
-                    place[number] = min(used, default=0.0) - 0.5
+                before = [positions[source] for source in sources[number] if source in positions]
+                after = [positions[target] for target in targets[number] if target in positions]
+                # A copy lies behind its producer, a tensor at rest before its first use.
+                if kind == "rest" or not before:
+                    positions[number] = min(after, default=0.0) - 0.5
                 else:
-                    place[number] = max(made) + 0.25
-    return [place.get(number, 0.0) for number in range(len(variables))]
+                    positions[number] = max(before) + 0.25
+    return [positions.get(number, 0.0) for number in range(len(variables))]

@@ -1,4 +1,4 @@
-"""What takes long, as somebody sees it who waits: a line at a terminal, or now and then one in the log."""
+"""Progress of a capture or a search: a line on a terminal, or records in the log."""
 
 from __future__ import annotations
 
@@ -9,56 +9,73 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from autoshard.planner.search_progress import Progress
-
-_log = logging.getLogger("autoshard")
+log = logging.getLogger("autoshard")
 
 SECONDS = 10.0
-"""Between lines in the log of what takes long."""
+"""Seconds between two records in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One report of a capture or a search.
+
+    Attributes:
+        phase: the current phase.
+        cost: seconds of the best known plan of the current problem; `inf` without one, and in a capture.
+        lower_bound: a lower bound of the cost of every plan of that problem; `-inf` without one, and in a capture.
+        seconds: seconds since the start.
+    """
+
+    phase: str
+    cost: float
+    lower_bound: float
+    seconds: float
 
 
 @contextlib.contextmanager
-def show_progress(verbose: bool, doing: str = "planning") -> Iterator[Callable[[Progress], None]]:
-    """What a planner reports to while the block runs.
+def show_progress(verbose: bool, title: str = "planning") -> Iterator[Callable[[Progress], None]]:
+    """Context that shows the reports given to the function that it returns.
 
     Args:
-        verbose: log every report at INFO level. Else, where a terminal is at standard error, one line there tells
-            phase, cost and bound, and goes when the block ends; elsewhere the last report is logged every ten seconds.
-        doing: what the block does, for those who see it before there is a report.
+        verbose: log every report at INFO level. Otherwise, if standard error is a terminal, one line there shows phase,
+            cost and bound, and disappears when the block ends; elsewhere the last report is logged every ten seconds.
+        title: text that is shown until the first report.
     """
+    # Processes without a console have no standard error.
     if not verbose and sys.stderr is not None and sys.stderr.isatty():
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Bar(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-            task = bar.add_task(doing)
-            yield lambda one: bar.update(task, description=progress_text(one))
+            task = bar.add_task(title)
+            yield lambda progress: bar.update(task, description=progress_text(progress))
         return
     last: list[Progress] = []
 
-    def report(one: Progress) -> None:
-        last[:] = [one]
+    def report(progress: Progress) -> None:
+        last[:] = [progress]
         if verbose:
-            _say(progress_text(one))
+            _log_info(progress_text(progress))
 
     def report_elapsed(seconds: float) -> None:
-        _say("; ".join([f"{doing} for {seconds:.0f} s", *map(progress_text, last)]))
+        _log_info("; ".join([f"{title} for {seconds:.0f} s", *map(progress_text, last)]))
 
     with _call_every(SECONDS, report_elapsed):
         yield report
 
 
 @contextlib.contextmanager
-def _call_every(seconds: float, say: Callable[[float], None]) -> Iterator[None]:
-    """Call a function of the seconds gone by, every so many of them, while the block runs."""
+def _call_every(seconds: float, function: Callable[[float], None]) -> Iterator[None]:
+    """Context in which a thread calls a function of the elapsed seconds again and again."""
     start, ended = time.monotonic(), threading.Event()
 
     def run() -> None:
         while not ended.wait(seconds):
-            say(time.monotonic() - start)
+            function(time.monotonic() - start)
 
     thread = threading.Thread(target=run, name="autoshard progress", daemon=True)
     thread.start()
@@ -69,22 +86,22 @@ def _call_every(seconds: float, say: Callable[[float], None]) -> Iterator[None]:
         thread.join()
 
 
-def _say(text: str) -> None:
-    """A record at INFO level; on standard error where nobody has set up logging, as Python does with warnings."""
-    if _log.hasHandlers():
-        _log.info("%s", text)
+def _log_info(text: str) -> None:
+    if log.hasHandlers():
+        log.info("%s", text)
     else:
-        record = _log.makeRecord(_log.name, logging.INFO, __file__, 0, "autoshard: %s", (text,), None)
+        # Without any handler Python drops INFO records; it shows warnings on standard error, and so do we.
+        record = log.makeRecord(log.name, logging.INFO, __file__, 0, "autoshard: %s", (text,), None)
         logging.StreamHandler().handle(record)
 
 
-def progress_text(one: Progress) -> str:
-    """A report as one line, such as `messages: 0.1885 s per step, at least 0.1884 (gap 0.05 %), after 3.1 s`."""
-    parts = []
-    if math.isfinite(one.cost):
-        parts.append(f"{one.cost:.4g} s per step")
-    if math.isfinite(one.lower_bound):
-        parts.append(f"at least {one.lower_bound:.4g}")
-    if math.isfinite(one.cost) and math.isfinite(one.lower_bound) and one.cost:
-        parts[-1] += f" (gap {max(0.0, 1 - one.lower_bound / one.cost):.2%})"
-    return f"{one.phase}: {', '.join([*parts, f'after {one.seconds:.1f} s'])}"
+def progress_text(progress: Progress) -> str:
+    """Return a report as one line, such as `messages: 0.1885 s per step, at least 0.1884 (gap 0.05 %), after 3.1 s`."""
+    cost, bound, parts = progress.cost, progress.lower_bound, []
+    if math.isfinite(cost):
+        parts.append(f"{cost:.4g} s per step")
+    if math.isfinite(bound):
+        parts.append(f"at least {bound:.4g}")
+    if math.isfinite(cost) and math.isfinite(bound) and cost:
+        parts[-1] += f" (gap {max(0.0, 1 - bound / cost):.2%})"
+    return f"{progress.phase}: {', '.join([*parts, f'after {progress.seconds:.1f} s'])}"

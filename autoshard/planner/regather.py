@@ -1,11 +1,11 @@
-"""Copies that both halves of a step use: kept from the forward half, or made again in the backward half.
+"""Copies that both halves of a step use: kept from the forward half, or gathered again in the backward half.
 
-A tensor that is gathered for its uses in the forward half is often wanted gathered in the backward half too. The copy
-may be kept in between, which holds memory, or freed and made again from where the tensor lies, which takes the time of
-a second gather (TensorOpt 4.2, tensor reuse; for parameters the one is ZeRO-2, the other ZeRO-3).
+A tensor that is gathered for its uses in the forward half is often needed gathered in the backward half too. The copy
+may be kept in between, which takes memory, or freed and made again from the shards, which takes the time of a second
+gather (TensorOpt 4.2, tensor reuse; for parameters the first is ZeRO-2, the second ZeRO-3).
 
-In the problem the forward half has a hub, whose options are specs, and the backward half another one, whose options are
-`RegatherChoice`s. Every cost is one of two of the three variables: where the tensor lies, and the two hubs.
+In the problem the forward half has a hub, whose options are specs, and the backward half has another one, whose options
+are `RegatherChoice`s. Every cost depends on two of three variables: the tensor itself, and the two hubs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from autoshard.specs.spec import Spec
 
 Reuse = Literal["none", "inputs", "all"]
-"""Of what copies it is open whether they are kept or made again: of none, of the step's inputs, of activations too."""
+"""Values whose copies may be gathered again: no values, inputs of the step, or activations too."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegatherChoice:
-    """What the uses of the backward half share.
+    """An option of the hub of the backward half.
 
     Attributes:
-        spec: of the copy.
-        kept: whether it is the copy that the forward half made.
+        spec: the spec of the copy.
+        kept: True if it is the copy that the forward half made.
     """
 
     spec: Spec
@@ -36,23 +36,23 @@ class RegatherChoice:
 
 
 def regather_choices(specs: Sequence[Spec]) -> tuple[RegatherChoice, ...]:
-    """The options of the hub of the backward half: made again as each of the specs, then kept as each of them."""
+    """Return the options of the hub of the backward half: gathered again as each spec, then kept as each spec."""
     return tuple(RegatherChoice(spec, kept) for kept in (False, True) for spec in specs)
 
 
 def tie_costs(specs: int) -> np.ndarray:
-    """The edge from the forward half's hub: what is kept is what it made; all else goes with anything."""
+    """Return the costs between the two hubs of so many specs: a copy that is kept has the forward half's spec."""
     return np.hstack([np.zeros((specs, specs)), np.where(np.eye(specs, dtype=bool), 0.0, np.inf)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegatherEdge:
-    """The edge from where a tensor lies to the hub of the backward half.
+    """The edge from a tensor to the hub of the backward half.
 
     Attributes:
-        seconds: of the reshard, where the copy is made again.
+        seconds: seconds of the reshard, if the copy is made again.
         between: bytes held from the last use in the forward half to the first in the backward half.
-        after: bytes held from that to the last use in the backward half.
+        after: bytes held from there to the last use in the backward half.
     """
 
     seconds: np.ndarray
@@ -60,49 +60,50 @@ class RegatherEdge:
     after: np.ndarray
 
 
-def regather_edge(seconds: np.ndarray, copied: np.ndarray, lying: np.ndarray) -> RegatherEdge:
-    """The edge from where the tensor lies to the hub of the backward half.
+def regather_edge(seconds: np.ndarray, copied: np.ndarray, held: np.ndarray) -> RegatherEdge:
+    """Return the edge from a tensor to the hub of the backward half.
 
     Args:
-        seconds: of a reshard from every way of lying (rows) to every spec of the hubs (columns).
-        copied: bytes that such a copy holds; zero where the tensor lies so.
-        lying: bytes that the tensor itself holds, for every way of lying, if it is held for the backward half alone;
-            zeros if it is held anyway, as inputs of the step are.
+        seconds: seconds of the reshard from every spec of the tensor (rows) to every spec of the hubs (columns).
+        copied: bytes of the copy; zero where both specs are the same.
+        held: bytes of the tensor itself under every spec, if it is held only for the backward half; zeros if it is
+            held in any case, as inputs of the step are.
     """
-    lies = (copied == 0) * lying[:, None]  # it is read itself: no copy is made
-    source = (copied > 0) * lying[:, None]  # what the copy is made of again
+    read = (copied == 0) * held[:, None]  # the tensor itself is read: there is no copy
+    source = (copied > 0) * held[:, None]  # kept to make the copy again
     return RegatherEdge(
         seconds=np.hstack([seconds, np.zeros_like(seconds)]),
-        between=np.hstack([lies + source, lies + copied]),
-        after=np.hstack([lies + copied, lies + copied]),
+        between=np.hstack([read + source, read + copied]),
+        after=np.hstack([read + copied, read + copied]),
     )
 
 
-def hubs_from_choices(hubs: Mapping[str, Spec], chosen: Mapping[str, RegatherChoice]) -> dict[str, Spec]:
-    """The hubs of some decisions: one for both halves where a copy is kept, else one for each.
+def hubs_from_choices(hubs: Mapping[str, Spec], choices: Mapping[str, RegatherChoice]) -> dict[str, Spec]:
+    """Return the hubs of some decisions: one for both halves if a copy is kept, else one for each half.
 
     Args:
-        hubs: all hubs but those of the backward half, by key.
-        chosen: these, by the name of the value.
+        hubs: key -> spec of all hubs but those of `choices`.
+        choices: name of a value -> the option of its hub of the backward half.
     """
-    found = dict(hubs)
-    for name, reread in chosen.items():
-        forward = found.pop(f"{name}@forward")
-        if reread.kept:
-            found[name] = reread.spec
+    merged = dict(hubs)
+    for name, choice in choices.items():
+        forward = merged.pop(f"{name}@forward")
+        # One hub for both halves stands for a copy that is kept.
+        if choice.kept:
+            merged[name] = choice.spec
         else:
-            found |= {f"{name}@forward": forward, f"{name}@backward": reread.spec}
-    return found
+            merged |= {f"{name}@forward": forward, f"{name}@backward": choice.spec}
+    return merged
 
 
 def choices_from_hubs(
     hubs: Mapping[str, Spec], names: Iterable[str]
 ) -> tuple[dict[str, Spec], dict[str, RegatherChoice]]:
-    """What `hubs_from_choices` was given, for hubs and the names of the values that both halves use."""
-    found, chosen = dict(hubs), {}
+    """Return the arguments of `hubs_from_choices` for its result, given the names of the values."""
+    separate, choices = dict(hubs), {}
     for name in names:
-        kept = name in found
-        forward = found.pop(name) if kept else found[f"{name}@forward"]
-        found[f"{name}@forward"] = forward
-        chosen[name] = RegatherChoice(forward if kept else found.pop(f"{name}@backward"), kept)
-    return found, chosen
+        kept = name in separate
+        forward = separate.pop(name) if kept else separate[f"{name}@forward"]
+        separate[f"{name}@forward"] = forward
+        choices[name] = RegatherChoice(forward if kept else separate.pop(f"{name}@backward"), kept)
+    return separate, choices

@@ -1,4 +1,4 @@
-"""One problem of the planner, solved: by messages where it is large, by the solver's other ways where a gap is left."""
+"""Solves one problem of the planner: large ones by message passing first, and by the solver where a gap is left."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-
-import numpy as np
 
 from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.tiling import Tiling
@@ -17,51 +15,36 @@ from autoshard.solver.problem import IntArray
 from autoshard.solver.trws import Messages, RelaxationResult, restrict_problem
 
 Report = Callable[[str, float, float], None]
-"""Told of what is being done, the least cost known, and the bound."""
+"""A function of the phase, the least known cost, and the bound."""
 
-_LARGE = 200_000
-"""Entries of all edge tables from which messages are tried first: smaller problems are solved exactly at once."""
+# Entries of all edge tables from which messages are tried first: smaller problems are solved exactly at once.
+LARGE = 200_000
 
-ITERATIONS = 120
-"""Passes there and back, at most."""
+ITERATIONS = 120  # forward and backward passes, at most
+REPAIR_ITERATIONS = 40  # passes at full depth, at most, that mend messages of a few layers
+_PRICED_REPAIR_ITERATIONS = 11  # the same at prices of memory: more find no better plan, and bounds are not used
 
-REPAIR_ITERATIONS = 40
-"""Passes there and back at full depth, at most, that mend messages found on a few layers."""
-
-_PRICED_REPAIR_ITERATIONS = 11
-"""The same where memory has a price: what more of them find is no better, and bounds are not wanted."""
-
-_PROVED = 1e-4
-"""Relative gap at which nothing is left to look for, as of solvers of integer programs by default: prices are not known
-better."""
-
-ENOUGH = 1e-3
-"""The same where another way of solving would have to begin, or the solver to go on: it takes many times as long as
-what came so close."""
-
-_PRICED_GAP = 2e-2
-"""The same where memory has a price: what the limit is kept by is chosen among plans at many prices."""
-
-_HOPELESS_GAP = 2e-2
-"""Relative gap of a proposal that the solver would not close in the time that a proposal is worth."""
-
-CLOSE = 5e-3
-"""Relative gap at which a plan of tied layers stands; where it is larger, every layer is looked at by itself."""
+# Relative gaps.
+PROVED = 1e-4  # the search ends, as integer programming solvers do by default: prices are not known better
+ENOUGH = 1e-3  # no further method begins: it takes many times as long as the methods that came so close
+_PRICED_GAP = 2e-2  # the search ends at prices of memory: the plan for a limit is chosen among plans at many prices
+_HOPELESS_GAP = 2e-2  # of a proposal: the solver would not close it in the time that a proposal is worth
+CLOSE = 5e-3  # tied layers are good enough; above it, the solver looks at every layer by itself
 
 
 @dataclass(frozen=True, slots=True)
 class SolveOptions:
-    """How one problem is to be solved.
+    """Method and limits for one problem.
 
     Attributes:
-        method: one of the solver's.
-        deadline: `time.monotonic()` seconds.
-        proof: whether the bound is wanted; else a good assignment is enough.
-        priced: whether memory has a price.
-        fast: whether an assignment of message passing or, where that leaves a gap, of segments is good enough.
-        proposal: whether it is to be judged by its timeline, and tied layers are good enough.
-        work_limit: of the solver, in its units; None for none.
-        report: told how it goes.
+        method: a method of the solver.
+        deadline: the latest end, as of `time.monotonic()`.
+        proof: True if the bound is needed; otherwise a good assignment is enough.
+        priced: True if memory has a price.
+        fast: True if an assignment of messages, or of segments if these leave a gap, is good enough.
+        proposal: True if the timeline will judge the plan; tied layers are then good enough.
+        work_limit: the solver's work limit; None for no limit.
+        report: gets reports about the search.
     """
 
     method: str
@@ -76,7 +59,7 @@ class SolveOptions:
     @property
     def gap_goal(self) -> float:
         """Relative gap at which the search ends."""
-        return _PRICED_GAP if self.priced else _PROVED
+        return _PRICED_GAP if self.priced else PROVED
 
     def report_progress(self, phase: str, cost: float, bound: float) -> None:
         if self.report is not None:
@@ -85,113 +68,132 @@ class SolveOptions:
 
 @dataclass(frozen=True, slots=True)
 class SolveResult:
-    """What came of it.
+    """The result for one problem.
 
     Attributes:
-        assignment: an option per variable; empty where none is known.
-        cost: of the assignment.
-        lower_bound: no assignment costs less.
-        method: what found it.
-        status: as the solver's.
-        interrupted: whether somebody stopped the search.
+        assignment: an option per variable; empty if none is known.
+        cost: cost of the assignment.
+        lower_bound: a lower bound of the cost of every assignment.
+        method: the method that found the assignment.
+        status: the status, as the solver's.
+        interrupted: True if the search was interrupted.
     """
 
-    assignment: tuple[int, ...]
-    cost: float
-    lower_bound: float
-    method: str
-    status: str
+    assignment: tuple[int, ...] = ()
+    cost: float = math.inf
+    lower_bound: float = -math.inf
+    method: str = "messages"
+    status: str = "feasible"
     interrupted: bool = False
 
     @property
     def gap(self) -> float:
-        return (self.cost - self.lower_bound) / max(abs(self.cost), 1e-300) if self.assignment else float("inf")
+        """Relative gap between cost and bound; `inf` without an assignment."""
+        return (self.cost - self.lower_bound) / max(abs(self.cost), 1e-300) if self.assignment else math.inf
 
 
-def solve_problem(built: BuiltProblem, tiling: Tiling | None, search: SolveOptions) -> SolveResult:
-    """The best assignment found, with a bound at full depth.
+def solve_problem(built: BuiltProblem, tiling: Tiling | None, options: SolveOptions) -> SolveResult:
+    """Return the best assignment that is found, with a bound of the whole problem.
 
-    A large problem without a memory limit goes to message passing first, which most often proves its assignment; so
-    does a small one of which no proof is wanted.
-    Where repeated layers are known, that happens where equal layers are tied to one choice, and the messages, laid
-    along all layers, become a bound of the whole problem: what it proves is proved for untied layers too. Where that is
-    not `CLOSE`, segments are stitched. What remains open goes to the solver: the tied problem where messages were
-    close, else the whole one, which starts from what the segments gave. A proposal goes no further than tied layers.
+    1. Message passing, for large problems without a memory limit, and for all that need no proof. With repeated layers
+       it runs on layers tied to one choice; the messages, laid along all layers, then become a bound of the whole
+       problem, so that a proof holds for layers that choose freely too. Most often it proves its assignment.
+    2. Segments, if the gap is not `CLOSE`.
+    3. The solver: on the tied problem if messages were close, else on the whole one, starting from the segments'
+       assignment. A proposal goes no further than tied layers.
 
     Args:
         built: the problem.
-        tiling: which variables repeat others; None where nothing does.
-        search: method and limits.
+        tiling: the repeated layers; None if there are none.
+        options: method and limits.
     """
     problem = built.problem
-    if search.method != "auto" or problem.limit is not None or (search.proof and not is_large(problem)):
-        return _call_solver(problem, search)
-    best = solve_by_messages(problem, built.program_positions, tiling, search)
-    enough = max(search.gap_goal, ENOUGH)
-    if best.interrupted or best.gap <= enough or monotonic() > search.deadline:
+    if options.method != "auto" or problem.limit is not None or (options.proof and not is_large(problem)):
+        return _call_solver(problem, options)
+    # Messages most often prove their assignment, in less time than the other methods take to start.
+    best = solve_by_messages(problem, built.program_positions, tiling, options)
+    enough = max(options.gap_goal, ENOUGH)
+    if best.interrupted or best.gap <= enough or monotonic() > options.deadline:
         return best
     start = None
     if best.gap > CLOSE:
-        stitched = solve_by_segments(problem, built.program_positions, tiling, search)
-        best = better_result(best, stitched)
-        start = stitched.assignment or None
-    if best.interrupted or best.gap <= enough or (search.fast and best.assignment):
+        by_segments = solve_by_segments(problem, built.program_positions, tiling, options)
+        best = better_result(best, by_segments)
+        start = by_segments.assignment or None
+    if best.interrupted or best.gap <= enough or (options.fast and best.assignment):
         return best
-    if search.proposal and best.assignment and best.gap > _HOPELESS_GAP:
+    if options.proposal and best.assignment and best.gap > _HOPELESS_GAP:
         return best
     if tiling is not None:
-        if start is None or search.proposal:
-            best = better_result(best, _solve_tied(problem, tiling, search, start))
-        if best.interrupted or best.gap <= CLOSE or search.proposal or monotonic() > search.deadline:
+        if start is None or options.proposal:
+            best = better_result(best, _solve_tied(problem, tiling, options, start))
+        if best.interrupted or best.gap <= CLOSE or options.proposal or monotonic() > options.deadline:
             return best
-    return better_result(best, _call_solver(problem, search, start))
+    return better_result(best, _call_solver(problem, options, start))
+
+
+def is_large(problem: Problem) -> bool:
+    """Return True if a problem goes to message passing first."""
+    return sum(math.prod(edge.shape) for edge in problem.edges) >= LARGE
 
 
 def better_result(first: SolveResult, second: SolveResult) -> SolveResult:
-    """The cheaper of two answers to one problem, with the higher of their bounds."""
+    """Return the cheaper of two results for one problem, with the higher of their bounds."""
     best = second if second.cost < first.cost else first
     bound = min(max(first.lower_bound, second.lower_bound), best.cost)
     interrupted = first.interrupted or second.interrupted
     return SolveResult(best.assignment, best.cost, bound, best.method, best.status, interrupted)
 
 
-def solve_by_messages(problem: Problem, order: list[float], tiling: Tiling | None, search: SolveOptions) -> SolveResult:
-    """Message passing, on tied layers first where there are any."""
+def solve_by_messages(
+    problem: Problem, order: list[float], tiling: Tiling | None, options: SolveOptions
+) -> SolveResult:
+    """Return the result of message passing, which starts on tied layers if there are any."""
     folded = tied_messages(problem, order, tiling)
+    tied, interrupted = run_messages(folded, ITERATIONS, options)
     if tiling is None:
-        relaxed, interrupted = run_messages(folded, ITERATIONS, search)
-        return result_of_messages(relaxed, interrupted)
-    tied, interrupted = run_messages(folded, ITERATIONS, search)
-    assignment = tiling.spread(tied.assignment) if tied.assignment else ()
-    cost = problem.cost(assignment) if assignment else float("inf")
-    if search.proposal:  # tied layers are good enough, and so is what bounds them
-        bound = min(tied.bound, cost)
-        return SolveResult(assignment, cost, bound, "messages, layers tied", "feasible", interrupted)
+        return result_of_messages(tied, interrupted)
+    assignment, cost = _spread(problem, tiling, tied.assignment)
+    method = "messages, layers tied"
+    if options.proposal:
+        # Tied layers are good enough, and so is the bound of the tied problem.
+        return SolveResult(assignment, cost, min(tied.bound, cost), method, interrupted=interrupted)
     messages = Messages(problem, order)
     messages.start_from(*tiling.messages(problem, folded.along, folded.against))
     if interrupted:
-        return SolveResult(assignment, cost, -np.inf, "messages", "feasible", True)
-    mending = _PRICED_REPAIR_ITERATIONS if search.priced else REPAIR_ITERATIONS
-    relaxed, interrupted = run_messages(messages, mending, search, cost, search.gap_goal)
-    own = SolveResult(assignment, cost, relaxed.bound, "messages, layers tied", "feasible", interrupted)
-    return better_result(own, result_of_messages(relaxed, interrupted))
+        return SolveResult(assignment, cost, interrupted=True)
+    iterations = _PRICED_REPAIR_ITERATIONS if options.priced else REPAIR_ITERATIONS
+    whole, interrupted = run_messages(messages, iterations, options, cost, options.gap_goal)
+    result = SolveResult(assignment, cost, whole.bound, method, interrupted=interrupted)
+    return better_result(result, result_of_messages(whole, interrupted))
 
 
 def tied_messages(
     problem: Problem, order: list[float], tiling: Tiling | None, kept: Sequence[IntArray] | None = None
 ) -> Messages:
-    """Messages of a problem, or of its tied layers where there are any; of some of the options alone, if told."""
+    """Return the messages of a problem, or of its tied layers if there are any; `kept` restricts the options."""
     if tiling is not None:
         return Messages(tiling.fold(problem, kept), [order[leader] for leader in tiling.leaders])
     return Messages(problem if kept is None else restrict_problem(problem, kept), order)
 
 
 def run_messages(
-    messages: Messages, iterations: int, search: SolveOptions, upper: float = float("inf"), close: float = 0.0
+    messages: Messages, iterations: int, options: SolveOptions, upper: float = float("inf"), close: float = 0.0
 ) -> tuple[RelaxationResult, bool]:
-    """Iterations, until the bound is as close to a known cost as is asked for, and whether somebody stopped them."""
-    told = search.report_progress
-    best = messages.run(1, upper=upper, close=close, deadline=search.deadline)
+    """Run iterations until the bound is close to a known cost.
+
+    Args:
+        messages: the messages.
+        iterations: the most iterations.
+        options: limits.
+        upper: the known cost.
+        close: the relative gap at which to stop.
+
+    Returns:
+        The result, and True if the search was interrupted.
+    """
+    report = options.report_progress
+    best = messages.run(1, upper=upper, close=close, deadline=options.deadline)
     known = min(upper, best.cost)
     if known - best.bound <= close * abs(known):
         return best, False
@@ -200,9 +202,9 @@ def run_messages(
             iterations,
             upper=upper,
             close=close,
-            patient=not search.proof,
-            deadline=search.deadline,
-            progress=lambda cost, bound: told("messages", min(cost, upper), bound),
+            patient=not options.proof,
+            deadline=options.deadline,
+            progress=lambda cost, bound: report("messages", min(cost, upper), bound),
         )
     except KeyboardInterrupt:
         return best, True
@@ -210,49 +212,53 @@ def run_messages(
 
 
 def result_of_messages(relaxed: RelaxationResult, interrupted: bool) -> SolveResult:
-    """What passes have found, as an answer."""
-    return SolveResult(
-        relaxed.assignment, relaxed.cost, min(relaxed.bound, relaxed.cost), "messages", "feasible", interrupted
-    )
+    """Return the result of iterations as one of the problem."""
+    return SolveResult(relaxed.assignment, relaxed.cost, min(relaxed.bound, relaxed.cost), interrupted=interrupted)
 
 
-def solve_by_segments(problem: Problem, order: list[float], tiling: Tiling | None, search: SolveOptions) -> SolveResult:
-    """The hierarchy, on tied layers where there are any: its own bound is then none of the whole problem."""
+def solve_by_segments(
+    problem: Problem, order: list[float], tiling: Tiling | None, options: SolveOptions
+) -> SolveResult:
+    """Return the result of the hierarchy of segments, on tied layers if there are any; it then has no bound."""
     try:
         if tiling is None:
-            found = solve_in_segments(problem, order, deadline=search.deadline)
-            return SolveResult(found.assignment, found.cost, found.lower_bound, "segments", "feasible")
+            solution = solve_in_segments(problem, order, deadline=options.deadline)
+            return SolveResult(solution.assignment, solution.cost, solution.lower_bound, "segments")
         leaders = [order[leader] for leader in tiling.leaders]
-        found = solve_in_segments(tiling.fold(problem), leaders, deadline=search.deadline)
+        solution = solve_in_segments(tiling.fold(problem), leaders, deadline=options.deadline)
     except KeyboardInterrupt:
-        return SolveResult((), float("inf"), -np.inf, "segments", "feasible", True)
-    assignment = tiling.spread(found.assignment) if found.assignment else ()
-    cost = problem.cost(assignment) if assignment else float("inf")
-    return SolveResult(assignment, cost, -np.inf, "segments, layers tied", "feasible")
+        return SolveResult(method="segments", interrupted=True)
+    # The bound of tied layers is none of the whole problem.
+    return SolveResult(*_spread(problem, tiling, solution.assignment), method="segments, layers tied")
 
 
-def _solve_tied(problem: Problem, tiling: Tiling, search: SolveOptions, start: tuple[int, ...] | None) -> SolveResult:
-    """The problem in which equal layers choose alike, by the solver; its own bound is none of the whole problem.
-
-    `start` is an assignment of the whole problem in which they do, if one is known.
-    """
+def _solve_tied(problem: Problem, tiling: Tiling, options: SolveOptions, start: tuple[int, ...] | None) -> SolveResult:
+    """Return the solver's result for tied layers; `start` is an assignment of the whole problem with tied layers."""
     leading = None if start is None else tuple(start[leader] for leader in tiling.leaders)
-    found = _call_solver(tiling.fold(problem), search, leading)
-    if not found.assignment:
-        return SolveResult((), float("inf"), -np.inf, found.method, found.status, found.interrupted)
-    assignment = tiling.spread(found.assignment)
-    method = f"{found.method}, layers tied"
-    return SolveResult(assignment, problem.cost(assignment), -np.inf, method, "feasible", found.interrupted)
+    tied = _call_solver(tiling.fold(problem), options, leading)
+    if not tied.assignment:
+        return SolveResult(method=tied.method, status=tied.status, interrupted=tied.interrupted)
+    # The bound of tied layers is none of the whole problem.
+    assignment, cost = _spread(problem, tiling, tied.assignment)
+    return SolveResult(assignment, cost, method=f"{tied.method}, layers tied", interrupted=tied.interrupted)
 
 
-def _call_solver(problem: Problem, search: SolveOptions, start: tuple[int, ...] | None = None) -> SolveResult:
+def _spread(problem: Problem, tiling: Tiling, tied: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+    """Return an assignment of tied layers as one of the whole problem, and its cost."""
+    if not tied:
+        return (), math.inf
+    assignment = tiling.spread(tied)
+    return assignment, problem.cost(assignment)
+
+
+def _call_solver(problem: Problem, options: SolveOptions, start: tuple[int, ...] | None = None) -> SolveResult:
     solution = solve(
         problem,
-        method="alternate" if search.method == "auto" and not search.proof else search.method,
-        time_limit=max(1.0, search.deadline - monotonic()),
-        work_limit=search.work_limit,
+        method="alternate" if options.method == "auto" and not options.proof else options.method,
+        time_limit=max(1.0, options.deadline - monotonic()),
+        work_limit=options.work_limit,
         gap=ENOUGH,
-        progress=lambda one: search.report_progress(one.phase, one.cost, one.lower_bound),
+        progress=lambda progress: options.report_progress(progress.phase, progress.cost, progress.lower_bound),
         start=start,
     )
     return SolveResult(
@@ -263,8 +269,3 @@ def _call_solver(problem: Problem, search: SolveOptions, start: tuple[int, ...] 
         solution.status,
         solution.interrupted,
     )
-
-
-def is_large(problem: Problem) -> bool:
-    """Whether a problem goes to message passing first."""
-    return sum(math.prod(edge.shape) for edge in problem.edges) >= _LARGE

@@ -1,4 +1,4 @@
-"""The strategies of one operator as tables: specs interned, work priced, made once per distinct rule."""
+"""Tables of the strategies of operators, their specs and their prices, made once per distinct rule."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ _COLLECTIVES = {
     "ring": "shift",
     "ring_and_home": "shift",
 }
-_PART_EXCHANGES = ("all_gather", "all_to_all", "ring", "ring_and_home")  # a rank holds its part of the bytes before
+_PART_EXCHANGES = ("all_gather", "all_to_all", "ring", "ring_and_home")  # a rank starts with its part of the bytes
 
 
 def _times_read(rule: Rule, dims: Dims) -> int:
-    """How often a tensor is read: once for every step of loops that it lacks and that run one step after another."""
-    held = {factor for dim in dims for factor in dim}
+    """Return how often a tensor is read: once per step of the sequential loops that it has no dim for."""
+    present = {factor for dim in dims for factor in dim}
     return math.prod(
-        factor.size for index, factor in enumerate(rule.factors) if factor.sequential and index not in held
+        factor.size for index, factor in enumerate(rule.factors) if factor.sequential and index not in present
     )
 
 
 def _tensors(call: OpCall, rule: Rule) -> Iterator[tuple[Dims, TensorMeta]]:
-    """The tensors that a call reads and makes, each with the factors of its dims."""
+    """Return operands and results of a call, each with the factors of its dims."""
     for dims, meta in (*zip(rule.operands, call.operands, strict=True), *zip(rule.results, call.results, strict=True)):
         if dims is not None and meta is not None:
             yield dims, meta
 
 
 def _work(call: OpCall) -> tuple[float, torch.dtype, str]:
-    """The operations of a whole call, the dtype that they are done in, and the operator's name."""
+    """Return the operations of a whole call, their dtype, and the operator's name."""
     results = [meta for meta in call.results if meta is not None]
     work = flops(call.op, [meta.shape for meta in call.operands], [meta.shape for meta in results], call.args)
     return work, results[0].dtype if results else torch.float32, call.op.overloadpacket.__name__
@@ -66,7 +66,7 @@ def _work(call: OpCall) -> tuple[float, torch.dtype, str]:
 
 @dataclass(frozen=True, eq=False)
 class SpecList:
-    """The specs of one tensor under every strategy of its operator, each distinct spec stored once."""
+    """The specs of one tensor under every strategy of its operator, with distinct specs stored once."""
 
     distinct: tuple[Spec, ...]
     index: np.ndarray
@@ -82,7 +82,7 @@ class SpecList:
         return self.distinct[self.index[strategy]]
 
     def bytes(self, meta: TensorMeta, mesh: MeshShape) -> np.ndarray:
-        """Bytes of one rank's shard of a tensor under every strategy."""
+        """Return the bytes of one rank's shard of a tensor under every strategy."""
         key = (meta.shape, meta.dtype.itemsize)
         if key not in self._bytes:
             distinct = [math.prod(spec_shape(meta.shape, spec, mesh)) * meta.dtype.itemsize for spec in self.distinct]
@@ -92,7 +92,7 @@ class SpecList:
 
 @dataclass(frozen=True, eq=False)
 class OperatorStrategies:
-    """All strategies of an operator: choices, and the specs of operands and results that follow."""
+    """Strategies of an operator: choices, and the specs of operands and results that follow."""
 
     choices: tuple[Choices, ...]
     operands: tuple[SpecList, ...]
@@ -100,12 +100,12 @@ class OperatorStrategies:
 
 
 class StrategyTables:
-    """Makes `Options` and their prices, once for every distinct rule and call.
+    """Makes `OperatorStrategies` and their prices, once for every distinct rule and call.
 
     Args:
-        cost: what work costs.
-        shared: the mesh axis of which ranks hold shares of their own of the batch, if there is one. What has to do with
-            the batch is split by nothing else on it: only the batch comes in such shares.
+        cost: the prices of compute and collectives.
+        shared: the mesh axis whose ranks have shares of the batch, if there is one. On that axis, tensors with a dim of
+            the batch are split along that dim or not at all.
     """
 
     def __init__(self, cost: CostModel, shared: SharedAxis | None = None) -> None:
@@ -121,7 +121,13 @@ class StrategyTables:
     def options(
         self, rule: Rule, fixed: tuple[int | None, ...] | None = None, restriction: Restriction | None = None
     ) -> OperatorStrategies:
-        """The strategies of a rule that a task graph allows; on axes where `fixed` holds a choice, only that one."""
+        """Return the strategies of a rule.
+
+        Args:
+            rule: the rule.
+            fixed: the choice on every axis; None on an axis where all choices are open.
+            restriction: the restriction by a task graph.
+        """
         key = (id(rule), fixed, restriction)
         if key not in self._options:
             self._keep_alive.append(rule)
@@ -133,13 +139,13 @@ class StrategyTables:
     ) -> OperatorStrategies:
         per_axis = [axis_choices(rule, size) for size in self.mesh.sizes]
         if self.shared is not None:
-            own = self.shared.axis
-            per_axis[own] = tuple(one for one in per_axis[own] if keeps_shares(rule, one, self.shared))
+            axis = self.shared.axis
+            per_axis[axis] = tuple(choice for choice in per_axis[axis] if keeps_shares(rule, choice, self.shared))
         if fixed is not None:
-            per_axis = [every if one is None else (one,) for every, one in zip(per_axis, fixed, strict=True)]
+            per_axis = [open_ if choice is None else (choice,) for open_, choice in zip(per_axis, fixed, strict=True)]
         choices = fitting_choices(rule, per_axis, self.mesh)
         if self.shared is not None:
-            choices = tuple(one for one in choices if splits_evenly(rule, one, self.shared, self.mesh))
+            choices = tuple(strategy for strategy in choices if splits_evenly(rule, strategy, self.shared, self.mesh))
         if restriction is not None:
             choices = restriction.filter_strategies(choices)
         mesh = self.mesh
@@ -152,13 +158,13 @@ class StrategyTables:
     def seconds(
         self, call: OpCall, rule: Rule, options: OperatorStrategies, zeros: tuple[bool, ...] = ()
     ) -> np.ndarray:
-        """Seconds of compute, and of the collectives inside the local program, of every strategy.
+        """Return the seconds of compute, and of collectives inside the local program, of every strategy.
 
         Args:
             call: the call.
             rule: its rule.
             options: the strategies.
-            zeros: for every operand, whether its padding is zero in any case; none is, by default.
+            zeros: for every operand, True if its padding is known to be zero; by default that is known of no operand.
         """
         key = (id(call), id(rule), id(options), zeros)
         if key not in self._seconds:
@@ -169,8 +175,8 @@ class StrategyTables:
     def _all_seconds(
         self, call: OpCall, rule: Rule, options: OperatorStrategies, zeros: tuple[bool, ...]
     ) -> np.ndarray:
-        """Where nothing is padded or exchanged, strategies at which a rank does and moves as much are priced once."""
         table = np.array(options.choices, dtype=np.int64).reshape(-1, self.mesh.ndim)
+        # Strategies without padding and exchanges are priced together, since many have equal work and bytes.
         simple = np.zeros(len(table), dtype=np.bool_)
         seconds = np.zeros(len(table))
         if is_plain(rule) and not any(factor.exchanges for factor in rule.factors):
@@ -181,7 +187,7 @@ class StrategyTables:
         return seconds
 
     def _even_seconds(self, call: OpCall, rule: Rule, table: np.ndarray) -> np.ndarray:
-        """Seconds that a rank computes under strategies without padding, `[strategies, axes]`, of a plain rule."""
+        """Return the compute seconds of strategies without padding, `[strategies, axes]`, of a plain rule."""
         if rule.free:
             return np.zeros(len(table))
         local = local_sizes(rule, table, self.mesh)
@@ -193,12 +199,13 @@ class StrategyTables:
             moved += held
         work, dtype, name = _work(call)
         shares = np.prod([max(factor.size, 1) for factor in rule.factors] / np.maximum(local, 1), axis=1)
+        # Strategies with equal work and bytes are priced once.
         loads, places = np.unique(np.column_stack([work / shares, moved]), axis=0, return_inverse=True)
-        prices = [self.cost.compute(done, int(bytes), dtype, name) for done, bytes in loads.tolist()]
+        prices = [self.cost.compute(operations, int(bytes), dtype, name) for operations, bytes in loads.tolist()]
         return np.array(prices)[places.reshape(-1)]
 
     def result_bytes(self, call: OpCall, options: OperatorStrategies) -> np.ndarray:
-        """Bytes of the results of every strategy."""
+        """Return the bytes of the results of every strategy."""
         key = (id(call), id(options))
         if key not in self._result_bytes:
             self._keep_alive += [call, options]
@@ -208,7 +215,7 @@ class StrategyTables:
         return self._result_bytes[key]
 
     def strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
-        """Seconds of compute and of inner collectives of one strategy."""
+        """Return the seconds of compute and of inner collectives of one strategy."""
         key = (id(call), id(rule), choices, tuple(zeros))
         if key not in self._single:
             self._keep_alive += [call, rule]
@@ -216,12 +223,12 @@ class StrategyTables:
         return self._single[key]
 
     def _strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool]) -> float:
-        sent = Counter(self.exchanges(rule, choices))  # equal ones are priced once: a recurrence has many
+        sent = Counter(self.exchanges(rule, choices))  # a recurrence has many equal ones
         inner = sum(times * self.cost.collective(kind, bytes, axis) for (kind, axis, bytes), times in sent.items())
         return inner + self.compute_seconds(call, rule, choices, zeros)
 
     def compute_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
-        """Seconds that one rank computes: its share of the work, or the time to move its bytes; and masks."""
+        """Return the compute seconds of one rank: its share of the work, or the time to move its bytes; and masks."""
         rule, choices = resolve_variant(rule, choices)
         if rule.free:
             return 0.0
@@ -230,43 +237,42 @@ class StrategyTables:
             held = math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
             moved += held * _times_read(rule, dims)
         work, dtype, name = _work(call)
-        own = self.cost.compute(work / work_split(rule, choices, self.mesh), moved, dtype, name)
-        return own + self._mask_seconds(call, rule, choices, zeros)
+        seconds = self.cost.compute(work / work_split(rule, choices, self.mesh), moved, dtype, name)
+        return seconds + self._mask_seconds(call, rule, choices, zeros)
 
     def _mask_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool]) -> float:
-        """Seconds in which padding of operands is replaced before the operator runs: each is read and written once.
-
-        What finds the places is as long as one dim, and costs the launches of its operators.
-        """
+        """Return the seconds of the masks that replace the padding of operands before the operator runs."""
         seconds = 0.0
         for mask in masks(call, rule, choices, self.mesh):
             if mask.fill == 0 and zeros and zeros[mask.operand]:
                 continue
             meta = call.operands[mask.operand]
             held = math.prod(local_shape(rule, rule.operands[mask.operand], choices, self.mesh, meta.shape))
+            # The operand is read and written once. The mask itself is as long as one dim, and costs only launches.
             seconds += self.cost.compute(0.0, 2 * held * meta.dtype.itemsize, meta.dtype)
             seconds += MASK_VECTOR_OPS * self.cost.compute(0.0, 0.0, meta.dtype)
         return seconds
 
     def exchanges(self, rule: Rule, choices: Choices) -> list[tuple[str, int, int]]:
-        """Collectives inside the local program: (kind, axis, bytes that a rank holds before)."""
+        """Return the collectives inside the local program as (kind, axis, bytes of a rank before it)."""
         rule, choices = resolve_variant(rule, choices)
-        found = []
+        collectives = []
         for axis, choice in enumerate(choices):
             for kind, bytes, *times in rule.factors[choice].exchanges if choice >= 0 else ():
-                others = choices
+                # A rank that holds its part is split along the exchanged factor too; one that holds a sum is not.
+                splitting = choices
                 if kind not in _PART_EXCHANGES:
-                    others = tuple(WHOLE if other == choice else other for other in choices)
-                held = math.ceil(bytes / work_split(rule, others, self.mesh))
-                one = (_COLLECTIVES.get(kind, kind), axis, held)
-                found += [one] * math.prod((self._collective_count(kind, choices, axis), *times))
-        return found
+                    splitting = tuple(WHOLE if other == choice else other for other in choices)
+                held = math.ceil(bytes / work_split(rule, splitting, self.mesh))
+                collective = (_COLLECTIVES.get(kind, kind), axis, held)
+                collectives += [collective] * math.prod((self._collective_count(kind, choices, axis), *times))
+        return collectives
 
     def _collective_count(self, kind: str, choices: Choices, axis: int) -> int:
-        """How many collectives an exchange is: a ring goes round once for every rank of the axes outside it."""
+        """Return the collectives of one exchange: a ring goes round once for every rank of the axes outside it."""
         size = self.mesh.sizes[axis]
         outside = math.prod(
-            other for other, choice in zip(self.mesh.sizes[:axis], choices, strict=False) if choice == choices[axis]
+            outer for outer, choice in zip(self.mesh.sizes[:axis], choices, strict=False) if choice == choices[axis]
         )
         match kind:
             case "ring":
@@ -274,10 +280,3 @@ class StrategyTables:
             case "ring_and_home":
                 return (size - 1) * outside + (outside % size > 0)
         return 1
-
-    def options_on_axes(
-        self, rule: Rule, current: Choices, free: frozenset[int], restriction: Restriction | None = None
-    ) -> OperatorStrategies:
-        """Strategies that differ from `current` on the `free` axes only; those of them that a task graph allows."""
-        fixed = tuple(None if axis in free else one for axis, one in enumerate(current))
-        return self.options(rule, fixed, restriction)

@@ -1,4 +1,4 @@
-"""What the primitives of Whale leave to an operator of a task graph: some mesh axes split the batch, or do not."""
+"""Restrictions of operators by the task graphs of Whale: some mesh axes split only the batch, or anything else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Replicate
 
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.task_graphs import Primitive, TaskGraph
@@ -19,54 +19,49 @@ from autoshard.errors import HintError
 from autoshard.patterns.batch import batch_factors, factors_along
 from autoshard.patterns.graph_rules import GraphRules, Value, operand_nodes, value_of
 from autoshard.patterns.strategy import WHOLE, Choices
+from autoshard.planner.hints import Pins
 from autoshard.specs.axes import MeshShape
 
 _COPY_OPS = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
-_HEAVY_SHARE = 0.95  # of the arithmetic of a task graph
+_HEAVY_SHARE = 0.95  # part of the arithmetic of a task graph that its heavy operators do
 
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """Which strategies of an operator its task graph allows.
+    """The strategies of an operator that its task graph allows.
 
     Attributes:
-        axes: indices of the mesh axes that it speaks of.
-        allowed: the factors that these may split; all but those of `forbidden` where it is None.
-        forbidden: the factors that they may not split.
-        wanted: the factors of which as many axes as possible are to split one; None for all that are allowed.
+        axes: indices of the mesh axes of the task graph.
+        allowed: the factors that these axes may split; None for all but those of `forbidden`.
+        forbidden: the factors that they must not split.
+        preferred: the factors that as many of these axes as possible should split; None for all that are allowed.
     """
 
     axes: tuple[int, ...]
     allowed: frozenset[int] | None = None
     forbidden: frozenset[int] = frozenset()
-    wanted: frozenset[int] | None = None
+    preferred: frozenset[int] | None = None
 
     def filter_strategies(self, strategies: Sequence[Choices]) -> tuple[Choices, ...]:
-        """The strategies that are allowed: of those that do nothing forbidden, those that split most as they should.
-
-        All of them where none is allowed, since other axes are fixed in a way that leaves none.
-        """
-        allowed = [(self._splits(choices), choices) for choices in strategies if self._allows(choices)]
+        """Return the allowed strategies that split preferred factors on most axes."""
+        allowed = []
+        for choices in strategies:
+            split = [choices[axis] for axis in self.axes if choices[axis] > WHOLE]
+            if self.forbidden.isdisjoint(split) and (self.allowed is None or self.allowed.issuperset(split)):
+                count = sum(self.preferred is None or factor in self.preferred for factor in split)
+                allowed.append((count, choices))
         most = max((count for count, _ in allowed), default=0)
+        # Axes outside the task graph may be fixed in a way that leaves no allowed strategy: then all are.
         return tuple(choices for count, choices in allowed if count == most) or tuple(strategies)
-
-    def _allows(self, choices: Choices) -> bool:
-        split = [choices[axis] for axis in self.axes if choices[axis] > WHOLE]
-        return self.forbidden.isdisjoint(split) and (self.allowed is None or self.allowed.issuperset(split))
-
-    def _splits(self, choices: Choices) -> int:
-        """On how many of the axes the operator is split as it is wanted."""
-        split = [choices[axis] for axis in self.axes if choices[axis] > WHOLE]
-        return len(split) if self.wanted is None else sum(one in self.wanted for one in split)
 
 
 @dataclass(frozen=True, slots=True)
 class Restrictions:
-    """What the task graphs of a step ask for.
+    """The restrictions of a step by its task graphs.
 
     Attributes:
-        operators: which strategies an operator may have; those that are in no task graph are not among them.
-        apart: parameters that lie in shards, and over which mesh axes.
+        operators: operator in a task graph -> its restriction.
+        sharded_parameters: name of a parameter that must be sharded -> the mesh axes.
     """
 
     operators: Mapping[fx.Node, Restriction]
@@ -74,18 +69,19 @@ class Restrictions:
 
 
 def axes_of(graph: JointGraph, mesh: MeshShape) -> dict[Primitive, tuple[int, ...]]:
-    """The mesh axes of every primitive of a graph.
+    """Return the mesh axes of every primitive of a graph.
 
     Raises:
         HintError: no axis, and no product of axes, has as many devices as a primitive asks for; or there is no axis of
             a name.
     """
-    marked = (graph.task_graph(node) for node in graph.graph.nodes)
-    return {primitive: _axes(primitive, mesh) for primitive in dict.fromkeys(one.primitive for one in marked if one)}
+    task_graphs = (graph.task_graph(node) for node in graph.graph.nodes)
+    primitives = dict.fromkeys(task_graph.primitive for task_graph in task_graphs if task_graph)
+    return {primitive: _axes(primitive, mesh) for primitive in primitives}
 
 
 def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
-    """Of axes that have as many devices as asked for: one rather than several; the last for `split`, else the first."""
+    """Return the mesh axes with as many devices as a primitive asks for."""
     used = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
     devices = primitive.devices
     if devices is None:
@@ -106,18 +102,18 @@ def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
             f"axes, has that many. Possible are {', '.join(map(str, possible)) or 'only 1'}; {primitive.kind}() takes "
             f"all there are, and {primitive.kind}({mesh.names[-1]!r}) those of an axis."
         )
+    # One axis rather than several; the last one for `split`, where tensor parallelism usually is, else the first.
     shortest = [group for group in fitting if len(group) == len(fitting[0])]
     return shortest[-1 if primitive.kind == "split" else 0]
 
 
-def whole_parameters(
-    graph: JointGraph, axes: Mapping[Primitive, tuple[int, ...]], mesh: MeshShape
-) -> dict[str, tuple[Placement | None, ...]]:
-    """What replicated task graphs pin: parameters that these alone use are whole on their axes."""
-    pinned: dict[str, tuple[Placement | None, ...]] = {}
+def whole_parameters(graph: JointGraph, axes: Mapping[Primitive, tuple[int, ...]], mesh: MeshShape) -> dict[str, Pins]:
+    """Return pins of the parameters that only replicated task graphs use: they are whole on the axes of these."""
+    pinned: dict[str, Pins] = {}
     for source in graph.inputs:
         users = [graph.task_graph(user) for user in source.node.users if user.op == "call_function"]
-        used = [axes[one.primitive] if one and one.primitive.kind == "replicate" else () for one in users]
+        used = [axes[user.primitive] if user and user.primitive.kind == "replicate" else () for user in users]
+        # All users must be in replicated task graphs that have the axis.
         whole = set(used[0]).intersection(*used[1:]) if used else set()
         if source.kind == "parameter" and whole:
             pinned[source.name] = tuple(Replicate() if axis in whole else None for axis in range(mesh.ndim))
@@ -125,20 +121,20 @@ def whole_parameters(
 
 
 def restrictions(rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]]) -> Restrictions:
-    """What the task graphs of a step ask for.
+    """Return the restrictions of a step by its task graphs.
 
-    Of a replicated one: operators split the batch if they have it, and nothing else. Of a split one: none splits the
-    batch, and those with most of the arithmetic split something else, a dim of parameters rather than of inputs. A
-    parameter that one of them takes lies in shards. Casts of parameters and of their gradients are free: one that is
-    in shards is cast there, and half as much is gathered.
+    In a replicated task graph, operators split the batch if they have it, and nothing else. In a split one, no operator
+    splits the batch; those with most of the arithmetic split something else, a dim of parameters rather than of inputs,
+    and the parameters that these take are sharded.
 
     Args:
-        rules: of the graph.
-        axes: of every primitive in it.
+        rules: the graph and its rules.
+        axes: the mesh axes of every primitive.
 
     Source: Whale 3.1.2; which dim is split is left to the search, as patterns are in 3.2.2.
     """
     members: dict[TaskGraph, list[fx.Node]] = defaultdict(list)
+    # Casts of parameters and of their gradients stay free: to cast shards and gather the result sends half as much.
     casts = _casts(rules.graph)
     for node in rules.operators:
         task_graph = rules.graph.task_graph(node)
@@ -147,26 +143,27 @@ def restrictions(rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]]) -
     if not members:
         return Restrictions({}, {})
     batch = batch_factors(rules)
-    weights = _ParameterFactors(rules) if any(one.primitive.kind == "split" for one in members) else None
+    weights = _ParameterFactors(rules) if any(member.primitive.kind == "split" for member in members) else None
     operators: dict[fx.Node, Restriction] = {}
-    apart: dict[str, tuple[int, ...]] = {}
+    sharded_parameters: dict[str, tuple[int, ...]] = {}
     for task_graph, nodes in members.items():
-        over = axes[task_graph.primitive]
+        task_axes = axes[task_graph.primitive]
         heavy = _heavy_operators(rules, nodes)
         for node in nodes:
             samples = batch.get(node, frozenset())
             if task_graph.primitive.kind == "replicate" or weights is None:
-                operators[node] = Restriction(over, allowed=samples)
+                operators[node] = Restriction(task_axes, allowed=samples)
             elif node not in heavy:
-                operators[node] = Restriction(over, forbidden=samples, wanted=frozenset())
+                operators[node] = Restriction(task_axes, forbidden=samples, preferred=frozenset())
             else:
-                operators[node] = Restriction(over, forbidden=samples, wanted=weights.factors(node) - samples or None)
-                apart.update(dict.fromkeys(weights.names(node), over))
-    return Restrictions(operators, apart)
+                preferred = weights.factors(node) - samples or None
+                operators[node] = Restriction(task_axes, forbidden=samples, preferred=preferred)
+                sharded_parameters.update(dict.fromkeys(weights.names(node), task_axes))
+    return Restrictions(operators, sharded_parameters)
 
 
 def _casts(graph: JointGraph) -> set[fx.Node]:
-    """Casts of parameters, and those that make gradients of parameters."""
+    """Return the casts of parameters, and those that make gradients of parameters."""
     parameters = {source.node for source in graph.inputs if source.kind == "parameter"}
     gradients = {output.node for output in graph.outputs if output.kind == "gradient"}
     copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
@@ -174,16 +171,16 @@ def _casts(graph: JointGraph) -> set[fx.Node]:
 
 
 def _heavy_operators(rules: GraphRules, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """The fewest operators that most of the arithmetic is in; all that are no views where none is but elementwise."""
+    """Return the fewest operators with most of the arithmetic; all but views if none has any arithmetic."""
     work = {}
     for node in nodes:
         call = rules.calls[node]
         results = [meta.shape for meta in call.results if meta is not None]
         work[node] = flops(call.op, [meta.shape for meta in call.operands], results, call.args)
     falling = sorted(work.values(), reverse=True)
-    done = itertools.accumulate(falling)
-    least = next((own for own, so_far in zip(falling, done, strict=True) if so_far >= _HEAVY_SHARE * sum(falling)), 0.0)
-    return frozenset(node for node, own in work.items() if own >= least and not rules.rules[node].free)
+    goal, sums = _HEAVY_SHARE * sum(falling), itertools.accumulate(falling)
+    least = next((amount for amount, total in zip(falling, sums, strict=True) if total >= goal), 0.0)
+    return frozenset(node for node, amount in work.items() if amount >= least and not rules.rules[node].free)
 
 
 def _dims_of(placeholders: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
@@ -191,7 +188,7 @@ def _dims_of(placeholders: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
 
 
 class _ParameterFactors:
-    """What of operators is of parameters."""
+    """Parameters that operators take, and factors of operators over dims of parameters."""
 
     def __init__(self, rules: GraphRules) -> None:
         self.rules = rules
@@ -203,29 +200,28 @@ class _ParameterFactors:
         self._gradients = {self._origin(node, _is_copy) for node in outputs if node is not None}
 
     def names(self, node: fx.Node) -> tuple[str, ...]:
-        """The parameters that an operator takes, views and casts aside."""
-        taken = [self._origin(source, _is_copy).node for source in operand_nodes(node)]
-        return tuple(self.parameters[one] for one in taken if one in self.parameters)
+        """Return the parameters that an operator takes, through views and casts."""
+        origins = [self._origin(source, _is_copy).node for source in operand_nodes(node)]
+        return tuple(self.parameters[origin] for origin in origins if origin in self.parameters)
 
     def factors(self, node: fx.Node) -> frozenset[int]:
-        """The factors over dims of parameters, of an operator that takes one or a choice of one, or makes its gradient.
+        """Return the factors over dims of parameters of an operator that takes a parameter or makes its gradient.
 
-        If possible not those that inputs have as well: a table of positions has a dim of the sequence.
+        An operator that takes a selection of a parameter takes it too.
         """
-        taken = [self._origin(source, _takes_one).node for source in operand_nodes(node)]
-        if not self._gradients.intersection(self._results(node)) and not self.parameters.keys() & set(taken):
+        origins = {self._origin(source, _takes_one).node for source in operand_nodes(node)}
+        results = {Value(node, index) for index in range(len(self.rules.calls[node].results))}
+        if not self._gradients & results and not self.parameters.keys() & origins:
             return frozenset()
-        found = self._along_weights.get(node, frozenset())
-        return found - self._along_inputs.get(node, frozenset()) or found
-
-    def _results(self, node: fx.Node) -> Iterator[Value]:
-        return (Value(node, index) for index in range(len(self.rules.calls[node].results)))
+        factors = self._along_weights.get(node, frozenset())
+        # If possible not those that inputs have as well: a table of positions has a dim of the sequence.
+        return factors - self._along_inputs.get(node, frozenset()) or factors
 
     def _origin(self, node: fx.Node, passes: Callable[[GraphRules, fx.Node], bool]) -> Value:
-        """What a value is made of, by operators that `passes` holds for."""
+        """Return the value that a value is made of by operators for which `passes` returns True."""
         value = value_of(node)
         while value.node in self.rules.calls and passes(self.rules, value.node):
-            sources = [one for one in operand_nodes(value.node) if one.meta["val"].dtype.is_floating_point]
+            sources = [source for source in operand_nodes(value.node) if source.meta["val"].dtype.is_floating_point]
             if len(sources) != 1:
                 break
             value = value_of(sources[0])
@@ -237,5 +233,5 @@ def _is_copy(rules: GraphRules, node: fx.Node) -> bool:
 
 
 def _takes_one(rules: GraphRules, node: fx.Node) -> bool:
-    """Whether an operator takes one tensor of numbers, and perhaps indices of it."""
+    """Return True if an operator takes one floating-point tensor, and perhaps indices into it."""
     return sum(meta.dtype.is_floating_point for meta in rules.calls[node].operands) == 1

@@ -18,7 +18,7 @@ from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
-from autoshard.planner.planning import capture_with_progress
+from autoshard.planner.captured_call import capture_with_progress
 from autoshard.runtime.arguments import check_examples, check_module
 from autoshard.search.mesh_search import MeshSearch
 from autoshard.search.request import Request

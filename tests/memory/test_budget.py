@@ -5,23 +5,23 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.memory import first_that_fits, largest_names, names_by_size
+from autoshard.memory.budget import first_that_fits, largest_names, names_by_size
 
 Plan = tuple[float, int]
 PLANS = st.lists(st.tuples(st.integers(10, 30).map(float), st.integers(100, 200)), max_size=20)
 FASTEST, LEANEST = (10.0, 210), (40.0, 90)
 
 
-def _first(plans: list[Plan], limit: int, tried: list[int], alike: float = 0.0, begin: int | None = None) -> Plan:
+def _first(plans: list[Plan], limit: int, tried: list[int], tolerance: float = 0.0, begin: int | None = None) -> Plan:
     def make(rung: int) -> Plan:
         tried.append(rung)
         return plans[rung - 1]
 
-    return first_that_fits(FASTEST, LEANEST, len(plans), make, lambda plan: plan, limit, alike, begin)
+    return first_that_fits(FASTEST, LEANEST, len(plans), make, lambda plan: plan, limit, tolerance, begin)
 
 
 def _front(plans: list[Plan]) -> list[Plan]:
-    """The plans that no other is faster than and holds less than, as a ladder has them."""
+    """Return the plans that no other plan beats both in seconds and in bytes."""
     return sorted(
         plan for plan in set(plans) if not any(one != plan and one[0] <= plan[0] and one[1] <= plan[1] for one in plans)
     )
@@ -29,9 +29,9 @@ def _front(plans: list[Plan]) -> list[Plan]:
 
 @given(PLANS, st.sampled_from([0.0, 0.1, 1.0]), st.none() | st.integers(1, 20))
 def test_where_slower_plans_hold_less_smaller_limits_never_give_faster_plans_nor_plans_that_hold_more(
-    plans: list[Plan], alike: float, begin: int | None
+    plans: list[Plan], tolerance: float, begin: int | None
 ) -> None:
-    found = [_first(_front(plans), limit, [], alike, begin) for limit in range(90, 210)]
+    found = [_first(_front(plans), limit, [], tolerance, begin) for limit in range(90, 210)]
     assert all(held <= limit for limit, (_, held) in zip(range(90, 210), found, strict=True))
     for (slower, less), (faster, more) in itertools.pairwise(found):
         assert slower >= faster
@@ -75,7 +75,7 @@ def test_between_plans_that_are_about_as_fast_none_is_made(plans: list[Plan], li
     assert not tried
 
 
-def test_the_rung_to_begin_with_is_looked_at_first() -> None:
+def test_the_level_to_begin_with_is_made_first() -> None:
     plans = [(12.0, 190), (13.0, 150), (14.0, 151), (15.0, 130)]
     tried: list[int] = []
     assert _first(plans, 155, tried, begin=3) == (13.0, 150)

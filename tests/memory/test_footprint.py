@@ -6,7 +6,7 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.memory import KINDS, Allocation, Memory, bytes_by_kind, peak
+from autoshard.memory.footprint import KINDS, Allocation, Memory, bytes_by_kind, peak
 
 ALLOCATIONS = st.lists(
     st.builds(

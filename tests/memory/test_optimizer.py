@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim.optimizer import _foreach_supported_types
 
 from autoshard.errors import PlanError
-from autoshard.memory import OptimizerMemory, optimizer_memory
+from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.runtime.shards import distribute
 from autoshard.specs.spec import Spec
 from tests.memory_tracker import Tracker, first_rank

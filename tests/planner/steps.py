@@ -42,7 +42,7 @@ KINDS = {
 
 @functools.cache
 def joint_graph(name: str, grad: bool = True, **options: Any) -> JointGraph:
-    """The joint graph of a model of `tests.models`."""
+    """Return the joint graph of a model of `tests.models`."""
     module, inputs = models.ALL[name](**options)
     return capture(module, (), inputs, grad=grad)
 
@@ -50,13 +50,13 @@ def joint_graph(name: str, grad: bool = True, **options: Any) -> JointGraph:
 def planner_of(
     graph: JointGraph,
     mesh: Mapping[str, int],
-    wishes: Constraints | None = None,
+    constraints: Constraints | None = None,
     cluster: Cluster | None = None,
     **settings: Any,
 ) -> Planner:
-    """A planner, on links so fast that tiny models are sharded unless a cluster is given; with time for its search."""
+    """Return a planner with enough time; without a cluster, links are so fast that tiny models are sharded."""
     asked = Settings(**{"time_limit": PLENTY} | settings)
-    return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), wishes or Constraints(), asked)
+    return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), constraints or Constraints(), asked)
 
 
 class MemoizingPlanner(Planner):
@@ -66,22 +66,26 @@ class MemoizingPlanner(Planner):
         super().__init__(*args)
         self.solved: dict[object, CandidatePlan] = {}
 
-    def solve(self, wishes: Constraints, **options: Any) -> CandidatePlan:
+    def solve(self, constraints: Constraints, **options: Any) -> CandidatePlan:
         prices: np.ndarray | None = options.get("prices")
-        hiding: OverlapDiscount | None = options.get("hiding")
-        key = (wishes.forced, None if prices is None else prices.tobytes(), None if hiding is None else hiding.price)
+        discount: OverlapDiscount | None = options.get("discount")
+        key = (
+            constraints.forced,
+            None if prices is None else prices.tobytes(),
+            None if discount is None else discount.price,
+        )
         if key not in self.solved:
-            self.solved[key] = super().solve(wishes, **options)
+            self.solved[key] = super().solve(constraints, **options)
         return self.solved[key]
 
 
 def plan_of(graph: JointGraph, mesh: Mapping[str, int], *args: Any, **settings: Any) -> ShardingPlan:
-    """The plan of such a planner."""
+    """Return the plan of such a planner."""
     return planner_of(graph, mesh, *args, **settings).plan()
 
 
 def regather_all(planner: Planner, plan: ShardingPlan) -> ShardingPlan:
-    """The plan with copies of its own for the backward half, of all that both halves gather."""
+    """Return the plan with every copy that both halves gather made again in the backward half."""
     decisions = Decisions.from_data(plan.decisions)
     hubs: dict[str, Spec] = {}
     for key, spec in decisions.hubs.items():
@@ -91,22 +95,22 @@ def regather_all(planner: Planner, plan: ShardingPlan) -> ShardingPlan:
 
 
 def plan_of_decisions(planner: Planner, decisions: Decisions) -> ShardingPlan:
-    """The plan of some decisions, without a search."""
+    """Return the plan of some decisions, without a search."""
     return planner.describe(planner.evaluate(decisions, 0.0, 0.0, "given"))
 
 
 def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
-    """Where every tensor goes under a plan."""
+    """Return the decisions of a plan on the planner's graph."""
     return Flow(planner.rules, Decisions.from_data(plan.decisions), planner.mesh)
 
 
 def account_of(planner: Planner, plan: ShardingPlan) -> StepAccount:
-    """The account of a plan."""
+    """Return the account of a plan."""
     return StepAccount(flow_of(planner, plan), planner.tables, planner.resharder)
 
 
 def program_of(planner: Planner, plan: ShardingPlan) -> LocalStep:
-    """The program of a plan; its process groups are called after the mesh axes."""
+    """Return the program of a plan; its process groups have the names of the mesh axes."""
     return localize(flow_of(planner, plan), planner.resharder, planner.mesh.names)
 
 
@@ -121,7 +125,7 @@ def halves_of(step: LocalStep) -> tuple[fx.GraphModule, ...]:
 
 
 def collectives_of(*graphs: fx.GraphModule) -> Counter[tuple[str, str, int]]:
-    """How many collectives of which kind, over which axis, of how many bytes before, the programs hold."""
+    """Return the number of collectives in programs, by kind, axis and bytes before."""
     counts: Counter[tuple[str, str, int]] = Counter()
     for graph in graphs:
         for node in graph.graph.nodes:
@@ -137,7 +141,7 @@ def bytes_of(node: Any) -> int:
 
 
 def planned_collectives(plan: ShardingPlan) -> Counter[tuple[str, str, int]]:
-    """The same of a plan's records."""
+    """Return the number of collectives in a plan's records, by kind, axis and bytes before."""
     counts: Counter[tuple[str, str, int]] = Counter()
     for record in plan.collectives:
         counts[record.kind, record.axis, record.bytes] += record.count

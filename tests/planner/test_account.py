@@ -1,4 +1,4 @@
-"""The account of a plan: what it says is sent is what the programs send, what it says is held is what is allocated."""
+"""The collectives of a plan's account are those of its programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the account says that a device holds is what ranks allocate."""
+"""The predicted memory of a device is what ranks allocate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where no plan fits: ways out that were tried, with what they need."""
+"""The error of a limit that no plan fits names remedies that were tried, with the peaks that they lead to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for the frontier: what its plans are by the planner's own account, and where its ends are."""
+"""The search for the frontier: its plans are as the planner evaluates them, and its ends are where they should be."""
 
 from __future__ import annotations
 

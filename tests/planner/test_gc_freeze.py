@@ -20,7 +20,7 @@ def _dropped() -> weakref.ref[_Cycle]:
 
 @pytest.fixture
 def nothing_set_aside() -> Iterator[None]:
-    """As in a user's process: the tests set aside what there is before the first of them."""
+    """Nothing frozen, as in a user's process: the test session freezes all objects before its first test."""
     thresholds = gc.get_threshold()
     gc.unfreeze()
     gc.set_threshold(700, *thresholds[1:])

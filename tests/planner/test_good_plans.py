@@ -107,12 +107,12 @@ def planned(
     memory_limit: float | None = None,
     **options: Any,
 ) -> Planned:
-    """The plan of an architecture on one axis; outputs may stay sharded, `memory_limit` is in GiB."""
+    """Return the plan of an architecture on one axis; outputs may stay sharded, `memory_limit` is in GiB."""
     module, inputs = build(**options)
     limit = None if memory_limit is None else int(memory_limit * GIB)
-    wishes = Constraints(planned_outputs=True)
+    constraints = Constraints(planned_outputs=True)
     graph = capture(module, (), inputs)
-    planner = planner_of(graph, {"x": devices}, wishes, Cluster.preset(cluster), memory_limit=limit)
+    planner = planner_of(graph, {"x": devices}, constraints, Cluster.preset(cluster), memory_limit=limit)
     plan = planner.plan()
     itemsize = next(module.parameters()).element_size()
     return Planned(plan, halves_of(program_of(planner, plan)), itemsize)

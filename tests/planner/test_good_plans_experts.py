@@ -103,12 +103,12 @@ ROWS = {mixtral: (2, 4096), qwen3_moe: (8, 2048), deepseek_v3: (8, 2048), gpt_os
 @cache
 def planned(build: Callable[[], Example], **mesh: int) -> ShardingPlan:
     module, inputs = build()
-    wishes = Constraints(planned_outputs=True)
-    return planner_of(capture(module, (), inputs), mesh, wishes, Cluster.preset("h100")).plan()
+    constraints = Constraints(planned_outputs=True)
+    return planner_of(capture(module, (), inputs), mesh, constraints, Cluster.preset("h100")).plan()
 
 
 def moved(plan: ShardingPlan, *, least: int = 2**16) -> Counter[tuple[str, str, str, int]]:
-    """What the experts exchange, but for the counts of rows: phase, kind, axis and bytes that a rank holds before."""
+    """Return the exchanges of experts without the counts of rows: phase, kind, axis and bytes of a rank before."""
     found: Counter[tuple[str, str, str, int]] = Counter()
     for record in _of_experts(plan):
         if record.bytes >= least:
@@ -137,10 +137,10 @@ def test_experts_on_one_axis_of_two() -> None:
     """With experts split over the first axis, rows are sent over it, and what is inside every expert is split too."""
     module, inputs = mixtral()
     names = [name for name, _ in module.named_parameters() if "experts." in name]
-    wishes = Constraints(planned_outputs=True, pinned=dict.fromkeys(names, (Shard(0), None)))
+    constraints = Constraints(planned_outputs=True, pinned=dict.fromkeys(names, (Shard(0), None)))
     graph = capture(module, (), inputs)
     # By the sum of seconds: to gather weights behind compute is as fast here, by a fifth of a percent.
-    plan = planner_of(graph, {"outer": 2, "inner": 4}, wishes, Cluster.preset("h100"), effort="fast").plan()
+    plan = planner_of(graph, {"outer": 2, "inner": 4}, constraints, Cluster.preset("h100"), effort="fast").plan()
     sent = Counter(
         record.phase for record in _of_experts(plan) if (record.kind, record.axis) == ("all_to_all", "outer")
     )

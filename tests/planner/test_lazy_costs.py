@@ -56,25 +56,25 @@ def test_no_price_is_above_the_exact_one() -> None:
 def test_what_was_learned_is_exact(seed: int) -> None:
     random = np.random.default_rng(seed)
     assignment = [int(random.integers(len(vector))) for vector in loose().problem.costs]
-    lessons = LazyCosts(loose()).with_exact_costs(assignment, planner().resharder)
-    assert lessons is not None
-    assert lessons.built.problem.cost(assignment) == pytest.approx(exact().problem.cost(assignment), rel=1e-9)
-    assert lessons.with_exact_costs(assignment, planner().resharder) is None
-    for learned, true in zip(lessons.built.problem.edges, exact().problem.edges, strict=True):
+    lazy_costs = LazyCosts(loose()).with_exact_costs(assignment, planner().resharder)
+    assert lazy_costs is not None
+    assert lazy_costs.built.problem.cost(assignment) == pytest.approx(exact().problem.cost(assignment), rel=1e-9)
+    assert lazy_costs.with_exact_costs(assignment, planner().resharder) is None
+    for learned, true in zip(lazy_costs.built.problem.edges, exact().problem.edges, strict=True):
         assert np.all(learned.costs <= true.costs * (1 + 1e-9) + 1e-15)
 
 
 def test_between_prices_that_were_looked_at_what_is_near_at_any_is_near() -> None:
     first, second, third = (np.array(places) for places in ([0, 2], [1, 2], [4]))
 
-    def hiding(price: float, kind: HideableKind = "reductions") -> OverlapDiscount:
+    def discount(price: float, kind: HideableKind = "reductions") -> OverlapDiscount:
         return OverlapDiscount(kind, np.zeros(1), price)
 
-    glances = (OptionScan(None, [first]), OptionScan(hiding(0.2), [third]), OptionScan(hiding(0.5), [second]))
-    lessons = LazyCosts(loose(), scans=glances)
-    between = lessons.near_options(hiding(0.7))
+    scans = (OptionScan(None, [first]), OptionScan(discount(0.2), [third]), OptionScan(discount(0.5), [second]))
+    lazy_costs = LazyCosts(loose(), scans=scans)
+    between = lazy_costs.near_options(discount(0.7))
     assert between is not None
     assert [options.tolist() for options in between] == [[0, 1, 2, 4]]
-    assert lessons.near_options(hiding(0.1)) is None
-    assert lessons.near_options(hiding(0.7, "gathers")) is None
-    assert LazyCosts(loose()).near_options(hiding(0.5)) is None
+    assert lazy_costs.near_options(discount(0.1)) is None
+    assert lazy_costs.near_options(discount(0.7, "gathers")) is None
+    assert LazyCosts(loose()).near_options(discount(0.5)) is None

@@ -17,7 +17,7 @@ from tests.training import Float64Mode, build, fast_links, unlike_devices
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[Hashable]:
-    """The planners that are made, by what tells them apart: graph, prices, limits and shares."""
+    """Counts of the planners that are made, by graph, prices, limits and shares."""
     counts: Counter[Hashable] = Counter()
     graphs: list[Any] = []  # kept alive, since their identity is the key
     initialise = PlanningContext.__init__

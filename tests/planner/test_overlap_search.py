@@ -10,8 +10,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from autoshard.cluster.cluster import CONTENTION
-from autoshard.planner.account import StepAccount
-from autoshard.planner.overlap_search import OverlapSearch, _compute_before
+from autoshard.planner.overlap_search import OverlapSearch, compute_before, hidden_seconds
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints, HideableKind, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
@@ -30,20 +29,15 @@ def _sharded(planner: Planner) -> Constraints:
     return replace(planner.constraints, forced=frozenset(every_parameter(planner.graph)))
 
 
-def _hidden(account: StepAccount, hiding: OverlapDiscount) -> float:
-    """Seconds of a step's collectives of a kind that compute hides."""
-    return sum(min(seconds, float(hiding.compute[moment])) for seconds, moment in account.hideable(hiding.kind))
-
-
 @pytest.mark.parametrize("kind", ["reductions", "gathers"])
 @pytest.mark.parametrize("price", [CONTENTION, 0.8, 1.0])
 def test_a_problem_prices_what_is_hidden_as_the_account_counts_it(price: float, kind: HideableKind) -> None:
     planner = _planner()
-    hiding = OverlapDiscount(kind, np.linspace(1e-2, 0.0, len(planner.rules.operators) + 2), price)
+    discount = OverlapDiscount(kind, np.linspace(1e-2, 0.0, len(planner.rules.operators) + 2), price)
     builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, _sharded(planner))
-    built = builder.build(frozenset({0}), hiding=hiding)
+    built = builder.build(frozenset({0}), discount=discount)
     solution = solve(built.problem)
-    hidden = _hidden(planner.account(built.decode(solution.assignment)), hiding)
+    hidden = hidden_seconds(planner.account(built.decode(solution.assignment)), discount)
     assert hidden > 0
     plain = builder.build(frozenset({0})).problem.cost(solution.assignment)
     assert solution.cost == pytest.approx(plain - (1 - price) * hidden, rel=1e-12)
@@ -95,20 +89,20 @@ def test_what_hides_a_reduction_lies_behind_the_last_of_its_group() -> None:
     search = OverlapSearch(planner, planner.solve(planner.constraints))
     account = planner.account(search.first.decisions)
     behind = next(curve.full_discount.compute for curve in search.curves if curve.full_discount.kind == "reductions")
-    legs = [leg for leg in account.reshards if leg.gradient]
+    reductions = [reduction for reduction in account.reshards if reduction.gradient]
     seconds = [account.seconds(node) for node in planner.rules.operators]
-    last = legs[-1]
+    last = reductions[-1]
     assert behind[last.position] == pytest.approx(sum(seconds[last.position :]))
-    alone = [leg for leg in legs if leg.path.steps[0].bytes > GRADIENT_BUCKET_BYTES]
-    small = [leg for leg in legs if leg.path.steps[0].bytes < GRADIENT_BUCKET_BYTES // 100]
-    assert all(behind[leg.position] < sum(seconds[leg.position :]) for leg in small[:1])
-    assert all(behind[leg.position] == pytest.approx(sum(seconds[leg.position :])) for leg in alone)
+    alone = [reduction for reduction in reductions if reduction.path.steps[0].bytes > GRADIENT_BUCKET_BYTES]
+    small = [reduction for reduction in reductions if reduction.path.steps[0].bytes < GRADIENT_BUCKET_BYTES // 100]
+    assert all(behind[reduction.position] < sum(seconds[reduction.position :]) for reduction in small[:1])
+    assert all(behind[reduction.position] == pytest.approx(sum(seconds[reduction.position :])) for reduction in alone)
 
 
 def test_what_hides_a_gather_lies_before_what_needs_it_in_the_same_half() -> None:
     planner = _planner()
     account = planner.account(planner.solve(_sharded(planner)).decisions)
-    before = _compute_before(account)
+    before = compute_before(account)
     seconds = [account.seconds(node) for node in planner.rules.operators]
     halves = [planner.graph.phase(node) for node in planner.rules.operators]
     gathers = dict(account.hideable("gathers"))

@@ -42,7 +42,7 @@ from tests.training import fast_links
 
 
 def _repeated(plan: ShardingPlan) -> str:
-    """The plan as text, without what differs from run to run."""
+    """Return the plan as text, without timings."""
     return dataclasses.replace(plan, timings={}).to_json()
 
 
@@ -113,8 +113,8 @@ def test_forced_parameters_are_gathered_once_and_again_where_the_plan_says_so() 
     """With a large batch, whole weights are what is wanted: ZeRO-2, or ZeRO-3."""
     graph = joint_graph("mlp", batch=1920)
     forced = frozenset({"up.weight", "down.weight"})
-    wishes = Constraints(forced=forced, planned_outputs=True)
-    planner = planner_of(graph, {"x": 4}, wishes, links(bandwidth=1e9, latency=1e-9))
+    constraints = Constraints(forced=forced, planned_outputs=True)
+    planner = planner_of(graph, {"x": 4}, constraints, links(bandwidth=1e9, latency=1e-9))
     kept = planner.plan()
     # Only the second weight has a use in the backward half: inputs need no gradient.
     for plan, gathers, again in ((kept, 0, set()), (regather_all(planner, kept), 1, {"down.weight"})):
@@ -417,10 +417,10 @@ def test_gradients_that_are_added_up_over_several_steps_weigh_less() -> None:
 
 def test_gradients_that_are_added_up_are_held_as_they_are_made() -> None:
     graph = joint_graph("mlp", batch=64)
-    wishes = Constraints(forced=every_parameter(graph))
+    constraints = Constraints(forced=every_parameter(graph))
     cluster = links(bandwidth=1e9, latency=1e-9)
     plain, kept, leaner = (
-        plan_of(graph, {"x": 2}, wishes, cluster, gradient_steps=steps, reduced=reduced)
+        plan_of(graph, {"x": 2}, constraints, cluster, gradient_steps=steps, reduced=reduced)
         for steps, reduced in ((1, "step"), (64, "step"), (64, "microbatch"))
     )
     assert plain.memory.gradients == leaner.memory.gradients

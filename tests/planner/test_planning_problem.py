@@ -1,4 +1,4 @@
-"""The problem of a step: its cost is what the plan's parts cost, and its decisions read back as they were made."""
+"""The problem of a step: its cost is the sum of the plan's parts, and its decisions encode and decode."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from autoshard.specs.spec import Spec
 from tests.planner.steps import every_parameter, joint_graph, planner_of
 
 
-def _built(name: str, mesh: dict[str, int], wishes: Constraints | None = None) -> BuiltProblem:
-    planner = planner_of(joint_graph(name), mesh, wishes)
+def _built(name: str, mesh: dict[str, int], constraints: Constraints | None = None) -> BuiltProblem:
+    planner = planner_of(joint_graph(name), mesh, constraints)
     builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.constraints)
     return builder.build(frozenset(range(len(mesh))))
 

@@ -1,4 +1,4 @@
-"""What takes long is told of: now and then in the log, where there is no terminal."""
+"""Progress of long work is logged from time to time if there is no terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import autoshard
 from autoshard.planner import progress_line as progress
-from autoshard.planner.search_progress import Progress
+from autoshard.planner.progress_line import Progress
 from tests.runtime.meshes import one_device
 
 
@@ -47,13 +47,13 @@ def test_it_is_seen_where_nobody_set_up_logging(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS", 0.02)
-    monkeypatch.setattr(progress, "_log", logging.Logger("autoshard"))  # which has no handlers, nor parents
+    monkeypatch.setattr(progress, "log", logging.Logger("autoshard"))  # which has no handlers, nor parents
     _wait(0.1)
     assert capsys.readouterr().err.startswith("autoshard: capture of Model for 0 s\n")
 
 
 def test_a_capture_says_which_part_of_it_runs(caplog: pytest.LogCaptureFixture) -> None:
-    """Every part is told of when it begins, as a search is."""
+    """Every part of a capture is reported when it begins, as phases of a search are."""
     with caplog.at_level(logging.INFO, "autoshard"):
         autoshard.plan(nn.Linear(2, 2), {"a": 2}, (torch.zeros(2, 2),), search=autoshard.Search(verbose=True))
     said = [record.getMessage() for record in caplog.records[:3]]

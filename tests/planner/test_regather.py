@@ -1,4 +1,4 @@
-"""A copy that both halves use: kept or made again, as memory is worth."""
+"""A copy that both halves use is kept or made again, depending on the price of memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _planner() -> Planner:
 
 @cache
 def _priced(strength: float) -> CandidatePlan:
-    """The plan at a price of memory that is the same at every moment; all of it costs `strength` steps."""
+    """Return the plan at an equal price of memory at every moment; all of its memory costs `strength` steps."""
     return _at_price(_planner(), strength)
 
 
@@ -118,7 +118,7 @@ class Sequence(nn.Module):
 
 
 def _is_pinned(node: fx.Node) -> bool:
-    """Whether a node is the activation with a placement of its own, or a view of it."""
+    """Return True if a node is the pinned activation, or a view of it."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node.name == "pin"
@@ -140,19 +140,19 @@ def test_a_parameter_that_is_whole_or_used_in_one_half_has_nothing_to_choose() -
     built = builder.build(frozenset({0}), reuse="all")
     parameters = {source.node.name for source in planner.graph.inputs if source.kind == "parameter"}
     # The gradient of the first layer's input is not wanted, and biases are used in the forward half alone.
-    assert not parameters & {variable.key for variable in built.variables if variable.kind == "again"}
+    assert not parameters & {variable.key for variable in built.variables if variable.kind == "regather"}
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "again"])
 def test_an_assignment_costs_what_the_account_says_of_it(kept: bool) -> None:
-    """Of the best one where every copy of a parameter is kept, and where every one is made again."""
+    """The assignments are the best with every copy of a parameter kept, and with every copy made again."""
     planner = _planner()
     builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.constraints)
     built = builder.build(frozenset({0}), reuse="all")
     parameters = {source.node.name: source for source in planner.graph.inputs if source.kind == "parameter"}
     costs = list(built.problem.costs)
     for number, variable in enumerate(built.variables):
-        if variable.kind == "again":
+        if variable.kind == "regather":
             chosen = [option.kept is kept for option in variable.options]  # type: ignore[union-attr]
             costs[number] = np.where(chosen, costs[number], np.inf)
     solution = solve(replace(built.problem, costs=tuple(costs)))

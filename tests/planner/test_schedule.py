@@ -8,21 +8,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import Shard
+from torch.nn.utils.parametrizations import weight_norm
 
 import autoshard
+from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.curve import Curve
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
-from autoshard.planner.schedule import timeline
+from autoshard.planner.schedule import SharePrices, timeline
+from autoshard.planner.target_constraints import batch_of
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.program.kernels import COLLECTIVE_KINDS
+from autoshard.program.predicted_program import PredictedProgram
 from autoshard.program.program_replay import KernelPrices, operations
 from autoshard.program.split import split
 from autoshard.simulate.events import Operation, Timeline, replay
+from autoshard.specs.shared_axis import SharedAxis
 from tests.planner.steps import (
     every_parameter,
     flow_of,
@@ -36,23 +42,24 @@ from tests.planner.steps import (
 from tests.random_plans import random_assignment
 
 H100 = Cluster.preset("h100")
+aten = torch.ops.aten
 
 
 def program_operations(planner: Planner, plan: ShardingPlan) -> list[Operation]:
-    """What the partitioned program of a plan runs, on the same cluster."""
+    """Return the operations of the partitioned program of a plan, on the same cluster."""
     halves = split(program_of(planner, plan), compile=False)
     return operations(halves.graphs, planner.mesh.names, KernelPrices(planner.cost))
 
 
 def timeline_of(planner: Planner, plan: ShardingPlan) -> Timeline:
-    """The timeline of the calls that the search takes a plan for, each priced as a kernel."""
+    """Return the timeline of the calls of the predicted program, each priced as a kernel."""
     return timeline(planner.program(flow_of(planner, plan)), KernelPrices(planner.cost))
 
 
 def drawn(planner: Planner, seed: int, forced: bool) -> ShardingPlan:
-    """A random plan."""
-    wishes = Constraints(forced=every_parameter(planner.graph) if forced else frozenset())
-    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, wishes)
+    """Return a random plan."""
+    constraints = Constraints(forced=every_parameter(planner.graph) if forced else frozenset())
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, constraints)
     axes = frozenset(range(planner.mesh.ndim))
     built = builder.build(axes, reuse="all" if forced else "none")
     return plan_of_decisions(planner, built.decode(random_assignment(built.problem, np.random.default_rng(seed))))
@@ -151,3 +158,54 @@ def test_sums_of_activations_in_tensor_parallelism_are_exposed() -> None:
     ]
     assert any(one.kind == "all_reduce" and one.phase == "forward" for one in steps[0].collectives)
     assert steps[1].step_seconds - steps[0].step_seconds >= 0.99 * late
+
+
+class Normalized(nn.Module):
+    """A layer whose weight is normalised by operators that do not depend on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = weight_norm(nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).tanh().square().mean()
+
+
+@pytest.fixture(scope="module")
+def normalized() -> Planner:
+    graph = capture(Normalized(), (), {"x": torch.randn(4096, 64)}, dynamic={"x": {0: "batch"}})
+    batch = batch_of(graph)
+    assert batch is not None
+    return planner_of(graph, {"dp": 2}, Constraints(shared=SharedAxis(0, 2, batch)), links(1e12, 1e-9))
+
+
+def _kernels(program: PredictedProgram) -> list[fx.Node]:
+    calls = [node for half in (program.forward, program.backward) for node in half.graph.nodes]
+    return [node for node in calls if node.op == "call_function" and node.target not in COLLECTIVE_KINDS]
+
+
+def test_what_computes_with_a_share_takes_as_many_times_as_long(normalized: Planner) -> None:
+    flow = flow_of(normalized, normalized.plan())
+    program, shared = normalized.program(flow), normalized.constraints.shared
+    equal, larger = (SharePrices(flow, normalized.cluster, shared, share) for share in (1.0, 1.5))
+    overhead = normalized.cluster.device.kernel_overhead
+    grown, kept = set(), set()
+    for node in _kernels(program):
+        before, after = equal.seconds(node), larger.seconds(node)
+        assert before == pytest.approx(normalized.prices.seconds(node))
+        if before > overhead:
+            assert after == pytest.approx(before) or after - overhead == pytest.approx(1.5 * (before - overhead))
+            (grown if after > before else kept).add(node.target)
+    assert {aten.tanh.default, aten.tanh_backward.default} <= grown
+    assert any("weight_norm" in str(target) or target is aten.linalg_vector_norm.default for target in kept), kept
+
+
+def test_the_step_is_that_of_the_share(normalized: Planner) -> None:
+    flow = flow_of(normalized, normalized.plan())
+    program, shared = normalized.program(flow), normalized.constraints.shared
+
+    def seconds(share: float) -> float:
+        return normalized.replay(program, SharePrices(flow, normalized.cluster, shared, share))[0]
+
+    assert seconds(1.0) == pytest.approx(normalized.replay(program, normalized.prices)[0])
+    assert seconds(0.5) < seconds(1.0) < seconds(1.5) < 1.5 * seconds(1.0)

@@ -33,7 +33,7 @@ Inputs = dict[str, torch.Tensor]
 ROWS = {"x": {0: "batch"}, "target": {0: "batch"}}
 SHARES = {"dp": (4, 2)}
 COUNTS = ((4, 2), (3, 1))
-"""What two ranks take of 6 and of 4 rows in the proportion of 4 to 2."""
+"""Rows of two ranks, of 6 and of 4 rows in the proportion of 4 to 2."""
 
 
 class Scores(nn.Module):

@@ -19,8 +19,7 @@ from autoshard.planner import solving
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.overlap_search import OverlapSearch
 from autoshard.planner.planner import Planner
-from autoshard.planner.progress_line import progress_text
-from autoshard.planner.search_progress import Progress
+from autoshard.planner.progress_line import Progress, progress_text
 from autoshard.planner.solving import SolveOptions, SolveResult, better_result, solve_problem
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver import Problem, Solution, solve
@@ -35,7 +34,7 @@ from autoshard.capture.joint import capture
 from tests.planner.steps import links, planner_of
 from tests.planner.test_tiling import Stack
 from autoshard.planner import solving
-solving._LARGE = 0
+solving.LARGE = 0
 graph = capture(Stack(7), (torch.empty(32, 16),), {}, grad=True)
 plan = planner_of(graph, {"a": 2, "b": 4}, cluster=links(4e9, 1e-6)).plan()
 print(dataclasses.replace(plan, timings={}).to_json())
@@ -77,7 +76,7 @@ def test_a_search_may_leave_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_large_and_small_problems_are_answered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     search = SolveOptions("auto", math.inf)
     exact = solve_problem(built(8), tiling_of(8), search)
-    monkeypatch.setattr(solving, "_LARGE", 0)
+    monkeypatch.setattr(solving, "LARGE", 0)
     told: list[tuple[str, float, float]] = []
     found = solve_problem(built(8), tiling_of(8), dataclasses.replace(search, report=lambda *one: told.append(one)))
     assert found.cost == pytest.approx(exact.cost, rel=solving.CLOSE)
@@ -158,7 +157,7 @@ def test_an_interruption_before_there_is_a_plan_goes_on() -> None:
 
 
 def test_interrupted_messages_keep_what_they_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solving, "_LARGE", 0)
+    monkeypatch.setattr(solving, "LARGE", 0)
     reports = []
 
     def stopping(*report: object) -> None:
@@ -184,7 +183,7 @@ def test_fast_effort_solves_one_problem_and_says_how_near_it_is() -> None:
 def test_fast_effort_takes_segments_where_messages_leave_a_gap(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     problem, tiling = built(8), tiling_of(8) if tied else None
     exact = solve_problem(problem, tiling, SolveOptions("auto", math.inf))
-    monkeypatch.setattr(solving, "_LARGE", 0)
+    monkeypatch.setattr(solving, "LARGE", 0)
     monkeypatch.setattr(solving, "ITERATIONS", 1)
     monkeypatch.setattr(solving, "REPAIR_ITERATIONS", 1)
     fast = solve_problem(problem, tiling, SolveOptions("auto", math.inf, fast=True))
@@ -198,10 +197,10 @@ def test_interrupted_segments_keep_what_messages_found(monkeypatch: pytest.Monke
     def stopped(*arguments: object, **options: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(solving, "_LARGE", 0)
+    monkeypatch.setattr(solving, "LARGE", 0)
     monkeypatch.setattr(solving, "CLOSE", -1.0)
     monkeypatch.setattr(solving, "ENOUGH", -1.0)
-    monkeypatch.setattr(solving, "_PROVED", -1.0)
+    monkeypatch.setattr(solving, "PROVED", -1.0)
     monkeypatch.setattr(solving, "solve_in_segments", stopped)
     found = solve_problem(built(8), tiling_of(8), SolveOptions("auto", math.inf))
     assert found.interrupted

@@ -1,4 +1,4 @@
-"""What the primitives of Whale make of a plan."""
+"""Plans under the primitives of Whale."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_restriction_gives_way_where_other_axes_leave_nothing() -> None:
     assert batch.filter_strategies([(1,)]) == ((1,),)
     heavy = Restriction((0, 1), forbidden=frozenset({0}))
     assert heavy.filter_strategies([(1, WHOLE), (1, 2), (2, 1), (0, 1)]) == ((1, 2), (2, 1))
-    weighty = Restriction((0, 1), forbidden=frozenset({0}), wanted=frozenset({2}))
+    weighty = Restriction((0, 1), forbidden=frozenset({0}), preferred=frozenset({2}))
     assert weighty.filter_strategies([(1, WHOLE), (1, 2), (2, 1), (1, 1), (0, 2)]) == ((1, 2), (2, 1))
-    light = Restriction((1,), forbidden=frozenset({0}), wanted=frozenset())
+    light = Restriction((1,), forbidden=frozenset({0}), preferred=frozenset())
     assert light.filter_strategies([(0, 0), (0, WHOLE), (0, 1)]) == ((0, WHOLE), (0, 1))

@@ -14,7 +14,7 @@ import torch
 
 import autoshard
 from autoshard.errors import BudgetError, PlanError
-from autoshard.memory import Memory
+from autoshard.memory.footprint import Memory
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from tests import models

@@ -29,9 +29,9 @@ from tests.planner.steps import account_of, every_parameter, flow_of, joint_grap
 
 
 def _planned(
-    graph: JointGraph, mesh: dict[str, int], wishes: Constraints | None = None
+    graph: JointGraph, mesh: dict[str, int], constraints: Constraints | None = None
 ) -> tuple[Planner, ShardingPlan]:
-    planner = planner_of(graph, mesh, wishes)
+    planner = planner_of(graph, mesh, constraints)
     return planner, planner.plan()
 
 

@@ -39,9 +39,9 @@ _SLOW = links(bandwidth=1e9, latency=1e-9)
 def test_bucketed_reductions_give_the_same_numbers(forced: bool, limit: int) -> None:
     module, inputs = models.mlp(dtype=torch.float64, batch=1920)
     graph = capture(module, (), inputs)
-    wishes = Constraints(forced=every_parameter(graph) if forced else frozenset())
+    constraints = Constraints(forced=every_parameter(graph) if forced else frozenset())
     with simulated_mesh(x=2) as mesh:
-        step = step_on(graph, mesh, wishes, _SLOW, effort="fast")
+        step = step_on(graph, mesh, constraints, _SLOW, effort="fast")
         tensors = locals_of(step, module, inputs, mesh)
         plain = halves_of(step)
         before = run_halves(plain, step, tensors)
@@ -62,10 +62,10 @@ def test_bucketed_reductions_give_the_same_numbers(forced: bool, limit: int) -> 
 def test_reductions_in_stages_over_two_axes_are_joined_and_give_the_same_numbers(limit: int) -> None:
     module, inputs = models.mlp(dtype=torch.float64, batch=1920)
     graph = capture(module, (), inputs)
-    wishes = Constraints(pinned=dict.fromkeys(every_parameter(graph), (Replicate(), Replicate())))
+    constraints = Constraints(pinned=dict.fromkeys(every_parameter(graph), (Replicate(), Replicate())))
     cluster = dataclasses.replace(_SLOW, devices_per_host=2, inside=Link(bandwidth=4e9, latency=1e-9))
     with simulated_mesh(hosts=2, devices=2) as mesh:
-        step = step_on(graph, mesh, wishes, cluster)
+        step = step_on(graph, mesh, constraints, cluster)
         tensors = locals_of(step, module, inputs, mesh)
         plain = halves_of(step)
         before = run_halves(plain, step, tensors)

@@ -29,9 +29,9 @@ _SLOW = links(bandwidth=1e9, latency=1e-9)
 def test_sums_are_reduced_as_their_terms_are(forced: bool, reduced: DeferredReduction, later: int) -> None:
     module, inputs = models.mlp(dtype=torch.float64, batch=1920)
     graph = capture(module, (), inputs)
-    wishes = Constraints(forced=every_parameter(graph) if forced else frozenset())
+    constraints = Constraints(forced=every_parameter(graph) if forced else frozenset())
     with simulated_mesh(x=2) as mesh:
-        step = step_on(graph, mesh, wishes, _SLOW, effort="fast")
+        step = step_on(graph, mesh, constraints, _SLOW, effort="fast")
         tensors = locals_of(step, module, inputs, mesh)
         halves = halves_of(step)
         _, whole = run_halves(halves, step, tensors)

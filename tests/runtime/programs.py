@@ -23,13 +23,13 @@ from tests.planner.steps import flow_of, planner_of
 def step_on(
     graph: JointGraph,
     mesh: DeviceMesh,
-    wishes: Constraints | None = None,
+    constraints: Constraints | None = None,
     cluster: Cluster | None = None,
     effort: str = "full",
 ) -> LocalStep:
     """The program of the plan for a graph."""
     shape = MeshShape.of(mesh)
-    planner = planner_of(graph, dict(zip(shape.names, shape.sizes, strict=True)), wishes, cluster, effort=effort)
+    planner = planner_of(graph, dict(zip(shape.names, shape.sizes, strict=True)), constraints, cluster, effort=effort)
     groups = Ranks(mesh, torch.device("cpu")).groups
     with outside_modes():
         return localize(flow_of(planner, planner.plan()), planner.resharder, groups)

@@ -83,8 +83,8 @@ class _Counted:
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, tangents: Any, *_: Any) -> Any:
         self.prepared.append(grad)
         graph = capture(self.module, args, kwargs, grad=grad, tangents=tangents)
-        wishes = Constraints(pinned={name: (Replicate(),) for name, _ in self.module.named_parameters()})
-        planner = planner_of(graph, {"x": 2}, wishes)
+        constraints = Constraints(pinned={name: (Replicate(),) for name, _ in self.module.named_parameters()})
+        planner = planner_of(graph, {"x": 2}, constraints)
         ranks = Ranks(self.mesh, torch.device("cpu"))
         with outside_modes():
             step = localize(flow_of(planner, planner.plan()), planner.resharder, ranks.groups)

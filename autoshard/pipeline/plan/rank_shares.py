@@ -11,7 +11,6 @@ from autoshard.cluster.worker_shares import Worker, apportion, shares
 from autoshard.pipeline.plan.planned_stage import PlannedStage
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.planner.batch_shares import devices_along, heterogeneous_axis, speeds_of
-from autoshard.planner.planning import flow_of
 from autoshard.program.localize import localize
 from autoshard.specs.axes import MeshShape
 
@@ -92,7 +91,7 @@ def check_uneven_programs(planned: Iterable[PlannedStage]) -> None:
     for stage in planned:
         if stage.plan.shares and stage.plan.fingerprint not in seen:
             planner = stage.planner
-            flow = flow_of(planner, stage.plan)
+            flow = planner.flow_of(stage.plan)
             localize(flow, planner.resharder, planner.mesh.names, shared=planner.constraints.shared)
             seen.add(stage.plan.fingerprint)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import BudgetError
-from autoshard.memory import format_bytes, parse_bytes
+from autoshard.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
