@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -294,15 +295,16 @@ class PlanningContext(ABC):
     def _solve_built(
         self, request: SolveRequest, built: BuiltProblem, tiling: Tiling | None, *, proof: bool
     ) -> SolveResult:
+        is_priced = request.prices is not None or request.discount is not None
         options = SolveOptions(
             request.method,
             self.deadline,
-            proof=proof and request.prices is None and request.discount is None,
+            proof=proof and not is_priced,
             priced=request.prices is not None,
             fast=self.settings.effort == "fast",
             proposal=request.discount is not None,
             work_limit=request.work,
-            report=self.report,
+            report=self._report_phase if is_priced else self.report,
         )
         try:
             return solve_problem(built, tiling, options)
@@ -351,6 +353,10 @@ class PlanningContext(ABC):
             f"until then, {cost:.6g} s per step. Plan again for a better one.",
             stacklevel=3,
         )
+
+    def _report_phase(self, phase: str, cost: float, bound: float) -> None:
+        # With prices of memory, or less for what is hidden, a cost is no number of seconds.
+        self.report(f"{phase}, at other prices", math.inf, -math.inf)
 
     def report(self, phase: str, cost: float, bound: float) -> None:
         """Report the phase of the search, the least known cost and the bound, in seconds."""

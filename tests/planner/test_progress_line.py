@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import autoshard
 from autoshard.planner import progress_line as progress
 from autoshard.planner.progress_line import Progress
 from tests.runtime.meshes import one_device
+from tests.training import build, fast_links
 
 
 def _wait(seconds: float) -> None:
@@ -59,6 +61,20 @@ def test_a_capture_says_which_part_of_it_runs(caplog: pytest.LogCaptureFixture) 
     said = [record.getMessage() for record in caplog.records[:3]]
     assert [line.split(" of ")[0] for line in said] == ["export", "trace", "simplification"]
     assert said[0].startswith("export of forward: after ")
+
+
+def test_costs_at_other_prices_are_not_told_as_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    """With a price of memory, a cost is many times the seconds of a step."""
+    module, inputs = build("mlp")
+    options: dict[str, Any] = {"cluster": fast_links(), "recompute": "none"}
+    peak = autoshard.plan(module, {"a": 4}, (), inputs, **options).memory.peak
+    with caplog.at_level(logging.INFO, "autoshard"):
+        options |= {"memory_limit": peak - 1, "search": autoshard.Search(verbose=True)}
+        plan = autoshard.plan(module, {"a": 4}, (), inputs, **options)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("at other prices" in line for line in lines)
+    costs = [float(line.split(": ")[1].split(" s per step")[0]) for line in lines if "s per step" in line]
+    assert max(costs) <= 2 * plan.cost
 
 
 def test_a_new_kind_of_call_says_what_takes_long(
