@@ -165,7 +165,8 @@ def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 @functools.cache
 def _call_name(op: Any) -> str:
-    return str(op.__name__).replace(".", "_")
+    # Without capitals: torch gives a saved tensor a second name in small letters, which would keep it alive.
+    return str(op.__name__).replace(".", "_").lower()
 
 
 def _fake(argument: Any) -> Any:

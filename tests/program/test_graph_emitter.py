@@ -129,3 +129,10 @@ def _laid_out(tensor: Tensor) -> Iterator[Tensor]:
         for stride in (1, 3):
             strides = [stride if size == 1 else old for size, old in zip(other.shape, other.stride(), strict=True)]
             yield other.as_strided(other.shape, strides)
+
+
+def test_names_of_calls_have_no_capitals(emit: GraphEmitter) -> None:
+    """A placeholder with capitals gets a second variable in the code of its graph, which keeps its tensor alive."""
+    x = emit.placeholder("x", (4, 6), torch.float32)
+    emit.call(aten.sum.dim_IntList, emit.call(aten.add.Tensor, x, x), [1])
+    assert [node.name for node in emit.graph.nodes] == ["x", "add_tensor", "sum_dim_intlist"]
