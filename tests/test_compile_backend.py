@@ -189,7 +189,9 @@ def test_a_second_model_of_the_class_is_placed_too(mesh: DeviceMesh) -> None:
 
 def test_options_reach_the_planner(mesh: DeviceMesh) -> None:
     model, kwargs = models.mlp()
-    _compiled(model, mesh, hints={"up.weight": [torch.distributed.tensor.Shard(1)]}, method="ilp")(**kwargs)
+    _compiled(
+        model, mesh, hints={"up.weight": [torch.distributed.tensor.Shard(1)]}, search=autoshard.Search(method="ilp")
+    )(**kwargs)
     assert list(model.sharding_plan.hints) == ["up.weight"]
     assert model.sharding_plan.options["method"] == "ilp"
 

@@ -60,7 +60,7 @@ class CallPlanner(Protocol):
         quiet: bool,
         placed: Mapping[str, tuple[Placement, ...]] | None,
         placed_inputs: Mapping[str, tuple[Placement, ...]],
-    ) -> Any: ...
+    ) -> Call: ...
 
     def check(self, call: Any) -> None: ...
 
@@ -181,7 +181,7 @@ class Parallelizer:
             ADVICE,
         )
         call = on_all_ranks(self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic))
-        graph: JointGraph = call.graph
+        graph = call.graph
         wants_all = tangents == "all" or not grad or _differentiates_all(graph)
         general = None if wants_all else self._general_program(graph, args, kwargs, signature, dynamic)
         # Before planning: a module that alternates between two states would be planned at every change.
@@ -246,7 +246,7 @@ class Parallelizer:
         grad: bool,
         tangents: Tangents,
         dynamic: bool,
-    ) -> Any:
+    ) -> Call:
         """Capture a call, and check that the options fit it."""
         if self.planner.target.inputs == "local":
             # No rank knows the numbers of the whole batch.
@@ -280,9 +280,9 @@ class Parallelizer:
                     current[name] = self.placed[name]
         return current
 
-    def _agree_on_plan(self, call: Any) -> ShardingPlan:
+    def _agree_on_plan(self, call: Call) -> ShardingPlan:
         """Return the plan that the user gave, for the first call; else the first rank's."""
-        graph: JointGraph = call.graph
+        graph = call.graph
         held = {
             name: tuple(source.node.meta["val"].shape)
             for source in graph.inputs
@@ -308,7 +308,7 @@ class Parallelizer:
         on_all_ranks(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
         return decided
 
-    def _apply(self, call: Any, plan: ShardingPlan) -> PlannedGraph:
+    def _apply(self, call: Call, plan: ShardingPlan) -> PlannedGraph:
         planned = self.planner.apply(call, plan, given=plan is self.plan)
         self._copy_shares_to_runtime()
         return planned

@@ -32,13 +32,22 @@ def data_parallel(example: Example, mesh: Mapping[str, int], cluster: Cluster) -
     return free(example, mesh, cluster)
 
 
-def pipeline(example: Example, mesh: Mapping[str, int], cluster: Cluster, **options: Any) -> PipelinePlan:
+def pipeline(
+    example: Example,
+    mesh: Mapping[str, int],
+    cluster: Cluster,
+    *,
+    schedule: str = "auto",
+    microbatches: int | str = "auto",
+    **options: Any,
+) -> PipelinePlan:
     """Stages along the axis `"pp"`, one on every rank; over another axis, if there is one, whole replicas of them."""
     module, inputs = example
     replicas = tuple(name for name in mesh if name != "pp")
     if replicas:
         autoshard.set_default_strategy(module, autoshard.replicate(replicas))
-    made = autoshard.plan(module, mesh, (), inputs, pipeline=autoshard.Pipeline(virtual=1), cluster=cluster, **options)
+    stages = autoshard.Pipeline(virtual=1, schedule=schedule, microbatches=microbatches)
+    made = autoshard.plan(module, mesh, (), inputs, pipeline=stages, cluster=cluster, **options)
     assert isinstance(made, PipelinePlan), "a mesh with a pipeline axis"
     return made
 
