@@ -176,6 +176,12 @@ def _join(graph: fx.Graph, bucket: Sequence[_ReductionChain]) -> None:
             users = list(reduction.result.users)
             reduction.result.replace_all_uses_with(reshaped)
             for user in users:
-                if user.op != "output":
-                    # The cast of the gradient.
-                    reshaped.append(user)
+                _move_behind(user, reshaped)
+
+
+def _move_behind(node: fx.Node, place: fx.Node) -> None:
+    """Move the cast of a gradient behind its new reduction, and everything that reads it behind that."""
+    if node.op != "output":
+        place.append(node)
+        for user in list(node.users):
+            _move_behind(user, node)

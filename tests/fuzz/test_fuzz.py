@@ -35,6 +35,13 @@ FAILED = {
     "windows that are written in place, one after the other": Case(
         6, RandomModel((("window_in_place", "add"),), "no_loss", 8, 2, False), (2,), forced=0.3
     ),
+    "a gradient that is cast and then copied": Case(
+        900064,
+        RandomModel((("diagonal_in_place", "norm"), ("elman_both_ways", "norm")), "robust", 8, 8, True),
+        *((2, 2), "full", "auto"),
+        hinted=True,
+        casts=True,
+    ),
 }
 """Cases that failed once, by what was the matter."""
 

@@ -15,6 +15,7 @@ from autoshard.cluster.cluster import Link
 from autoshard.planner.planning_problem import Constraints
 from autoshard.reshard.bucket import bucket_reductions
 from autoshard.reshard.collective_schedule import schedule
+from autoshard.specs.emitter import collectives
 from tests import models
 from tests.planner.steps import (
     KINDS,
@@ -121,3 +122,27 @@ def test_a_bucket_holds_what_the_limit_allows_and_all_bytes_are_reduced() -> Non
     assert sum(sizes) == total
     assert len(sizes) > 1
     assert max(sizes) <= limit
+
+
+def test_a_copy_of_a_gradient_that_is_cast_stands_behind_the_joined_reduction() -> None:
+    """Two parameters of one value have one gradient, of which the second gets a copy."""
+    graph = fx.Graph()
+
+    def call(op: object, *args: object, **kwargs: object) -> fx.Node:
+        node = graph.call_function(op, args, kwargs)
+        node.meta["val"] = torch.empty(4)
+        return node
+
+    results = []
+    for name in ("first", "second"):
+        graph.placeholder(name).meta["val"] = torch.empty(4)
+    for tangent in graph.find_nodes(op="placeholder"):
+        gradient = call(torch.ops.aten.neg.default, tangent)
+        reduced = call(collectives.all_reduce.default, gradient, "sum", "group")
+        awaited = call(collectives.wait_tensor.default, reduced)
+        cast = call(torch.ops.aten._to_copy.default, awaited, dtype=torch.float64)
+        results += [cast, call(torch.ops.aten.clone.default, cast)]
+    graph.output(tuple(results))
+    bucket_reductions(graph)
+    graph.lint()
+    assert len(graph.find_nodes(op="call_function", target=collectives.all_reduce.default)) == 1
