@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoshard.capture import operators
 from autoshard.patterns._torch import LocalTensorMode, OpOverload, rank_and_size
 from autoshard.specs.emitter import collectives
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
 _programs: dict[OpOverload, Callable[..., Any]] = {}
 
 exchange_ops = torch.ops.autoshard
@@ -42,12 +42,9 @@ def define_operator(
         on_all_ranks: where one process holds all ranks: `(mode, op, types, args, kwargs)`, as a torch dispatch rule
             takes them; by default the program is run for every rank.
     """
-    name = _library.define(schema)
-    _library.impl(name, program, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autoshard::{name}", shapes, lib=_library)
+    op: OpOverload = operators.define(schema, program, shapes)
     if on_all_ranks is not None:
-        torch.library.register_torch_dispatch(f"autoshard::{name}", LocalTensorMode, on_all_ranks, lib=_library)
-    op: OpOverload = getattr(exchange_ops, name).default
+        operators.define_dispatch(op, LocalTensorMode, on_all_ranks)
     return op
 
 
