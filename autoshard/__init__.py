@@ -1,8 +1,7 @@
 """autoshard: a PyTorch model written for one device, running on a mesh."""
 
 from autoshard.api import frontier, load_safetensors, materialize, parallelize, plan
-from autoshard.capture.annotate import shard
-from autoshard.capture.task_graphs import replicate, set_default_strategy, split
+from autoshard.capture.marks import replicate, set_default_strategy, shard, split
 from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.cluster import Cluster
 from autoshard.doctor.doctor import doctor

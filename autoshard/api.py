@@ -14,8 +14,12 @@ from autoshard.options import OptionKeywords, Pipeline, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.run.entry import parallelize_pipeline, plan_with_options, resolve_pipeline
-from autoshard.pipeline.run.pipeline_module import PipelineModule
+from autoshard.pipeline.run.pipeline_module import (
+    PipelineModule,
+    parallelize_pipeline,
+    plan_with_options,
+    resolve_pipeline,
+)
 from autoshard.planner.frontier_search import frontier_plans
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planning import with_provenance
@@ -28,7 +32,7 @@ from autoshard.runtime.materialize import Initializer, Model, materialize_module
 from autoshard.runtime.module_runtime import RUNTIME
 from autoshard.runtime.parallelizer import Parallelizer
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
-from autoshard.search.auto_mesh import auto_mesh, device_type_of_job
+from autoshard.search.search import auto_mesh, device_type_of_job
 from autoshard.specs.axes import MeshShape
 
 

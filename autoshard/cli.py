@@ -20,10 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.cluster.calibrate import DTYPES, calibrate
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Link
-from autoshard.cluster.hosts import Hosts
-from autoshard.doctor.doctor import doctor
-from autoshard.doctor.doctor_report import report_page
+from autoshard.cluster.device import Hosts, Link
+from autoshard.doctor.doctor import doctor, report_page
 from autoshard.errors import AutoshardError, InputError, MeshError
 from autoshard.plans.html import page
 from autoshard.plans.plan_text import explanation_table, plan_table

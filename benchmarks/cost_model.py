@@ -47,12 +47,15 @@ sys.path.insert(0, str(ROOT))
 from gpt import GPT, Shape  # noqa: E402
 
 from autoshard.capture.joint import capture  # noqa: E402
-from autoshard.cluster.bench import Bench  # noqa: E402
-from autoshard.cluster.calibrate import calibrate  # noqa: E402
+from autoshard.cluster.calibrate import (  # noqa: E402
+    Bench,
+    Stopwatch,
+    calibrate,
+    robust_mean,
+)
 from autoshard.cluster.cluster import Cluster  # noqa: E402
-from autoshard.cluster.collective_samples import chain_calls, make_blocking, make_collective, make_matmul  # noqa: E402
 from autoshard.cluster.measurements import Measurements  # noqa: E402
-from autoshard.cluster.stopwatch import Stopwatch, robust_mean  # noqa: E402
+from autoshard.cluster.samples import chain_calls, make_blocking, make_collective, make_matmul  # noqa: E402
 from autoshard.options.target import Settings  # noqa: E402
 from autoshard.patterns.decisions import Decisions, Flow  # noqa: E402
 from autoshard.planner.planner import Planner  # noqa: E402

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autoshard.cluster import Cluster, Device, Link
-from autoshard.cluster.curve import Curve
-from autoshard.cluster.operator_curves import BYTES, FLOPS, INTENSITY
+from autoshard.cluster.measurements import BYTES, FLOPS, INTENSITY, Curve
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "prices.md"

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention_operator import operators
 from autoshard.capture.joint_graph import JointGraph
-from autoshard.patterns.ops._draws import draws
+from autoshard.patterns.ops.random import draws
 from autoshard.runtime.step import LocalProgram
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.schedule.schedules import schedule
+from autoshard.pipeline.schedule.actions import schedule
 from tests.models.gradients import BETWEEN, Small, gradients
 from tests.option_groups import grouped
 from tests.pipeline.pipelines import assert_equal, pipeline_of, plan_by_hand, train_alone, train_pipeline

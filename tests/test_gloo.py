@@ -18,7 +18,7 @@ from torch.nn import functional
 import autoshard
 from autoshard.errors import BudgetError, InputError, PlanError
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.runtime.host_groups import HostGroups, Seeds
+from autoshard.runtime.rank_agreement import HostGroups, Seeds
 from autoshard.runtime.shards import cut, gather_full_tensor, local_of
 from autoshard.specs import Spec
 from tests import models

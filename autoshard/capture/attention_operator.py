@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from autoshard.capture.attention_call import (
+from autoshard.capture.attention_kernels import (
     MATH,
     AttentionBackwardInputs,
     AttentionCall,
     Gradients,
+    choose_dropout_kernel,
+    choose_kernel,
     drop_unreachable_keys,
+    dropout_kernel,
 )
-from autoshard.capture.attention_kernels import choose_dropout_kernel, choose_kernel, dropout_kernel
 from autoshard.capture.operators import define, define_backward
 
 operators = torch.ops.autoshard

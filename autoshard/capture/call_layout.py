@@ -1,9 +1,14 @@
-"""Call signatures: the structure of a call's arguments, the names of its tensors, and a key for caches."""
+"""Outputs that `torch.export` does not take: dataclasses, types registered without keys, and opaque objects.
+
+Call signatures: the structure of a call's arguments, the names of its tensors, and a key for caches.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
+import warnings
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -12,8 +17,142 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture._torch import pytree, storage_of
-from autoshard.capture.containers import leaf_name, leaves_by_path, restore_dataclasses
 from autoshard.errors import InputError, warn_caller
+
+Path = tuple[Any, ...]
+
+
+def leaves_by_path(tree: Any) -> list[tuple[Path, Any]]:
+    """Return the leaves of a tree with their paths of pytree keys, as `tree_flatten_with_path` does."""
+    leaves: list[tuple[Path, Any]] = []
+    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_keyless)[0]:
+        if not _is_keyless(leaf):
+            leaves.append((path, leaf))
+            continue
+        # torch raises an error for types registered without keys, such as the outputs of diffusers: their parts get
+        # the keys of a mapping, or positions.
+        parts, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
+        is_mapping = isinstance(leaf, Mapping) and len(leaf) == len(parts)
+        keys = [pytree.MappingKey(key) for key in leaf] if is_mapping else map(pytree.SequenceKey, range(len(parts)))
+        for key, part in zip(keys, parts, strict=True):
+            leaves += [((*path, key, *rest), value) for rest, value in leaves_by_path(part)]
+    return leaves
+
+
+def leaf_name(path: Path) -> str:
+    """Return a readable name of a leaf of an output, such as `loss`, `hidden_states[0]` or `output[1]`."""
+    first = path[0] if path else None
+    if isinstance(first, pytree.MappingKey):
+        return str(first.key) + pytree.keystr(path[1:])
+    if isinstance(first, pytree.GetAttrKey):
+        return first.name + pytree.keystr(path[1:])
+    return "output" + pytree.keystr(path)
+
+
+def _is_keyless(node: Any) -> bool:
+    definition = pytree.SUPPORTED_NODES.get(type(node))
+    return definition is not None and definition.flatten_with_keys_fn is None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """Container of the fields of a dataclass whose type is not registered with `torch.utils._pytree`."""
+
+    kind: type[Any]
+    fields: dict[str, Any]
+
+    @staticmethod
+    def unflatten(values: Iterable[Any], context: tuple[type[Any], tuple[str, ...]]) -> Record:
+        """Return a record of these values; `context` is the type of the dataclass and the names of the fields."""
+        return Record(context[0], dict(zip(context[1], values, strict=True)))
+
+    def restore(self) -> Any:
+        """Return the dataclass with these fields."""
+        # As by `copy.copy`, `__init__` is not called. `object.__setattr__` sets fields of frozen dataclasses, too.
+        instance: Any = object.__new__(self.kind)
+        for name, value in self.fields.items():
+            object.__setattr__(instance, name, restore_dataclasses(value))
+        return instance
+
+
+pytree.register_pytree_node(
+    Record,
+    lambda record: (list(record.fields.values()), (record.kind, tuple(record.fields))),
+    Record.unflatten,
+    serialized_type_name="autoshard.capture.call_layout.Record",
+    flatten_with_keys_fn=lambda record: (
+        [(pytree.GetAttrKey(name), value) for name, value in record.fields.items()],
+        (record.kind, tuple(record.fields)),
+    ),
+)
+
+
+def record_dataclasses(tree: Any) -> Any:
+    """Return the tree with a `Record` for every dataclass whose type is not registered."""
+    # The tree itself, without a copy of its containers, if there are no dataclasses.
+    if not any(map(_is_dataclass, pytree.tree_leaves(tree))):
+        return tree
+    return pytree.tree_map(lambda leaf: _record(leaf) if _is_dataclass(leaf) else leaf, tree)
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, dict, list, tuple))
+
+
+def _record(leaf: Any) -> Record:
+    # A field with `init=False` may never have been set.
+    names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
+    return Record(type(leaf), {name: record_dataclasses(getattr(leaf, name)) for name in names})
+
+
+def restore_dataclasses(tree: Any) -> Any:
+    """Return the tree with the dataclasses that `record_dataclasses` replaced."""
+    return pytree.tree_map(
+        lambda leaf: leaf.restore() if isinstance(leaf, Record) else leaf,
+        tree,
+        is_leaf=lambda node: isinstance(node, Record),
+    )
+
+
+_PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+
+
+class OpaqueOutputs:
+    """A forward hook that replaces objects other than tensors, plain values and known containers by None.
+
+    Hugging Face models return their key-value cache beside the loss by default. A training step has no use for it, and
+    a graph returns tensors alone.
+
+    Attributes:
+        replaced: path in the output -> name of the type that was replaced.
+    """
+
+    def __init__(self) -> None:
+        self.replaced: dict[str, str] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return the output with None for such objects; the output itself if no tensor would be left."""
+        recorded = record_dataclasses(output)
+        leaves = leaves_by_path(recorded)
+        opaque = {leaf_name(path): type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
+        if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
+            return output
+        if not opaque:
+            return recorded
+        self.replaced.update(opaque)
+        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, recorded)
+
+    def warn(self, model: str) -> None:
+        """Warn of the replaced objects, if there are any."""
+        if self.replaced:
+            left_out = ", ".join(f"{path} ({kind})" for path, kind in self.replaced.items())
+            warnings.warn(
+                f"{model} returns what no graph can hold: {left_out}. The parallelised module returns None there. Ask "
+                "the model not to make it (Hugging Face: use_cache=False for the key-value cache), or register the "
+                "type with torch.utils._pytree.register_pytree_node to keep it.",
+                stacklevel=2,
+            )
+
 
 InputInfo = TypeVar("InputInfo")
 

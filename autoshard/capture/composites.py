@@ -18,13 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture.attention_operator import attention, attention_with_dropout
 from autoshard.capture.capture_errors import is_users_file, running_line
-from autoshard.capture.ctc_operator import ctc_loss
 from autoshard.capture.fake_module import DEVICE
-from autoshard.capture.fixed_size_bags import embedding_bag
 from autoshard.capture.nodes import argument_of, graphs_of
+from autoshard.capture.operators import ctc_loss, embedding_bag, rms_norm
 from autoshard.capture.recurrence import gru, lstm, rnn_relu, rnn_tanh
-from autoshard.capture.recurrent_cell_operators import gru_cell, lstm_cell
-from autoshard.capture.rms_norm import rms_norm
+from autoshard.capture.time_loops import gru_cell, lstm_cell
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten

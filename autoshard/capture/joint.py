@@ -24,23 +24,19 @@ from autoshard.capture._torch import (
     unwritten_graphs,
     without_tracebacks,
 )
-from autoshard.capture.annotate import capturing
-from autoshard.capture.autocast import autocast_of_gpus
 from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
 from autoshard.capture.canonical_order import canonicalize_order
 from autoshard.capture.capture_errors import ModelError, capture_error, known_error, node_line
-from autoshard.capture.describe import describe
+from autoshard.capture.describe import check_collectives, check_shapes, check_sizes, describe
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.export import Effects, Exported, effects_of, export_forward, with_copies
+from autoshard.capture.export import Effects, Exported, effects_of, export_forward, flat_forward, is_flat, with_copies
 from autoshard.capture.fake_module import DEVICE, fake_like
-from autoshard.capture.flat_modules import flat_forward, is_flat
 from autoshard.capture.gradient_code import no_accumulation
-from autoshard.capture.graph_checks import check_collectives, check_shapes, check_sizes
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
-from autoshard.capture.mixed_precision import LoweredModule
+from autoshard.capture.marks import capturing, defaults_of, keeping_marks
+from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
 from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
-from autoshard.capture.task_graphs import defaults_of, keeping_marks
 from autoshard.errors import AutoshardError, CaptureError
 
 aten = torch.ops.aten

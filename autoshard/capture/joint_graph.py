@@ -13,12 +13,11 @@ from torch import fx
 from torch.distributed.tensor import Placement
 
 from autoshard.capture._torch import pytree
-from autoshard.capture.annotate import parse_pin
 from autoshard.capture.call_layout import CallLayout, ResultLayout
 from autoshard.capture.dynamic import DynamicSizes
 from autoshard.capture.export import ExportedInput
+from autoshard.capture.marks import TaskGraph, parse_pin
 from autoshard.capture.python_state import PythonState
-from autoshard.capture.task_graphs import TaskGraph
 from autoshard.size import DynamicSize, Ratio
 
 InputKind = Literal["parameter", "buffer", "input", "tangent", "constant"]

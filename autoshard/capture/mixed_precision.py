@@ -2,21 +2,29 @@
 
 A cast of a sharded parameter is local, and half as many bytes are gathered after it. A cast of a partial gradient says
 in which dtype the ranks' partial sums are added. No other part of the library needs to know of precisions.
+
+`torch.autocast("cuda")` on the tensors of a capture, which are on the CPU.
+
+Autocast acts by the device of a tensor, and has one list of operators for GPUs and another for the CPU. While a model
+under the autocast of GPUs is captured, autocast of the CPU stands for it, with the list of GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.capture._torch import pytree
+from autoshard.capture._torch import attribute_patch, below_autocast, operator_of, operators_under_autocast, pytree
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.joint_graph import JointOutput
+from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -173,3 +181,180 @@ def _cast_after(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, like: fx.N
     cast.meta.update({key: like.meta[key] for key in ("partitioner_tag", "module_path", "sizes") if key in like.meta})
     cast.meta["val"] = source.meta["val"].to(dtype)
     return cast
+
+
+# fmt: off
+_LOWER_PRECISION = (
+    "_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul",
+    "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention",
+)
+"""Operators that compute in the dtype of autocast."""
+
+_FLOAT32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity",
+    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
+    "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
+    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+)
+"""Operators that compute in float32."""
+
+_FLOAT32_BY_ARGUMENT = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+)
+"""Operators that are called with the dtype float32 unless the caller passes a dtype."""
+
+_WIDEST = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add",
+)
+"""Operators that compute in the widest dtype among their operands."""
+
+# fmt: on
+
+_FLOAT32_NORMS = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",  # in builds with named tensors
+}
+"""Norms, and the overloads with a dtype that are called with float32 in their place."""
+
+_Kernel = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def autocast_of_gpus() -> Iterator[None]:
+    """Context in which autocast of GPUs, active already or entered later, acts on tensors of the CPU."""
+    initialize = torch.autocast.__init__
+    with contextlib.ExitStack() as stack:
+        kernels = _Kernels(stack)
+
+        def initialize_on_cpu(
+            self: Any,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
+            # The user's `torch.autocast("cuda")` in `forward` becomes one of the CPU, with the kernels of GPUs.
+            if device_type == "cuda":
+                device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+                kernels.install()
+            initialize(self, device_type, dtype, enabled, cache_enabled)
+
+        stack.enter_context(attribute_patch(torch.autocast, "__init__", initialize_on_cpu))
+        # The capture was called under autocast: enter it again, by the replaced `__init__`.
+        if torch.is_autocast_enabled("cuda"):
+            stack.enter_context(torch.autocast("cuda", torch.get_autocast_dtype("cuda")))
+        yield
+
+
+class _Kernels:
+    """Kernels of GPUs that replace those of the CPU's autocast until a context ends."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._installed = False
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def install(self) -> None:
+        """Replace the kernels, once."""
+        if self._installed:
+            return
+        self._installed = True
+        library = self._stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of replaced kernels
+            for name, kernel in self._by_name().items():
+                library.impl(name, kernel, "AutocastCPU")
+
+    def _by_name(self) -> dict[str, _Kernel]:
+        # An operator on the CPU's list alone is not cast on a GPU.
+        kernels = dict.fromkeys(operators_under_autocast("CPU"), torch.library.fallthrough_kernel)
+        known = operators_under_autocast("CUDA")  # the lists above have names of several versions of torch
+        for names, make in (
+            (_LOWER_PRECISION, lambda name: self._casting(name, lambda _: torch.get_autocast_dtype("cpu"))),
+            (_FLOAT32, lambda name: self._casting(name, lambda _: torch.float32)),
+            (_FLOAT32_BY_ARGUMENT, self._float32_by_argument),
+            (_FLOAT32_NORMS, self._float32_norm),
+            (_WIDEST, lambda name: self._casting(name, _widest_dtype)),
+        ):
+            kernels |= {name: make(name) for name in names if name in known}
+        return kernels | {"binary_cross_entropy": _refuse_probabilities}
+
+    def _casting(self, name: str, dtype_of: Callable[[Any], torch.dtype]) -> _Kernel:
+        """Return a kernel that casts operands to the dtype that a function of all arguments chooses."""
+        op = operator_of(name)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype = dtype_of((args, kwargs))
+            with below_autocast():
+                return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+
+        return kernel
+
+    def _float32_by_argument(self, name: str) -> _Kernel:
+        op = operator_of(name)
+        position = [argument.name for argument in op._schema.arguments].index("dtype")
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            passed = args[position] if len(args) > position else kwargs.get("dtype")
+            if passed is None and _is_cast(args[0]):
+                args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+            with below_autocast():
+                return op(*args, **kwargs)
+
+        return kernel
+
+    def _float32_norm(self, name: str) -> _Kernel:
+        op, with_dtype = operator_of(name), operator_of(_FLOAT32_NORMS[name])
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with below_autocast():
+                if not _is_cast(args[0]):
+                    return op(*args, **kwargs)
+                # By name: the overloads have their arguments at different positions.
+                names = [argument.name for argument in op._schema.arguments]
+                return with_dtype(**dict(zip(names, args, strict=False)), **kwargs, dtype=torch.float32)
+
+        return kernel
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        return pytree.tree_map_only(Tensor, lambda leaf: self._cast_of(leaf, dtype) if _is_cast(leaf) else leaf, value)
+
+    def _cast_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tensor in another dtype."""
+        if tensor.dtype == dtype:
+            return tensor
+        # torch's own autocast caches the casts of parameters, under these conditions: one cast serves all uses.
+        cached = tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32 and torch.is_grad_enabled()
+        if not cached or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
+            return tensor.to(dtype)
+        # The tensor itself is kept so that its id stays its own.
+        if id(tensor) not in self._casts:
+            self._casts[id(tensor)] = tensor, tensor.to(dtype)
+        return self._casts[id(tensor)][1]
+
+
+def _refuse_probabilities(*args: Any, **kwargs: Any) -> Any:
+    raise CaptureError(
+        "binary_cross_entropy under torch.autocast on a GPU: torch refuses it there, since logarithms of 16-bit "
+        "probabilities overflow. Call binary_cross_entropy_with_logits, or run the loss under autocast(enabled=False)."
+    )
+
+
+def _is_cast(value: Any) -> bool:
+    """Return True if autocast changes the dtype of a value."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _widest_dtype(arguments: Any) -> torch.dtype:
+    dtypes = {leaf.dtype for leaf in pytree.tree_leaves(arguments) if _is_cast(leaf)}
+    return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cpu")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.cost import CostModel
+from autoshard.cluster.cost import CostModel, flops
 from autoshard.cluster.device import Device, Link
-from autoshard.cluster.flops import flops
 
 __all__ = ["Cluster", "CostModel", "Device", "Link", "flops"]

@@ -1,28 +1,310 @@
-"""Measuring the machine that a mesh runs on: its collectives, its operators, and the contention of both."""
+"""Seconds of work that all processes do at once, so that they contend for shared hardware as in a step.
+
+Measurements of the devices of a job: operators, collectives, and both at once.
+
+Measuring the machine that a mesh runs on: its collectives, its operators, and the contention of both.
+"""
 
 from __future__ import annotations
 
 import datetime
+import functools
+import itertools
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.cluster.bench import Bench
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.collective_samples import groupings
 from autoshard.cluster.cost import RING_TRIPS
-from autoshard.cluster.curve import Curve
 from autoshard.cluster.device import Device, Link
-from autoshard.cluster.measurements import Grouping, Measurements
-from autoshard.cluster.operator_curves import BYTES, FLOPS
-from autoshard.cluster.stopwatch import Stopwatch
+from autoshard.cluster.measurements import BYTES, FLOPS, INTENSITY, Curve, Grouping, Measurements
+from autoshard.cluster.samples import (
+    KINDS,
+    Sample,
+    SampleCall,
+    chain_calls,
+    group,
+    groupings,
+    make_blocking,
+    make_collective,
+    make_matmul,
+    samples,
+)
 from autoshard.errors import MeshError
 from autoshard.units import parse_bytes
+
+# Seconds that a timing lasts at least: many time slices where processes share a processor.
+_WINDOW = 5e-2
+# A timing counts as this many medians at most: where one lasted longer, something else ran.
+_OUTLIER_FACTOR = 3.0
+# Calls of which the shortest estimates the seconds of one.
+_TRIES = 3
+# Copies of the data of a piece of work.
+_COPIES = 8
+# Bytes that the copies take together.
+_COPY_BYTES = 2**26
+
+
+class Rotation:
+    """Work on several copies of its data in turn, so that memory is as cold as in a step: few operands are cached.
+
+    The last results are kept, so that the allocator hands out new memory.
+
+    Args:
+        make: returns the work on a new copy of its data.
+        bytes: read and written by a copy.
+    """
+
+    def __init__(self, make: Callable[[], Callable[[], Any]], bytes: float) -> None:
+        copies = max(1, min(_COPIES, int(_COPY_BYTES // bytes)))
+        self._works = itertools.cycle([make() for _ in range(copies)])
+        self._kept: deque[Any] = deque(maxlen=copies)
+
+    def __call__(self) -> None:
+        self._kept.append(next(self._works)())
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Timings that all processes make together and agree on.
+
+    Attributes:
+        device: that the work runs on.
+        repeats: number of timings, whose mean counts.
+        patience: seconds of one call above which larger calls are not tried.
+        clock: returns seconds since some moment; wall time by default.
+    """
+
+    device: torch.device
+    repeats: int
+    patience: float
+    clock: Callable[[], float] = time.perf_counter
+
+    def mean_of_ranks(self, values: Sequence[float]) -> list[float]:
+        """Return the mean over all processes of each value; equal on all of them."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return [value / dist.get_world_size() for value in tensor.tolist()]
+
+    def rough_seconds(self, work: Callable[[], object]) -> float:
+        """Return an estimate of the seconds of one call, the shortest of a few; the same number on all processes."""
+        dist.barrier()
+        return self.mean_of_ranks([min(self._time_calls(work, 1) for _ in range(_TRIES))])[0]
+
+    def mean_seconds(self, works: Sequence[Callable[[], object]], calls: Sequence[float]) -> list[float]:
+        """Return the seconds of one call of each piece of work; the same numbers on all processes.
+
+        A timing begins when all processes are there, and ends when the last is done, like the stretch between two
+        collectives of a step.
+
+        Args:
+            works: run by every process at the same time.
+            calls: estimated seconds of a call; the same on all processes, which then make equally many calls.
+        """
+        counts = [max(1, round(_WINDOW / seconds)) for seconds in calls]
+        timings = torch.zeros(len(works), self.repeats, dtype=torch.float64)
+        # All work is timed in turn: a disturbance of the machine falls on a few timings of each piece, and not on all
+        # timings of one.
+        for turn in range(self.repeats):
+            for place, (work, count) in enumerate(zip(works, counts, strict=True)):
+                dist.barrier()
+                timings[place, turn] = self._time_calls(work, count) / count
+        timings = timings.to(self.device)
+        # A collective waits for the last rank: a step takes as long as its slowest device.
+        dist.all_reduce(timings, dist.ReduceOp.MAX)
+        # The mean, not the median: times of processes that share a processor vary with the order of their time slices,
+        # and it is means that add up to the time of a step.
+        return [robust_mean(row) for row in timings.tolist()]
+
+    def _time_calls(self, work: Callable[[], object], calls: int) -> float:
+        self._synchronize()
+        start = self.clock()
+        for _ in range(calls):
+            work()
+        self._synchronize()
+        return self.clock() - start
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def robust_mean(timings: Sequence[float]) -> float:
+    """Return the mean of timings, each of which counts as three medians at most."""
+    most = _OUTLIER_FACTOR * statistics.median(timings)
+    return statistics.mean(min(timing, most) for timing in timings)
+
+
+# Power of two of the bytes of the smallest collective.
+_SMALLEST_POWER = 8
+# Least part of the time of compute and collective together that is left to the collective by noise.
+_LEAST_SHARE = 0.01
+# Bytes of the collective that is timed beside compute, so that latency hardly counts.
+_OVERLAP_BYTES = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Measurements that all processes make together.
+
+    Attributes:
+        stopwatch: times them.
+        report: called with the name of each measurement before it is made.
+    """
+
+    stopwatch: Stopwatch
+    report: Callable[[str], None]
+
+    def operators(self, dtype: torch.dtype, everything: bool = True) -> Iterator[tuple[tuple[str, str, str], Curve]]:
+        """Yield the curves of all families, or of matrix products alone, under the keys of `Measurements.operators`."""
+        name = str(dtype).removeprefix("torch.")
+        self.report(f"{'operators' if everything else 'matrix products'} in {name}")
+        chosen = samples(dtype, self.stopwatch.device)[: None if everything else 1]
+        timed = [times for times in map(self._time_sample, chosen) if times.seconds]
+        # Operators that are called again and again find their code in the caches of the host; in a program others come
+        # between. The difference is added to all of them but views, which do nothing.
+        extra = self._interleaving_overhead(timed)
+        for times in timed:
+            sample = times.sample
+            yield (sample.family, name, sample.amounts_are), times.curve(0.0 if sample.family == "view" else extra)
+
+    def _time_sample(self, sample: Sample) -> _SampleTimes:
+        """Return a sample's calls and seconds; empty where the device has no such operator in this dtype."""
+        amounts: list[tuple[float, float]] = []
+        rotations: list[Rotation] = []
+        estimates: list[float] = []
+        for size in sample.sizes:
+            call = _make_call(sample, size)
+            [missing] = self.stopwatch.mean_of_ranks([call is None])
+            # On any process: all must stop at the same size.
+            if call is None or missing:
+                break
+            amounts.append(call[0].amounts())
+            rotations.append(call[1])
+            estimates.append(self.stopwatch.rough_seconds(rotations[-1]))
+            if estimates[-1] > self.stopwatch.patience:
+                break
+        # The data of all but the smallest call are freed: a device that is short of memory is slow.
+        return _SampleTimes(sample, rotations[:1], amounts, self.stopwatch.mean_seconds(rotations, estimates))
+
+    def _interleaving_overhead(self, timed: Sequence[_SampleTimes]) -> float:
+        """Return the seconds that a call takes longer behind calls of all other families, by the smallest calls."""
+        # The smallest calls by intensity have many bytes, and the overhead would be lost in their noise.
+        small = [times for times in timed if times.sample.amounts_are != INTENSITY]
+        alone = sum(times.seconds[0] for times in small)
+        chain = chain_calls(*[call for times in small for call in times.smallest])
+        [together] = self.stopwatch.mean_seconds([chain], [alone])
+        return max(0.0, together - alone) / len(small)
+
+    def collectives(self, grouping: Grouping, largest: int) -> Iterator[tuple[tuple[str, Grouping], Curve]]:
+        """Yield the curves of all collectives in one grouping, up to `largest` bytes, under the keys of `Measurements`.
+
+        Like operators, collectives take turns with others on data of their own.
+        """
+        self.report(f"collectives in groups of {grouping.size}, {grouping.stride} ranks apart")
+        # A collective is timed behind a stretch of compute, whose time is subtracted: in a step, too, devices arrive at
+        # it one after the other, and processes that share a processor have to be called back to it.
+        compute = make_matmul(self.stopwatch.device)
+        compute_estimate = self.stopwatch.rough_seconds(compute)
+        sizes = [2**power for power in range(_SMALLEST_POWER, max(_SMALLEST_POWER, largest.bit_length() - 1) + 1)]
+        with group(grouping) as local:
+            for kind in KINDS:
+                works: list[Callable[[], object]] = [compute]
+                estimates = [compute_estimate]
+                for size in sizes:
+                    make = functools.partial(_make_blocking_collective, kind, size, local, self.stopwatch.device)
+                    works.append(chain_calls(compute, Rotation(make, size * (1 + grouping.size))))
+                    estimates.append(self.stopwatch.rough_seconds(works[-1]))
+                    if estimates[-1] > self.stopwatch.patience:
+                        break
+                alone, *together = self.stopwatch.mean_seconds(works, estimates)
+                seconds = [max(combined - alone, _LEAST_SHARE * combined) for combined in together]
+                yield (kind, grouping), Curve.through(sizes[: len(seconds)], seconds)
+
+    def contention(self, grouping: Grouping) -> float:
+        """Return the seconds that a second of communication adds to compute, from a collective beside matrix products.
+
+        With as much compute as communication, both together take between the time of one (0) and of both (1); more
+        than that where they disturb each other.
+        """
+        self.report("collectives beside compute")
+        # A difference of times needs more timings than a time does: four times as many is a guess that works.
+        watch = replace(self.stopwatch, repeats=4 * self.stopwatch.repeats)
+        compute = make_matmul(watch.device)
+        with group(grouping) as local:
+            start = make_collective("all_reduce", _OVERLAP_BYTES, local, watch.device)
+            sending = make_blocking(start)
+            estimates = [watch.rough_seconds(sending), watch.rough_seconds(compute)]
+            # As many products as take the time of the collective: the comparison is then between equal stretches.
+            communication, product = watch.mean_seconds([sending, compute], estimates)
+            computing = chain_calls(*[compute] * max(1, round(communication / product)))
+
+            def overlapping() -> None:
+                pending = start()
+                computing()
+                make_blocking(lambda: pending)()
+
+            estimates = [communication, communication, 2 * communication]
+            sent, computed, together = watch.mean_seconds([sending, computing, overlapping], estimates)
+        return max(0.0, (together - max(sent, computed)) / min(sent, computed))
+
+
+@dataclass(frozen=True, slots=True)
+class _SampleTimes:
+    """A sample that was timed.
+
+    Attributes:
+        sample: the sample.
+        smallest: its smallest call, if it has any.
+        amounts: operations and bytes of each call.
+        seconds: of each call.
+    """
+
+    sample: Sample
+    smallest: list[Rotation]
+    amounts: list[tuple[float, float]]
+    seconds: list[float]
+
+    def curve(self, extra: float) -> Curve:
+        """Return the curve of the seconds, with `extra` seconds for each call."""
+        points = {}
+        for (flops, bytes), seconds in zip(self.amounts, self.seconds, strict=True):
+            match self.sample.amounts_are:
+                case "flops":
+                    points[flops] = seconds + extra
+                case "bytes":
+                    points[bytes] = seconds + extra
+                # Operations per byte, and the seconds of one byte.
+                case _:
+                    points[flops / bytes] = (seconds + extra) / bytes
+        return Curve.through(points, points.values())
+
+
+def _make_call(sample: Sample, size: int) -> tuple[SampleCall, Rotation] | None:
+    """Return a call of a size and copies of it; None if the operator refuses them or they do not fit the memory."""
+    try:
+        call = sample.make(size)
+        return call, Rotation(functools.partial(sample.make, size), call.amounts()[1])
+    # Out of memory is a RuntimeError too: a size that does not fit ends the curve, as an unsupported dtype does.
+    except RuntimeError:
+        return None
+
+
+def _make_blocking_collective(
+    kind: str, size: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    return make_blocking(make_collective(kind, size, group, device))
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cluster import cluster_file
-from autoshard.cluster.device import Device, Link
-from autoshard.cluster.hosts import Hosts, RankPlace, place_of, stretches_of
+from autoshard.cluster.device import Device, Hosts, Link, RankPlace, place_of, stretches_of
 from autoshard.cluster.measurements import Measurements
 from autoshard.errors import BudgetError, MeshError
 from autoshard.units import parse_bytes

@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from autoshard import finite_json
-from autoshard.cluster.device import BusCurve, Device, Dispatch, Link
-from autoshard.cluster.hosts import Hosts
-from autoshard.cluster.operator_curves import curve_data, curve_of, from_records, to_records
+from autoshard.cluster.device import BusCurve, Device, Dispatch, Hosts, Link
+from autoshard.cluster.measurements import curve_data, curve_of, from_records, to_records
 from autoshard.errors import MeshError
 
 FORMAT = "autoshard cluster"

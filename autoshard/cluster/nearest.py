@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.operator_curves import scaled_curves
+from autoshard.cluster.measurements import scaled_curves
 
 _LOGGER = logging.getLogger("autoshard")
 

@@ -11,7 +11,7 @@ import torch
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
-from autoshard.cluster.operator_curves import scaled_curves
+from autoshard.cluster.measurements import scaled_curves
 from autoshard.errors import BudgetError
 from autoshard.units import format_bytes
 

@@ -70,7 +70,7 @@ class Pipeline:
         axis: name of the mesh axis along which the stages lie; by default `"pp"`, if there is such an axis. Each place
             on it is a pipeline rank, unless task graphs in `forward` ask for devices that add up to it (docs/hints.md).
         schedule: `"auto"`, the one with the shortest predicted step of all that fit; or a name, such as `"1F1B"`
-            (`autoshard.pipeline.schedule.schedules.SCHEDULES`), or `"custom"` for an order that autoshard searches.
+            (`autoshard.pipeline.schedule.actions.SCHEDULES`), or `"custom"` for an order that autoshard searches.
         microbatches: microbatches of a step: `"auto"`, or a number that divides the batch.
         virtual: stages per rank: `"auto"`, or a number.
         batch_dims: name of an input (such as `mask` or `batch['x']`) -> the dim of samples, along which it is split

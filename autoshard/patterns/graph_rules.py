@@ -19,18 +19,17 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention_operator import operators as attentions
 from autoshard.capture.joint import JointGraph, JointOutput
-from autoshard.capture.layers import PREPARATIONS, parameter_layers
 from autoshard.capture.mixed_precision import REDUCED
 from autoshard.capture.nodes import is_random
-from autoshard.capture.recomputation import RECOMPUTES
+from autoshard.capture.recomputation import PREPARATIONS, RECOMPUTES, parameter_layers
 from autoshard.errors import HintError, InputError
+from autoshard.patterns.borrowed import batch_rule, whole_rule
 from autoshard.patterns.cuts import CutPropagation, useful_cuts
-from autoshard.patterns.ops.unknown import batch_rule, whole_rule
+from autoshard.patterns.ops.routed_rows import with_routed_rows
 from autoshard.patterns.ops.view import with_merged_dims
 from autoshard.patterns.padding import zero_padded_results
 from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
-from autoshard.patterns.units.routed_rows import with_routed_rows
 from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_placeable

@@ -1,18 +1,207 @@
-"""One operator call as one rank runs it, on local operands."""
+"""Values of local programs: they read like tensors, and every operation on them is an operator given to an emitter.
+
+One operator call as one rank runs it, on local operands.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from autoshard.patterns.local_values import TorchEmitter, unwrap
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import Choices, local_shape, local_size, resolve_variant
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import Emitter, collectives
+
+__all__ = ["LocalValue", "TorchEmitter", "unwrap"]
+
+
+class LocalValue:
+    """A tensor of one rank in a local program.
+
+    `x + y` emits the operator that torch's `+` stands for: the overload for tensors or, if `y` is a number, that for
+    numbers. Every operator of ATen is a method: `x.sum([0])`. `==` compares identity, so that values can be keys.
+
+    Attributes:
+        emit: the emitter that made it.
+        raw: the value as the emitter below knows it, such as an FX node.
+    """
+
+    __slots__ = ("emit", "raw")
+
+    def __init__(self, emit: TorchEmitter, raw: Any) -> None:
+        self.emit = emit
+        self.raw = raw
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The local shape."""
+        return self.emit.base.shape(self.raw)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type."""
+        return self.emit.base.dtype(self.raw)
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return self.emit.base.device(self.raw)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        # An operator of ATen, this value its first argument.
+        return partial(getattr(self.emit, name), self)
+
+    def to(self, dtype: torch.dtype) -> LocalValue:
+        """The value in an element type; the value itself where it is in it already."""
+        value: LocalValue = self if self.dtype == dtype else self.emit._to_copy(self, dtype=dtype)
+        return value
+
+    def __add__(self, other: Any) -> Any:
+        return self.emit.add(self, other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self.emit.sub(self, other)
+
+    def __rsub__(self, other: float) -> Any:
+        return self.emit.rsub(self, other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self.emit.mul(self, other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.emit.div(self, other)
+
+    def __neg__(self) -> Any:
+        return self.emit.neg(self)
+
+    def __lt__(self, other: Any) -> Any:
+        return self.emit.lt(self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.emit.gt(self, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.emit.ge(self, other)
+
+
+class TorchEmitter:
+    """Emits local programs that read like torch: `emit.rsqrt(variance + eps)`.
+
+    Every operator of ATen is a method. Of its overloads, the first in torch's order is taken whose schema fits the
+    arguments, so `emit.max(x)` is `aten.max.default` and `emit.max(x, 0)` is `aten.max.dim`. Arguments are those of
+    the schema. Operators of other namespaces, and overloads by name, are emitted by `call`.
+
+    Args:
+        base: the emitter that takes the operators; any will do.
+    """
+
+    def __init__(self, base: Emitter) -> None:
+        self.base = base
+        self.mesh: MeshShape = base.mesh
+        self.home: torch.device = base.home
+        self.group, self.stream = base.group, base.stream
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if not _overloads(name):
+            raise AttributeError(f"ATen has no operator {name!r}: emit those of other namespaces by call(op, ...)")
+        return partial(self._aten, name)
+
+    def _aten(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        keywords = tuple((keyword, _kind(value)) for keyword, value in kwargs.items())
+        return self.call(_resolve(name, tuple(map(_kind, args)), keywords), *args, **kwargs)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """The value of one operator call; a tuple of values where the operator has several results."""
+        result = self.base.call(op, *unwrap(args), **{name: unwrap(value) for name, value in kwargs.items()})
+        return tuple(map(self.wrap, result)) if isinstance(result, tuple) else self.wrap(result)
+
+    def wrap(self, raw: Any) -> Any:
+        """A value of the emitter below as one of this emitter; None, for a result that is not there, stays None."""
+        return raw if raw is None or isinstance(raw, LocalValue) else LocalValue(self, raw)
+
+    def collective(self, op: Any, value: Any, *args: Any, axis: int) -> Any:
+        """The result of a functional collective over a mesh axis, awaited; the axis's group is the last argument."""
+        return self.call(collectives.wait_tensor.default, self.call(op, value, *args, self.group(axis)))
+
+    def coordinate(self, axis: int) -> LocalValue:
+        """This rank's coordinate on an axis: a 0-d int64 value on the program's device."""
+        return LocalValue(self, self.base.coordinate(axis))
+
+    def host_coordinate(self, axis: int) -> LocalValue:
+        """The same on the CPU."""
+        return LocalValue(self, self.base.host_coordinate(axis))
+
+    def seed(self) -> LocalValue:
+        """The step's random seed: a 0-d int64 value on the CPU."""
+        return LocalValue(self, self.base.seed())
+
+
+def unwrap(value: Any) -> Any:
+    """A value, or several in lists and tuples, as the emitter below knows them."""
+    if isinstance(value, LocalValue):
+        return value.raw
+    if isinstance(value, list):
+        return [unwrap(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(unwrap(item) for item in value)
+    return value
+
+
+_TENSOR, _TENSORS, _NUMBERS, _DTYPE, _PLAIN, _NONE = range(6)
+"""The kinds of arguments that tell overloads apart."""
+
+
+def _kind(value: Any) -> int:
+    if isinstance(value, LocalValue):
+        return _TENSOR
+    if isinstance(value, (list, tuple)):
+        return _TENSORS if any(isinstance(item, LocalValue) for item in value) else _NUMBERS
+    if value is None:
+        return _NONE
+    return _DTYPE if isinstance(value, torch.dtype) else _PLAIN
+
+
+@cache
+def _overloads(name: str) -> tuple[Any, ...]:
+    """The overloads of an ATen operator in torch's order; nothing where ATen has no such operator."""
+    packet = getattr(torch.ops.aten, name, None)
+    return () if packet is None else tuple(getattr(packet, overload) for overload in packet.overloads())
+
+
+@cache
+def _resolve(name: str, args: tuple[int, ...], kwargs: tuple[tuple[str, int], ...]) -> Any:
+    """The first overload whose schema takes arguments of these kinds."""
+    for overload in _overloads(name):
+        if _fits(overload._schema.arguments, args, dict(kwargs)):
+            return overload
+    raise TypeError(f"no overload of aten.{name} takes {len(args)} arguments of these kinds and {dict(kwargs)}")
+
+
+def _fits(schema: Sequence[Any], args: Sequence[int], kwargs: dict[str, int]) -> bool:
+    positional = [argument for argument in schema if not argument.kwarg_only]
+    given = dict(zip((argument.name for argument in positional), args, strict=False)) | kwargs
+    if len(args) > len(positional) or len(given) < len(args) + len(kwargs):
+        return False
+    required = {argument.name for argument in schema if not argument.has_default_value()}
+    kinds = {argument.name: _schema_kinds(str(argument.real_type)) for argument in schema}
+    return required <= given.keys() <= kinds.keys() and all(given[name] in kinds[name] for name in given)
+
+
+@cache
+def _schema_kinds(declared: str) -> tuple[int, ...]:
+    """The kinds of arguments that a declared type takes."""
+    if declared.startswith("Optional["):
+        return (*_schema_kinds(declared[len("Optional[") : -1]), _NONE)
+    if declared == "Tensor":
+        return (_TENSOR,)
+    if declared.startswith("List["):
+        return (_TENSORS,) if "Tensor" in declared else (_NUMBERS,)
+    return (_DTYPE,) if declared == "ScalarType" else (_PLAIN,)
 
 
 class LocalCall:

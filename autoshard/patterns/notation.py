@@ -16,8 +16,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from autoshard.errors import RuleError
-from autoshard.patterns.build import Padding, build
-from autoshard.patterns.rule import LocalProgram, OpCall, Rule
+from autoshard.patterns.rule import LocalProgram, OpCall, Padding, Rule, build
 
 Linear = str | Sequence[Collection[int]]
 """Linear sets: collections of operand positions, or text such as `"0, 1+2"`: {0}, and {1, 2} jointly."""

@@ -8,7 +8,7 @@ from math import prod
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from autoshard.capture.task_graphs import Primitive, TaskGraph
+from autoshard.capture.marks import Primitive, TaskGraph
 from autoshard.errors import HintError
 from autoshard.names import ancestors, matching, suggestion
 from autoshard.specs.axes import MeshShape

@@ -9,12 +9,12 @@ from time import monotonic
 
 import numpy as np
 
-from autoshard.planner.lazy_costs import LazyCosts
 from autoshard.planner.planning_problem import BuiltProblem, OverlapDiscount
 from autoshard.planner.solving import (
     CLOSE,
     ITERATIONS,
     REPAIR_ITERATIONS,
+    LazyCosts,
     SolveOptions,
     SolveResult,
     better_result,

@@ -10,12 +10,10 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.options.target import Target
-from autoshard.planner.batch_shares import with_shares
-from autoshard.planner.captured_call import CapturedCall, capture_with_progress
-from autoshard.planner.part_shares import part_count, plan_shares
 from autoshard.planner.plan_checks import checked_flow
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import PlannerCache
+from autoshard.planner.planning import CapturedCall, PlannerCache, capture_with_progress
+from autoshard.planner.shares import part_count, plan_shares, with_shares
 from autoshard.planner.target_constraints import PlacementsByName
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph

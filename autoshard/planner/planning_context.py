@@ -26,21 +26,20 @@ from autoshard.memory.footprint import Memory, live_bytes
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules, Value
-from autoshard.planner.account import StepAccount
+from autoshard.planner.account import OperatorPrices, StepAccount, reduction_timeline, timeline
 from autoshard.planner.allocations import allocations
 from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.progress_line import Progress
 from autoshard.planner.regather import Reuse
-from autoshard.planner.schedule import OperatorPrices, reduction_timeline, timeline
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.predicted_program import PredictedProgram, predict_program
 from autoshard.program.program_replay import KernelPrices
-from autoshard.program.recordings import LocalPrograms
+from autoshard.program.walk import LocalPrograms
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.reshard.path import Resharder
 from autoshard.solver.eliminate import WidthError

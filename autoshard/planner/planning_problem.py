@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autoshard.capture.task_graphs import Primitive
+from autoshard.capture.marks import Primitive
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.rule import TensorMeta
@@ -24,8 +24,8 @@ from autoshard.planner.hints import Pins
 from autoshard.planner.regather import RegatherChoice, choices_from_hubs, hubs_from_choices
 from autoshard.planner.strategy_tables import SpecList
 from autoshard.solver import Edge, Problem
-from autoshard.solver.blend import Blend, BlendedEdge, Part, blend
-from autoshard.specs.shared_axis import SharedAxis
+from autoshard.solver.problem import Blend, BlendedEdge, Part, blend
+from autoshard.specs.axes import SharedAxis
 from autoshard.specs.spec import Spec
 
 HideableKind = Literal["reductions", "gathers"]

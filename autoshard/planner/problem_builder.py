@@ -16,7 +16,6 @@ from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph_rules import GraphRules, Use, Value, value_of
 from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.boundary_specs import BoundarySpecs
-from autoshard.planner.edge_tables import FORBIDDEN, EdgeTables
 from autoshard.planner.planning_problem import (
     BuiltProblem,
     Constraints,
@@ -26,10 +25,9 @@ from autoshard.planner.planning_problem import (
     ReshardEdge,
     Variable,
 )
-from autoshard.planner.regather import Reuse, regather_choices
-from autoshard.planner.strategy_tables import OperatorStrategies, SpecList, StrategyTables
+from autoshard.planner.regather import Reuse, ValueLifetimes, regather_choices
+from autoshard.planner.strategy_tables import FORBIDDEN, EdgeTables, OperatorStrategies, SpecList, StrategyTables
 from autoshard.planner.task_graph_restrictions import Restrictions, restrictions
-from autoshard.planner.value_lifetimes import ValueLifetimes
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem

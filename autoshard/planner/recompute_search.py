@@ -9,7 +9,7 @@ from collections.abc import Collection
 from autoshard.capture.recomputation import Recomputable, recomputable, recompute_layers
 from autoshard.errors import BudgetError
 from autoshard.patterns.graph_rules import value_of
-from autoshard.planner.budget_error import ShortfallError
+from autoshard.planner.budget_search import ShortfallError
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
 from autoshard.plans.sharding_plan import ShardingPlan

@@ -11,16 +11,15 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.capture.call_layout import without_omitted_arguments
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.task_graphs import assign_task_graphs, defaults_of
+from autoshard.capture.marks import assign_task_graphs, defaults_of
 from autoshard.errors import HintError, PlanError
 from autoshard.options.target import Target
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.hints import Pins
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.task_graph_restrictions import axes_of, whole_parameters
-from autoshard.specs.axes import MeshShape
+from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.layout import canonical, dim_of, padded_segments_of
-from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec, is_shard
 
 PlacementsByName = Mapping[str, tuple[Placement, ...]]

@@ -13,8 +13,8 @@ from torch import fx
 from torch.distributed.tensor import Replicate
 
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.task_graphs import Primitive, TaskGraph
-from autoshard.cluster.flops import flops
+from autoshard.capture.marks import Primitive, TaskGraph
+from autoshard.cluster.cost import flops
 from autoshard.errors import HintError
 from autoshard.patterns.batch import batch_factors, factors_along
 from autoshard.patterns.graph_rules import GraphRules, Value, operand_nodes, value_of

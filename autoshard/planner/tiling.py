@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autoshard.capture.layers import repeated_modules
+from autoshard.capture.recomputation import repeated_modules
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.planner.planning_problem import BuiltProblem, Variable
 from autoshard.solver import Edge, Problem
-from autoshard.solver.blend import Blend, BlendedEdge
-from autoshard.solver.problem import AnyEdge, Array, IntArray
+from autoshard.solver.problem import AnyEdge, Array, Blend, BlendedEdge, IntArray
 
 _MIN_LAYERS = 5  # the fewest layers of one kind that are tied; the first and the last of them stay free
 

@@ -1,24 +1,78 @@
-"""The program of a planned graph: made for all sizes, split in halves, its collectives arranged."""
+"""Check of a program with dynamic sizes against the one for other sizes: no number in it may be the example's.
+
+The program of a planned graph: made for all sizes, split in halves, its collectives arranged.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import fx
 
 from autoshard.capture import outside_modes
 from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cost import CostModel
+from autoshard.errors import RuleError
 from autoshard.patterns.decisions import Flow
-from autoshard.program.localize import LocalStep
+from autoshard.patterns.graph_rules import generic_sizes
+from autoshard.program.localize import LocalStep, localize
 from autoshard.program.overlap import Arrangement, TorchArrangement, arrange_own
 from autoshard.program.program_replay import KernelPrices
-from autoshard.program.size_generic import size_generic_step
 from autoshard.program.split import Halves, split
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.reshard.path import Resharder
-from autoshard.specs.shared_axis import SharedAxis
+from autoshard.size import Sizes, at, plain
+from autoshard.specs.axes import SharedAxis
+
+
+def size_generic_step(
+    flow: Flow, resharder: Resharder, groups: Sequence[str], home: torch.device, shared: SharedAxis | None
+) -> LocalStep:
+    """Return the program of a plan; of a graph with dynamic sizes, one that is the same at all of them.
+
+    The arguments are those of `localize`.
+
+    Raises:
+        PlanError: an operator can't have unequal shares as the plan has it.
+        RuleError: the program would be another one at other sizes.
+    """
+    step = localize(flow, resharder, groups, home, shared=shared)
+    if flow.graph.dynamic is not None:
+        sizes = generic_sizes(flow.graph, flow.mesh, flow.rules.generic)
+        expected = localize(flow, resharder, groups, home, sizes, shared)
+        check_size_generic(step, expected, sizes if shared is None else shared.example(sizes))
+    return step
+
+
+def check_size_generic(step: LocalStep, expected: LocalStep, sizes: Sizes) -> None:
+    """Check that a program, with its sizes replaced by `sizes`, equals the program that was made for these.
+
+    Raises:
+        RuleError: an operator's arguments hold a number that came from a dynamic size, or operators differ.
+    """
+    nodes, expected_nodes = (list(made.graph_module.graph.nodes) for made in (step, expected))
+    place = {node: index for both in (nodes, expected_nodes) for index, node in enumerate(both)}
+
+    def call_texts(node: fx.Node) -> Any:
+        def leaf(value: Any) -> Any:
+            return f"%{place[value]}" if isinstance(value, fx.Node) else plain(at(value, sizes))
+
+        return node.op, str(node.target), fx.node.map_aggregate((node.args, node.kwargs), leaf)
+
+    # A program that is longer differs before the other one ends, in its output at the latest.
+    for node, expected_node in zip(nodes, expected_nodes, strict=False):
+        call, expected_call = call_texts(node), call_texts(expected_node)
+        if call != expected_call:
+            given = ", ".join(f"{name} = {value}" for name, value in sizes.items())
+            raise RuleError(
+                f"a program for all sizes cannot be made: at {given} it would call {call[1]}{call[2]}, and should call "
+                f"{expected_call[1]}{expected_call[2]}. A rule, or the local program of a rule, has made a plain "
+                "number of a dynamic size: let it compute with +, -, *, // and %. Until then, leave that size out of "
+                "dynamic."
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

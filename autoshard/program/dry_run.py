@@ -15,7 +15,7 @@ from autoshard.capture import outside_modes
 from autoshard.capture.python_calls import PythonCall
 from autoshard.cluster.cost import CostModel
 from autoshard.program._torch import FakeTensorMode, TorchDispatchMode, memory_of
-from autoshard.program.kernels import kernel_seconds, tensors
+from autoshard.program.program_replay import kernel_seconds, tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,154 @@
-"""A rank's program as an FX graph: every local operator is a node with the shape of its local tensor."""
+"""Shapes of local tensors as expressions: a program's operators are also run on tensors of symbolic sizes.
+
+A rank's program as an FX graph: every local operator is a node with the shape of its local tensor.
+
+A rank's program in which the ranks of one mesh axis hold unequal shares of a dynamic size.
+
+It is the program for a size that the axis does not divide, in which a rank's block begins at its coordinate times the
+block's size. The rank's share replaces that size, and the sum of the shares before it replaces that product.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
-from autoshard.program._torch import FakeTensorMode
-from autoshard.program.symbolic import SymbolicShapes
-from autoshard.size import Sizes, plain
-from autoshard.specs.axes import MeshShape
+from autoshard.capture.symbols import expression_of
+from autoshard.errors import PlanError
+from autoshard.program._torch import FakeTensorMode, SymbolicNumbers
+from autoshard.size import DynamicSize, Ratio, Sizes, is_dynamic, plain
+from autoshard.specs.axes import MeshShape, SharedAxis
+
+
+class SymbolicShapes:
+    """Keeps for every node of a program that has dynamic sizes a fake tensor with symbols for them.
+
+    Args:
+        sizes: the values of the symbols in the program's own fake tensors.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._numbers = SymbolicNumbers()
+        self._symbolic_sizes: dict[sympy.Expr, Any] = {}
+        self._expressions: dict[sympy.Symbol, sympy.Expr] = {}
+        self._tensors: dict[fx.Node, Any] = {}
+        self._results: dict[tuple[Any, ...], Any] = {}  # results of operators: equal calls are run once
+        self._interned: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def placeholder(self, node: fx.Node, shape: Sequence[int]) -> None:
+        """Record an input of the program, of this local shape."""
+        if any(map(is_dynamic, shape)):
+            val = node.meta["val"]
+            with self._numbers.mode:
+                tensor = torch.empty([self._number(size) for size in shape], dtype=val.dtype, device=val.device)
+            self._tensors[node] = self._intern(tensor)
+
+    def run(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
+        """Run the operator of a node, if an argument depends on dynamic sizes."""
+        leaves: list[Any] = []
+        fx.node.map_aggregate((args, kwargs), leaves.append)
+        if not any(is_dynamic(leaf) or (isinstance(leaf, fx.Node) and leaf in self._tensors) for leaf in leaves):
+            return
+        key = (op, *map(self._key, (args, kwargs)))
+        if key not in self._results:
+            args, kwargs = fx.node.map_aggregate((args, kwargs), self._operand)
+            with self._numbers.running():
+                results = op(*args, **kwargs)
+            single = isinstance(results, torch.Tensor)
+            self._results[key] = self._intern(results) if single else tuple(map(self._intern, results))
+        self._keep(node, self._results[key])
+
+    def _intern(self, tensor: Any) -> Any:
+        """Return the first tensor with this shape, these strides and this dtype."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        numbers = (*tensor.shape, *tensor.stride())
+        layout = tuple(number.node.expr if isinstance(number, torch.SymInt) else number for number in numbers)
+        return self._interned.setdefault((layout, tensor.dtype), tensor)
+
+    def _key(self, value: Any) -> Any:
+        """Return what of an argument decides the shape of an operator's results."""
+        if isinstance(value, fx.Node):
+            if value in self._tensors:
+                # Tensors are interned, so equal ones have one id, and they live as long as the key.
+                return id(self._tensors[value])
+            val = value.meta["val"]
+            return (tuple(val.shape), val.stride(), val.dtype) if isinstance(val, torch.Tensor) else val
+        if isinstance(value, dict):
+            return tuple((name, self._key(item)) for name, item in value.items())
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._key, value))
+        return value.expr if isinstance(value, (DynamicSize, Ratio)) else (type(value), value)
+
+    def item(self, node: fx.Node, source: fx.Node, index: int) -> None:
+        """Record a node that takes one of several results."""
+        if source in self._tensors:
+            self._keep(node, self._tensors[source][index])
+
+    def has_dynamic_size(self, node: fx.Node) -> bool:
+        """Return True if a size of a node's tensor is dynamic."""
+        return node in self._tensors
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the local shape of a node's tensor."""
+        if node not in self._tensors:
+            return tuple(node.meta["val"].shape)
+        return tuple(
+            DynamicSize.of(expression_of(size, self._expressions), self.sizes)
+            if isinstance(size, torch.SymInt)
+            else size
+            for size in self._tensors[node].shape
+        )
+
+    def _keep(self, node: fx.Node, value: Any) -> None:
+        results = value if isinstance(value, (tuple, list)) else [value]
+        sizes = [size for result in results if isinstance(result, torch.Tensor) for size in result.shape]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            self._tensors[node] = value
+
+    def _operand(self, value: Any) -> Any:
+        if isinstance(value, DynamicSize):
+            return self._number(value)
+        if isinstance(value, Ratio):
+            return float(value)
+        if not isinstance(value, fx.Node):
+            return value
+        if value in self._tensors:
+            return self._tensors[value]
+        val = value.meta["val"]
+        if not isinstance(val, torch.Tensor):
+            return val
+        with self._numbers.mode:
+            return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+
+    def _number(self, size: int) -> Any:
+        """Return torch's symbolic integer for a dynamic size."""
+        return self._symbolic(size.expr) if isinstance(size, DynamicSize) else size
+
+    def _symbolic(self, expr: sympy.Expr) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        # Sums and products are made of their parts, so that torch sees that sizes are equal, or one a multiple.
+        if all(part.is_integer for part in expr.args):
+            if expr.is_Add:
+                return sum(self._symbolic(part) for part in expr.args)
+            if expr.is_Mul:
+                return math.prod(self._symbolic(part) for part in expr.args)
+        # Everything else, such as a rounded quotient, is a symbol for torch.
+        if expr not in self._symbolic_sizes:
+            value = int(DynamicSize.of(expr, self.sizes))
+            self._symbolic_sizes[expr], symbol = self._numbers.new(value, len(self._symbolic_sizes))
+            self._expressions[symbol] = expr
+        return self._symbolic_sizes[expr]
+
 
 aten = torch.ops.aten
 
@@ -219,3 +354,92 @@ def supports_layout(op: Any, operand: torch.Tensor) -> bool:
     if op in _NEEDS_CONTIGUOUS or (op in _NEEDS_CONTIGUOUS_IMAGES_ON_CPU and images):
         return operand.is_contiguous()
     return op not in _NEEDS_CONTIGUOUS_LAST_DIM or operand.ndim == 0 or operand.shape[-1] < 2 or operand.stride(-1) == 1
+
+
+class SharesEmitter(GraphEmitter):
+    """A `GraphEmitter` for a mesh with a shared axis; `sizes` are the values of all symbols but those of shares."""
+
+    def __init__(
+        self,
+        mesh: MeshShape,
+        groups: Sequence[str],
+        mode: FakeTensorMode,
+        home: torch.device,
+        sizes: Sizes,
+        shared: SharedAxis,
+    ) -> None:
+        self.sizes = shared.example(sizes)
+        super().__init__(mesh, groups, mode, home, self.sizes)
+        self.shared = shared
+        self._share_expressions: set[Any] = set()  # expressions in shares: no share replaces a block in them
+        self._coordinate_nodes: set[fx.Node] = set()  # nodes that depend on coordinates alone
+
+    def share(self, expr: Any) -> int:
+        """Return the number of a program that an expression in the symbols of shares stands for."""
+        self._share_expressions.add(expr)
+        return DynamicSize.of(expr, self.sizes)
+
+    def placeholder(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+    ) -> fx.Node:
+        return super().placeholder(name, self.shape_with_shares(shape), dtype, device)
+
+    def shape_with_shares(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return a local shape with a rank's share in place of a block."""
+        try:
+            return tuple(map(self._with_share, shape))
+        except ValueError as error:
+            raise self._unequal_shares_error("a tensor", error) from error
+
+    def _with_share(self, value: Any) -> Any:
+        is_share = isinstance(value, DynamicSize) and value.expr in self._share_expressions
+        return value if is_share else self.shared.with_share(value, self.sizes)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        # Blocks become shares before the operator is recorded.
+        try:
+            args, kwargs = fx.node.map_aggregate((args, kwargs), self._with_share)
+        except ValueError as error:
+            raise self._unequal_shares_error(op, error) from error
+        # A number among the arguments is a rank's share, or a multiple of it.
+        numbers: list[Any] = []
+        fx.node.map_aggregate((args, kwargs), numbers.append)
+        scaled = self.shared.is_shared(numbers)
+        # Coordinate times block, with the share in the block's place: where the rank's share begins.
+        if scaled and op == aten.mul.Tensor and args[0] in self._shared_coordinates():
+            return self._share_start(args[1], self.device(args[0]))
+        operands: list[fx.Node] = []
+        fx.node.map_arg((args, kwargs), operands.append)
+        places = self._is_coordinate_based(operands)
+        # A collective along the axis wants blocks of one size from all ranks.
+        moves = self._groups[self.shared.axis] in (*args, *kwargs.values())
+        if (places and scaled) or (moves and any(self.shared.is_shared(self.shape(node)) for node in operands)):
+            raise self._unequal_shares_error(op, "it moves what lies in shares, or counts in blocks")
+        results = super().call(op, *args, **kwargs)
+        if places:
+            self._coordinate_nodes.update(results if isinstance(results, tuple) else (results,))
+        return results
+
+    def _shared_coordinates(self) -> tuple[fx.Node, fx.Node]:
+        """Return the rank's coordinate on the shared axis, on its device and on the host."""
+        return self.coordinate(self.shared.axis), self.host_coordinate(self.shared.axis)
+
+    def _share_start(self, steps: DynamicSize, device: torch.device) -> fx.Node:
+        """Return where a rank's share of a dim begins, given its length there."""
+        start = self.share(steps.expr / self.shared.own_share * self.shared.share_before)
+        node: fx.Node = super().call(aten.full.default, [], start, dtype=torch.int64, device=device)
+        return node
+
+    def _is_coordinate_based(self, operands: Sequence[fx.Node]) -> bool:
+        """Return True if operands depend on coordinates alone, that on the shared axis among them."""
+        shared = {*self._shared_coordinates(), *self._coordinate_nodes}
+        coordinates = shared.union(self._coordinates, self._host_coordinates)
+        return not shared.isdisjoint(operands) and coordinates.issuperset(operands)
+
+    def _unequal_shares_error(self, op: Any, why: object) -> PlanError:
+        axis = self.mesh.names[self.shared.axis]
+        return PlanError(
+            f"axis {axis!r} shares {self.shared.whole} unevenly, and {op} of this plan needs equal shares: {why}. "
+            f"Plan with the same shares, pin nothing along {axis!r} but to shares of {self.shared.whole}, or leave the "
+            "shares out."
+        )

@@ -17,15 +17,13 @@ from autoshard.patterns.graph_rules import Value, value_of
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.strategy import keeps_shares
 from autoshard.program._torch import lazy_graph_module
-from autoshard.program.graph_emitter import GraphEmitter
-from autoshard.program.shares_emitter import SharesEmitter
+from autoshard.program.graph_emitter import GraphEmitter, SharesEmitter
 from autoshard.program.walk import LocalResults, ProgramWalk, emit_operator
 from autoshard.reshard.lower import lower
 from autoshard.reshard.path import Path, Resharder
 from autoshard.size import Sizes, at
-from autoshard.specs.axes import MeshShape
+from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.layout import is_even, local_shape
-from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec
 
 

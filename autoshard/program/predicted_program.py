@@ -18,13 +18,11 @@ from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
 from autoshard.patterns.strategy import resolve_variant
 from autoshard.program.graph_emitter import add_call
-from autoshard.program.kernels import COLLECTIVE_KINDS
-from autoshard.program.recordings import LocalPrograms, Recording
-from autoshard.program.walk import LocalResults, ProgramWalk
-from autoshard.reshard.bucket import bucket_reductions
+from autoshard.program.program_replay import COLLECTIVE_KINDS
+from autoshard.program.walk import LocalPrograms, LocalResults, ProgramWalk, Recording
+from autoshard.reshard.bucket import bucket_reductions, propagate_layers
 from autoshard.reshard.collective_schedule import schedule
 from autoshard.reshard.deferred_reductions import DeferredReduction, PendingReductions, take_reductions
-from autoshard.reshard.gathers import propagate_layers
 from autoshard.reshard.path import Path, Resharder
 from autoshard.specs.emitter import collectives
 from autoshard.specs.layout import local_shape

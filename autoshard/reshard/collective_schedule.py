@@ -8,7 +8,7 @@ from collections import deque
 import torch
 from torch import fx
 
-from autoshard.reshard.gathers import gather_ahead, join_gathers, move_before, waits_of
+from autoshard.reshard.bucket import gather_ahead, join_gathers, move_before, waits_of
 from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten

@@ -25,9 +25,8 @@ from autoshard.reshard.states import (
     state_of,
 )
 from autoshard.size import Sizes, at
-from autoshard.specs.axes import MeshShape
+from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.layout import canonical
-from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec
 
 Price = Callable[[str, int, int], float]

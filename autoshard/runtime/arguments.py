@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoshard.errors import InputError, MeshError, PlanError
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.runtime.host_groups import backends
+from autoshard.runtime.rank_agreement import backends
 from autoshard.specs.axes import MeshShape
 
 _WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)

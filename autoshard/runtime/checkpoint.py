@@ -22,8 +22,16 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import InputError
 from autoshard.runtime import _torch
-from autoshard.runtime.blocks import ShardBlock, blocks_of
-from autoshard.runtime.shards import coordinate_of, cut, distribute, local_of, set_tensor, wrap_like
+from autoshard.runtime.shards import (
+    ShardBlock,
+    blocks_of,
+    coordinate_of,
+    cut,
+    distribute,
+    local_of,
+    set_tensor,
+    wrap_like,
+)
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import dim_of
 from autoshard.specs.spec import Spec, split_factor_of

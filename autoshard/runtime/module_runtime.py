@@ -24,19 +24,22 @@ from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import InputError
 from autoshard.program.localize import ProgramTensor
 from autoshard.runtime import _torch
-from autoshard.runtime.call_sizes import MOST_PROGRAMS, CallSizes
-from autoshard.runtime.call_tensors import (
+from autoshard.runtime.calls import (
+    MOST_PROGRAMS,
+    CallSizes,
+    check_blocks,
     describe_call,
+    even_shapes,
+    gather_shapes,
+    local_shares,
     names_of_leaves,
+    whole_shapes,
     without_dynamic_sizes,
 )
-from autoshard.runtime.constants import place_constant
-from autoshard.runtime.host_groups import HostGroups
-from autoshard.runtime.in_place_changes import check_changes, write_back
-from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
+from autoshard.runtime.in_place_changes import check_changes, place_constant, write_back
+from autoshard.runtime.rank_agreement import HostGroups, check_ranks_agree, check_same_inputs, is_alone, is_first_rank
 from autoshard.runtime.shards import to_mesh_device
 from autoshard.runtime.step import LocalProgram
-from autoshard.runtime.uneven_inputs import check_blocks, even_shapes, gather_shapes, local_shares, whole_shapes
 from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_even

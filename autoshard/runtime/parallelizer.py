@@ -24,14 +24,12 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph, build_program
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.runtime.checkpoint import install_hooks
-from autoshard.runtime.constants import check_constants
-from autoshard.runtime.gradient_sums import GradientSums
-from autoshard.runtime.host_groups import Seeds
+from autoshard.runtime.in_place_changes import check_constants
 from autoshard.runtime.module_runtime import ADVICE, Runtime, Tangents, wants_gradient
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
-from autoshard.runtime.rank_agreement import check_ranks_agree, from_first_rank, is_first_rank, on_all_ranks
+from autoshard.runtime.rank_agreement import Seeds, check_ranks_agree, from_first_rank, is_first_rank, on_all_ranks
 from autoshard.runtime.shards import check_fits, place_buffers, replace_parameters
-from autoshard.runtime.step import LocalProgram, Ranks
+from autoshard.runtime.step import GradientSums, LocalProgram, Ranks
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import InputError
 from autoshard.runtime import _torch
-from autoshard.runtime.blocks import blocks_of
 from autoshard.runtime.materialize import allocate
-from autoshard.runtime.shards import coordinate_of, local_of
+from autoshard.runtime.shards import blocks_of, coordinate_of, local_of
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import true_local_shape
 from autoshard.specs.spec import Spec

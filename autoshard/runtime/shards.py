@@ -1,8 +1,13 @@
-"""Tensors as shards: whole tensors cut into `DTensor`s, put into a module in place, and put together again."""
+"""Tensors as shards: whole tensors cut into `DTensor`s, put into a module in place, and put together again.
+
+A rank's shard as blocks, which are boxes of the whole tensor: the form in which files are written and read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -305,3 +310,41 @@ def to_mesh_device(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
     """Return the tensor on this rank's device of the mesh, itself where it lies there already."""
     # A device type without an index is the rank's current device.
     return tensor.to(device_mesh.device_type)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBlock:
+    """A box of a tensor that one rank holds: its ranges per dim in the whole tensor, and in the local one."""
+
+    whole: tuple[slice, ...]
+    local: tuple[slice, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return tuple(place.start for place in self.whole)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(place.stop - place.start for place in self.whole)
+
+
+def blocks_of(shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]) -> Iterator[ShardBlock]:
+    """Yield the blocks of the rank at `coordinate`: one where nothing is strided, none where the shard is empty."""
+    indices = local_indices(shape, spec, mesh, coordinate)
+    # A box for every combination of runs of its dims.
+    for runs in itertools.product(*(_runs(index) for index in indices)):
+        yield ShardBlock(tuple(whole for whole, _ in runs), tuple(local for _, local in runs))
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[slice, slice]]:
+    """Return runs of consecutive indices: the range of the indices, and the range of their places."""
+    # Without strides: a large dim is not walked through.
+    if isinstance(indices, range):
+        return [(slice(indices.start, indices.stop), slice(0, len(indices)))] if indices else []
+    breaks = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]
+    edges = [0, *breaks, len(indices)]
+    return [
+        (slice(indices[start], indices[stop - 1] + 1), slice(start, stop))
+        for start, stop in itertools.pairwise(edges)
+        if start < stop
+    ]

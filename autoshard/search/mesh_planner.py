@@ -1,24 +1,175 @@
-"""The plans of one mesh: without a memory limit, within it, and with all effort."""
+"""The request of a search: the model, the options and the limits, for any number of devices.
+
+Guesses of what a step holds: they decide which meshes and how many microbatches a search plans first.
+
+The plans of one mesh: without a memory limit, within it, and with all effort.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+from torch import fx, nn
+
+from autoshard.capture.joint import JointGraph
+from autoshard.capture.nodes import is_view
 from autoshard.errors import BudgetError, PipelineError
+from autoshard.memory.optimizer import OptimizerMemory
+from autoshard.options import Pipeline
 from autoshard.options.target import Target
+from autoshard.patterns.graph_rules import value_of
+from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import Stopping
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.search.initial_guess import InitialGuess
-from autoshard.search.request import Request
-from autoshard.search.row import Row
-from autoshard.search.shapes import Shape
-from autoshard.search.step_bounds import tighten_bound
+from autoshard.search.result import Row
+from autoshard.search.shapes import PipelineAxis, Shape
+from autoshard.search.step_bounds import resident_bytes, tighten_bound
 from autoshard.specs.axes import MeshShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The request of a search, for any number of devices.
+
+    Attributes:
+        module: the model.
+        graph: the captured step.
+        capture_seconds: of the capture.
+        target: of planning; its memory limit is the bytes that every device may hold.
+        pipelines: the position of the axis of pipelines.
+        batch: samples of the example call, which microbatches split.
+        plan_pipeline: `plan_pipeline` with the captures of the example call.
+        own_memory: True if the memory limit is just the memory of the smallest device. Larger devices of a pipeline may
+            then hold as much as they have.
+    """
+
+    module: nn.Module
+    graph: JointGraph
+    capture_seconds: float
+    target: Target
+    pipelines: PipelineAxis
+    batch: int
+    plan_pipeline: Callable[..., PipelinePlan]
+    own_memory: bool = False
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The options of pipelines."""
+        return self.target.options.pipeline
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that every device may hold."""
+        limit = self.target.settings.memory_limit
+        assert limit is not None, "a search has a limit: at least what a device has"
+        return limit
+
+    def device_memory(self, shape: Shape) -> float:
+        """Return the bytes that a device of a mesh may hold; of a pipeline, the mean over its ranks."""
+        if shape.axis is None or not self.own_memory:
+            return self.memory_limit
+        devices = stage_devices(self.target.cluster, PipelineMesh.of(shape.mesh, shape.axis))
+        return sum(device.memory for device in devices) / len(devices)
+
+    @property
+    def microbatch_numbers(self) -> list[int]:
+        """The numbers of microbatches that a pipeline may have."""
+        divisors = [number for number in range(1, self.batch + 1) if self.batch % number == 0]
+        return [number for number in divisors if self.pipeline.microbatches in ("auto", number)] or divisors
+
+    def feasible_numbers(self, shape: Shape) -> list[int]:
+        """Return the numbers with a sample in a microbatch for every device of a stage; all numbers if there are none.
+
+        In a stage of several hosts, the devices of a host may share a sample.
+        """
+        host = self.target.cluster.devices_per_host
+        least = shape.devices_per_rank // host if shape.devices_per_rank > host else shape.devices_per_rank
+        large = [number for number in self.microbatch_numbers if self.batch // number >= least]
+        return large or self.microbatch_numbers
+
+
+_FREE_FRACTION = 0.5
+"""The part of the memory that parameters, gradients and optimizer leave free where there is room for activations."""
+
+_MICROBATCHES_PER_RANK = 4
+"""Of a pipeline that is planned for one number of microbatches: it is idle for less than a quarter of its work."""
+
+
+class InitialGuess:
+    """Quick guesses of what a step holds: they order the search, and rule nothing out.
+
+    Args:
+        request: the model, the options and the limits.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._saved = saved_bytes(request.graph)
+
+    def has_free_memory(self, shape: Shape) -> bool:
+        """Return True if parameters and all that belongs to them leave much of the memory free."""
+        return self._resident_bytes(shape) <= (1 - _FREE_FRACTION) * self._request.device_memory(shape)
+
+    def microbatches(self, shape: Shape) -> int:
+        """Return the number of microbatches that a pipeline is planned for first: about four per rank, or more."""
+        numbers = self._request.feasible_numbers(shape)
+        wanted = _MICROBATCHES_PER_RANK * shape.ranks
+        free = self._request.device_memory(shape) - self._resident_bytes(shape)
+        nearest = min(numbers, key=lambda number: (abs(math.log(number / wanted)), number))
+        # The first stage saves its part of the model for one microbatch per rank: of all ranks' parts together, one
+        # microbatch of the whole model. More microbatches are smaller ones, and save less.
+        fitting = (
+            number for number in numbers if number >= nearest and self._saved / number / shape.devices_per_rank <= free
+        )
+        return min(fitting, default=max(numbers))
+
+    def _resident_bytes(self, shape: Shape) -> int:
+        target = self._request.target
+        per_host = target.cluster.devices_per_host
+        return typical_bytes(self._request.graph, shape, target.settings.optimizer, per_host)
+
+
+def typical_bytes(graph: JointGraph, shape: Shape, optimizer: OptimizerMemory, per_host: int) -> int:
+    """Return the bytes that a device holds all through a step in the usual layout of models; this is no bound.
+
+    Parameters, gradients and the optimizer's state are shared by the stages, and in a stage by the devices of a host,
+    between which links are fast; every host of a stage has all of them.
+
+    Args:
+        graph: the captured step.
+        shape: the mesh.
+        optimizer: the memory of the optimizer.
+        per_host: devices of a host.
+    """
+    parts = shape.ranks * min(per_host, shape.devices_per_rank)
+    return sum(resident_bytes(graph, parts, optimizer, parameters_only=True))
+
+
+def saved_bytes(graph: JointGraph) -> int:
+    """Return the bytes of the forward half's results that the backward half needs, in whole tensors."""
+    forward = [node for node in graph.graph.nodes if node.op == "call_function" and graph.phase(node) == "forward"]
+    saved = {
+        value_of(node).name: value_of(node).meta.bytes
+        for node in forward
+        if not is_view(node) and any(graph.phase(user) == "backward" for user in _readers(node))
+    }
+    return sum(saved.values())
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the readers of a node and of its views."""
+    for user in node.users:
+        yield user
+        if user.op == "call_function" and is_view(user):
+            yield from _readers(user)
+
 
 _PROVED = 1e-4
 """Relative gap at which a problem that was solved quickly is not solved again."""

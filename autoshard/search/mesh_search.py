@@ -1,31 +1,162 @@
-"""The search over all meshes of one number of devices: drop by bounds, plan quickly, plan the best with all effort."""
+"""Reasons why a mesh is not worth a plan, by the plans of other meshes: experience, no bounds.
+
+Estimated seconds of a pipeline on a mesh, before its stages are planned: they decide which mesh to plan next.
+
+The search over all meshes of one number of devices: drop by bounds, plan quickly, plan the best with all effort.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from autoshard.cluster.cluster import Cluster
 from autoshard.errors import AutoshardError, BudgetError, PlanError, warn_caller
+from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
+from autoshard.pipeline.plan.pipeline_devices import slowest_cluster, stage_cluster, stage_target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.search.mesh_planner import MeshPlanner
-from autoshard.search.pipeline_estimates import PipelineEstimates
-from autoshard.search.pruning import (
-    CLOSE_FACTOR,
-    slow_pipeline_reason,
-    slow_within_limit_reason,
-    unpromising_reason,
-)
-from autoshard.search.request import Request
-from autoshard.search.result import BEST, MeshCandidate
-from autoshard.search.row import Row, UnlimitedResult, no_mesh_fits_error
-from autoshard.search.shapes import shapes, straddle_reason
+from autoshard.search.mesh_planner import MeshPlanner, Request
+from autoshard.search.result import BEST, MeshCandidate, Row, UnlimitedResult, no_mesh_fits_error
+from autoshard.search.shapes import Shape, coarser_shapes, shapes, straddle_reason
 from autoshard.search.step_bounds import LeastWork, least_bytes
-from autoshard.solver.candidate_search import CandidateSearch
+from autoshard.solver.candidate_search import SAME, CandidateSearch
 from autoshard.units import format_bytes, format_seconds
+
+_FAR_FACTOR = 1.3
+"""If a mesh is slower than the best by more, the meshes that split one of its axes over the same links are not planned:
+a split gains a few percent, as a rule."""
+
+_LONGER_FACTOR = 1.15
+"""If a pipeline is slower than the best by more and shorter ones are faster, longer ones are not planned."""
+
+CLOSE_FACTOR = 1.03
+"""A mesh is planned if it is estimated to be slower than the best by less: estimates are a few percent off."""
+
+
+def unpromising_reason(row: Row, rows: Sequence[Row], best: Row, cluster: Cluster) -> str | None:
+    """Return why a mesh is not worth a plan, by plans of the same mesh with axes joined, or of shorter pipelines."""
+    far = _FAR_FACTOR * best.step_seconds
+    for coarser in coarser_shapes(row.shape, cluster):
+        known = next((candidate for candidate in rows if candidate.shape == coarser), None)
+        if known is not None and known.seconds is not None and known.seconds > far:
+            slower = known.seconds / best.step_seconds - 1
+            return f"not planned: {coarser}, which has two of its axes joined, is {slower:.0%} slower"
+    shorter = [known for known in rows if known.seconds is not None and 1 < known.shape.ranks < row.shape.ranks]
+    shorter.sort(key=lambda known: (known.shape.ranks, known.step_seconds))
+    if len(shorter) > 1:
+        longest = shorter[-1].step_seconds
+        if max(shorter[-2].step_seconds * SAME, _LONGER_FACTOR * best.step_seconds) < longest:
+            slower = longest / best.step_seconds - 1
+            return f"not planned: the shorter pipeline {shorter[-1].shape} is {slower:.0%} slower already"
+    return None
+
+
+def slow_pipeline_reason(row: Row, rows: Sequence[Row], best: Row) -> str | None:
+    """Return why a pipeline is not worth a plan, by its estimate and those of planned pipelines; None where it is."""
+    assert row.estimate is not None
+    # Estimates fall short of plans. The factor is the smallest one of the planned pipelines.
+    factor = min((known.step_seconds / known.estimate for known in rows if known.plan and known.estimate), default=1.0)
+    if row.estimate * factor <= CLOSE_FACTOR * best.step_seconds:
+        return None
+    return f"not planned: it is estimated to take {format_seconds(row.estimate * factor)}"
+
+
+def slow_within_limit_reason(row: Row, rows: Sequence[Row], best: Row) -> str | None:
+    """Return why a mesh that holds too much is not worth a plan within the limit; None where it is."""
+    assert row.unlimited is not None
+    if row.unlimited.seconds >= best.step_seconds:
+        return f"without a memory limit it takes {format_seconds(row.unlimited.seconds)} already"
+    # The limit costs at least as much as it cost other meshes that held no more without it; the smallest factor counts.
+    factors = (
+        known.step_seconds / known.unlimited.seconds
+        for known in rows
+        if known.plan and known.unlimited and known.unlimited.peak <= row.unlimited.peak
+    )
+    estimate = row.unlimited.seconds * min(factors, default=1.0)
+    if estimate <= CLOSE_FACTOR * best.step_seconds:
+        return None
+    return f"not planned: within the memory limit it is estimated to take {format_seconds(estimate)}"
+
+
+_PARTS = 3
+"""The parts of the work of a microbatch, about equal: forward, gradients of received tensors, and of parameters."""
+
+_HALVINGS = 20
+"""Steps of the bisection for the longest stage: a millionth of the interval is left."""
+
+
+class PipelineEstimates:
+    """Estimates the steps of pipelines by plans of the whole step on the devices of one stage.
+
+    If one stage's devices take T seconds for all work of a step, the longest stage takes its share of T, where stages
+    are stretches of the operators in their order, as equal as possible; and the last stage waits for the forward of the
+    first microbatch in all others. Such a pipeline has free messages, and gathers its parameters once per step: as a
+    rule, a real one takes longer.
+
+    Args:
+        mesh_planner: of the same search.
+        shares: the share of every operator in the work, in their order.
+    """
+
+    def __init__(self, mesh_planner: MeshPlanner, shares: Sequence[float]) -> None:
+        self._mesh_planner = mesh_planner
+        self._shares = shares
+        self._whole: dict[tuple[tuple[int, ...], int], float] = {}
+
+    def seconds(self, shape: Shape, numbers: Iterable[int]) -> float:
+        """Return the seconds of a step with the best of some numbers of microbatches; 0 where there is no estimate."""
+        cluster = self._mesh_planner.request.target.cluster
+        assert shape.axis is not None
+        speeds = [device.speed for device in stage_devices(cluster, PipelineMesh.of(shape.mesh, shape.axis))]
+        least = min((shape.ranks - 1) / (_PARTS * number) for number in numbers)
+        return self._whole_step_seconds(shape) * longest_stage(self._shares, speeds) * (1 + least)
+
+    def _whole_step_seconds(self, shape: Shape) -> float:
+        """Return the seconds of the whole step on the devices of one stage, without a memory limit."""
+        assert shape.axis is not None
+        mesh = PipelineMesh.of(shape.mesh, shape.axis).stage(0)
+        slowest = slowest_cluster(self._mesh_planner.request.target.cluster, shape.mesh.size)
+        cluster = stage_cluster(slowest, shape.mesh, shape.axis)
+        key = mesh.sizes, cluster.devices_per_host
+        if key not in self._whole:
+            target = self._mesh_planner.target("fast", limited=False)
+            target = replace(target, settings=replace(target.settings, recompute="none"))
+            try:
+                self._whole[key] = self._mesh_planner.plan_on(mesh, stage_target(target, cluster)).step_seconds
+            except AutoshardError:
+                self._whole[key] = 0.0
+        return self._whole[key]
+
+
+def longest_stage(shares: Sequence[float], speeds: Sequence[float]) -> float:
+    """Return the time of the longest stage, relative to that of all work on a device of speed 1.
+
+    Args:
+        shares: the share of every operator in the work, in their order; stages are stretches of it.
+        speeds: of the devices of every stage.
+    """
+    ends = np.cumsum([0.0, *shares])
+
+    def is_enough(limit: float) -> bool:
+        # Every stage takes as many operators as it can compute within the limit.
+        done = 0
+        for speed in speeds:
+            done = int(np.searchsorted(ends, ends[done] + limit * speed, side="right")) - 1
+        return done == len(shares)
+
+    low = 1 / sum(speeds)
+    high = low + max(shares, default=0.0) / min(speeds)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
 
 _log = logging.getLogger("autoshard")
 

@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.joint import JointGraph
-from autoshard.cluster.cost import CostModel
-from autoshard.cluster.flops import flops
+from autoshard.cluster.cost import CostModel, flops
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.graph_rules import GraphRules, Value, operand_nodes
 from autoshard.patterns.rule import OpCall, Rule

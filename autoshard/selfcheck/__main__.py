@@ -13,8 +13,15 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from autoshard.selfcheck.outcome import CheckLine, CheckOutcome, result_data, result_table, verdict_of
-from autoshard.selfcheck.processes import Processes, RankLostError
+from autoshard.selfcheck.outcome import (
+    CheckLine,
+    CheckOutcome,
+    Processes,
+    RankLostError,
+    result_data,
+    result_table,
+    verdict_of,
+)
 from autoshard.selfcheck.self_checks import CHECKS, SelfCheck
 from autoshard.selfcheck.step_profile import StepProfile
 

@@ -15,11 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoshard
 from autoshard.selfcheck import models
-from autoshard.selfcheck.against_one_device import copy_model_to
 from autoshard.selfcheck.models import Inputs, Model, make_seeded
-from autoshard.selfcheck.outcome import CheckOutcome
-from autoshard.selfcheck.processes import Processes
-from autoshard.selfcheck.self_checks import SelfCheck
+from autoshard.selfcheck.outcome import CheckOutcome, Processes
+from autoshard.selfcheck.self_checks import SelfCheck, copy_model_to
 from autoshard.units import format_bytes, format_seconds
 
 # Measured over predicted seconds above which a step is slow; a guess that works.

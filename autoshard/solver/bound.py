@@ -1,4 +1,7 @@
-"""A lower bound by sequential tree-reweighted message passing (TRW-S), for the problem and for each strategy."""
+"""A lower bound by sequential tree-reweighted message passing (TRW-S), for the problem and for each strategy.
+
+Proof of a good assignment: bound, drop strategies that no better assignment uses, solve the rest.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.solver.network import Network
+from autoshard.solver.eliminate import DEFAULT_CAP, WidthError, eliminate
+from autoshard.solver.local_search import ScoredAssignment, cheaper_of, improve
+from autoshard.solver.network import Network, reduce
 from autoshard.solver.problem import Array, IntArray
 from autoshard.solver.solver_budget import UNLIMITED, StepBudget
 
@@ -292,3 +297,86 @@ def _sort_into_levels(core: Network, linked: list[int]) -> tuple[list[int], list
             slices.append(slice(start, stop))
             start = stop
     return nodes, slices
+
+
+TOLERANCE = 1e-9
+"""Relative difference in cost below which two assignments count as equally good."""
+
+
+@dataclass(frozen=True, slots=True)
+class CertifyResult:
+    """An assignment with a bound, and the network of strategies that a better one may use.
+
+    Attributes:
+        best: the best assignment known.
+        bound: no assignment costs less; equal to the cost where the optimum is proved.
+        rest: strategies that may still be in a better assignment; None where the optimum is proved.
+    """
+
+    best: ScoredAssignment
+    bound: float
+    rest: Network | None
+
+
+def certify(
+    network: Network,
+    start: ScoredAssignment,
+    *,
+    cap: float = DEFAULT_CAP,
+    budget: StepBudget = UNLIMITED,
+    rounds: int = 12,
+) -> CertifyResult:
+    """Improve an assignment and its bound in turn, until they meet or nothing moves.
+
+    A strategy is dropped if its floor, the bound of all assignments that use it, reaches the cost of the best
+    assignment. That reduces the network, which tightens the next bound. A network that is narrow enough is solved
+    exactly.
+
+    Args:
+        network: left as it is.
+        start: a known assignment, `NO_ASSIGNMENT` if none is known.
+        cap: entries of a table for the exact solve.
+        budget: no further round starts after its end.
+        rounds: bounds computed, at most.
+    """
+    best, proved = start, -np.inf
+    rest = network.copy()
+    for _ in range(rounds):
+        rest = reduce(rest)
+        # Strategies were dropped only where no better assignment uses them: nothing left means that the best one is
+        # optimal.
+        if not rest.feasible:
+            return CertifyResult(best, best.cost, None)
+        try:
+            exact = eliminate(rest, cap=cap)
+            best = cheaper_of(best, ScoredAssignment(exact.choices, exact.cost))
+            return CertifyResult(best, best.cost, None)
+        except WidthError:
+            # Too wide: bound it.
+            pass
+        bound = lower_bound(rest, upper=best.cost, budget=budget)
+        proved = max(proved, min(bound.value, best.cost))
+        improved = best
+        # An assignment far above the best one is not worth the time; a tenth is a guess that works.
+        if bound.choices and bound.cost <= best.cost + abs(best.cost) * 0.1:
+            candidate = ScoredAssignment(bound.choices, bound.cost)
+            # In the whole network: the rounded assignment may be improved by strategies that were dropped from the
+            # rest.
+            improved = cheaper_of(best, improve(network, candidate, budget=budget))
+        progress = improved.improves(best)
+        best = improved
+        if proved >= _target(best):
+            return CertifyResult(best, best.cost, None)
+        target = _target(best)
+        fixed = rest.restrict({node: np.flatnonzero(floor < target) for node, floor in bound.floors.items()})
+        old, new = (sum(map(len, part.vectors.values())) for part in (rest, fixed))
+        # One strategy in fifty must go for another round; a guess that works.
+        if budget.is_over or budget.is_close(best.cost, proved) or not (progress or new < 0.98 * old):
+            return CertifyResult(best, proved, fixed)
+        rest = fixed
+    return CertifyResult(best, proved, rest)
+
+
+def _target(best: ScoredAssignment) -> float:
+    """Return the bound that proves the assignment."""
+    return best.cost - TOLERANCE * abs(best.cost) if np.isfinite(best.cost) else float("inf")

@@ -8,10 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from autoshard.solver.frontier_corners import KnownPoints
-from autoshard.solver.frontier_order import EliminationStep, elimination_steps
-from autoshard.solver.frontier_prices import Costs
-from autoshard.solver.frontier_track import Tracker
+from autoshard.solver.frontier_corners import Costs, KnownPoints
+from autoshard.solver.frontier_track import EliminationStep, Tracker, elimination_steps
 from autoshard.solver.problem import Array, Edge, IntArray, Problem, SolverError
 from autoshard.solver.solve import solve
 

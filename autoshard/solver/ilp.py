@@ -1,17 +1,171 @@
-"""The memory-constrained integer program of Rhino, sections 4.2 and 4.4."""
+"""The integer program of a core: products of neighbours' choices, and rows of memory added as they are violated.
+
+The memory-constrained integer program of Rhino, sections 4.2 and 4.4.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from time import monotonic
 
 import numpy as np
 
 from autoshard.solver.flat.core import Core, starts
-from autoshard.solver.flat.integer import solve_core
-from autoshard.solver.flat.thin import thin_memory
+from autoshard.solver.flat.presolve import thin_memory
+from autoshard.solver.linear import LinearProgram, minimise
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment
 from autoshard.solver.memory_moments import Moments
 from autoshard.solver.network import Network
+from autoshard.solver.problem import Array, IntArray
+
+_MAGNITUDE = 1e5
+"""Costs are scaled to differences of about this size: the backend's tolerances are then below any real difference."""
+
+_FEW = 100
+"""Moments up to which all have their rows from the start."""
+
+_ROWS = 12
+"""Rows of memory added at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSolution:
+    """A choice (None if none was found), a bound, and True if the result is final either way."""
+
+    places: IntArray | None
+    bound: float
+    proved: bool
+
+
+class CoreProgram:
+    """The program of a core.
+
+    X_us = 1 where node u takes strategy s; the product X_us X_vt of an edge is a continuous A_st whose rows sum to X_us
+    and whose columns sum to X_vt. Rows of memory are added for the moments at which some answer exceeded the limit.
+
+    Args:
+        core: a feasible core.
+        start: a known choice within the limit.
+        moments: moments that have a row from the start.
+
+    Source: Rhino 4.2, in the form of sums, which has the tightest relaxation of an edge.
+    """
+
+    def __init__(self, core: Core, start: IntArray | None, moments: IntArray) -> None:
+        self.core = core
+        self.start = start
+        spread = float(np.abs(core.cost).mean()) * core.nodes if core.nodes else 0.0
+        finite = core.table[np.isfinite(core.table)]
+        spread += float(np.abs(finite).mean()) * len(core.ends) if len(finite) else 0.0
+        self.scale = _MAGNITUDE / spread if spread else 1.0
+        self.program = LinearProgram()
+        self.nodes = self.program.add_variables(self.scale * core.cost, integer=True)
+        for node in range(core.nodes):
+            names = range(int(core.offset[node]), int(core.offset[node + 1]))
+            self.program.add_row(names, np.ones(len(names)), 1.0, 1.0)
+        self._pairs: list[tuple[range, IntArray]] = [self._edge(edge) for edge in range(len(core.ends))]
+        self._rows: set[int] = set()
+        self.add(moments)
+
+    def _edge(self, edge: int) -> tuple[range, IntArray]:
+        core = self.core
+        source, target = core.ends[edge].tolist()
+        table = core.table[core.start[edge] : core.start[edge + 1]].reshape(core.size[source], core.size[target])
+        # Forbidden pairs get no product, hence no solution has them.
+        places = np.argwhere(np.isfinite(table))
+        products = self.program.add_variables(self.scale * table[tuple(places.T)])
+        for column, node in enumerate((source, target)):
+            for strategy in range(int(core.size[node])):
+                members = np.flatnonzero(places[:, column] == strategy) + products.start
+                name = int(core.offset[node]) + strategy
+                self.program.add_row([*members.tolist(), name], np.append(np.ones(len(members)), -1.0), 0.0, 0.0)
+        return products, places
+
+    def add(self, moments: IntArray) -> bool:
+        """Add rows of memory; return False if all of them were there."""
+        core = self.core
+        fresh = [int(moment) for moment in moments if int(moment) not in self._rows]
+        for moment in fresh:
+            self._rows.add(moment)
+            usages = np.zeros(len(core.cost))
+            for item in np.flatnonzero((core.low <= moment) & (moment < core.high)).tolist():
+                node, begin = int(core.item_node[item]), int(core.usage_start[item])
+                width = int(core.size[node])
+                usages[core.offset[node] : core.offset[node] + width] += core.usage[begin : begin + width]
+            names = np.flatnonzero(usages)
+            # In units of the limit: in bytes, the coefficients would be far outside the backend's tolerances.
+            unit = max(abs(core.limit), 1.0)
+            room = float(core.limit - core.base[moment]) / unit
+            self.program.add_row(names, usages[names] / unit, -np.inf, room)
+        return bool(fresh)
+
+    def solve(self, *, time_limit: float, seed: int, nodes: int | None = None) -> CoreSolution:
+        """Solve the program with its present rows: the bound holds, the choice may exceed the limit elsewhere."""
+        hint = None if self.start is None else self._values(self.start)
+        answer = minimise(self.program, time_limit=time_limit, seed=seed, hint=hint, node_limit=nodes)
+        if answer.infeasible:
+            return CoreSolution(None, float("inf"), True)
+        bound = answer.bound / self.scale + self.core.constant if np.isfinite(answer.bound) else float("-inf")
+        if answer.values is None:
+            return CoreSolution(None, bound, False)
+        offset = self.core.offset
+        places = [int(answer.values[low:high].argmax()) for low, high in pairwise(offset)]
+        return CoreSolution(np.array(places, dtype=np.int64), bound, answer.optimal)
+
+    def _values(self, places: IntArray) -> Array:
+        values = np.zeros(len(self.program.costs))
+        values[self.core.offset[:-1] + places] = 1.0
+        for (source, target), (products, cells) in zip(self.core.ends.tolist(), self._pairs, strict=True):
+            chosen = (cells[:, 0] == places[source]) & (cells[:, 1] == places[target])
+            values[products.start + np.flatnonzero(chosen)] = 1.0
+        return values
+
+
+def solve_core(
+    core: Core,
+    *,
+    start: IntArray | None = None,
+    moments: IntArray | None = None,
+    deadline: float = float("inf"),
+    seed: int = 0,
+    nodes: int | None = None,
+) -> CoreSolution:
+    """Solve the program of a core, adding rows of memory until the answer is within the limit.
+
+    Args:
+        core: a feasible core; after `thin_memory` its rows are few.
+        start: a known choice within the limit.
+        moments: moments that have a row from the start; all of them where there are few.
+        deadline: `time.monotonic()` seconds.
+        seed: of the backend.
+        nodes: nodes of each search tree at most.
+
+    Returns:
+        A choice within the limit, or None; the bound holds in any case.
+    """
+    few = len(core.base) <= _FEW
+    program = CoreProgram(core, start, np.arange(len(core.base)) if few or moments is None else moments)
+    bound = float("-inf")
+    while True:
+        answer = program.solve(time_limit=min(deadline - monotonic(), 1e6), seed=seed, nodes=nodes)
+        bound = max(bound, answer.bound)
+        if answer.places is None:
+            return CoreSolution(None, bound, answer.proved)
+        violated = _violated_moments(core, answer.places)
+        if not len(violated):
+            return CoreSolution(answer.places, bound, answer.proved)
+        if not program.add(violated) or not answer.proved or monotonic() > deadline:
+            # The backend keeps rows within a tolerance; the limit itself is exact.
+            return CoreSolution(None, bound, False)
+
+
+def _violated_moments(core: Core, places: IntArray) -> IntArray:
+    """Return the moments at which a choice exceeds the limit most, one of each stretch of time."""
+    excess = core.loads(places) - core.slack
+    stretches = np.array_split(np.arange(len(excess)), min(_ROWS, len(excess))) if len(excess) else []
+    worst = [int(stretch[excess[stretch].argmax()]) for stretch in stretches]
+    return np.array([moment for moment in worst if excess[moment] > 0], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)

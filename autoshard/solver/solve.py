@@ -10,15 +10,13 @@ from time import monotonic
 
 import numpy as np
 
-from autoshard.solver.bound import lower_bound
-from autoshard.solver.certify import TOLERANCE, certify
+from autoshard.solver.bound import TOLERANCE, certify, lower_bound
 from autoshard.solver.eliminate import WidthError, eliminate
 from autoshard.solver.ilp import solve_integer
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, alternate, cheaper_of, improve, soften
 from autoshard.solver.memory_moments import Moments
-from autoshard.solver.network import Network
+from autoshard.solver.network import Network, reduce
 from autoshard.solver.problem import Problem, SolverError
-from autoshard.solver.reduce import reduce
 from autoshard.solver.solver_budget import Budget, SolverProgress, StepBudget
 from autoshard.solver.tables import Tables
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.solver.equal_rows import equal_rows_and_columns
 from autoshard.solver.jit import compiled_when_called
 from autoshard.solver.problem import Array, Edge, IntArray, Problem
+from autoshard.solver.tables import equal_rows_and_columns
 
 _ROUNDING = 1e-11
 """Relative slack subtracted from every bound, for the rounding of sums of many floats."""

@@ -8,8 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from autoshard.specs._torch import collectives
-from autoshard.specs.axes import MeshShape
-from autoshard.specs.shared_axis import SharedAxis
+from autoshard.specs.axes import MeshShape, SharedAxis
 
 __all__ = ["GRADIENT_BUCKET_BYTES", "Emitter", "EmitterWithShares", "all_reduce", "collectives"]
 

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.schedule.simulation import simulate
-from autoshard.pipeline.schedule.tasks import step_task_graph
+from autoshard.pipeline.schedule.tasks import simulate, step_task_graph
 from autoshard.plans.sharding_plan import ShardingPlan
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autoshard.cluster import Cluster, CostModel
-from autoshard.cluster.operator_curves import FLOPS, INTENSITY
+from autoshard.cluster.measurements import FLOPS, INTENSITY
 from autoshard.specs.axes import MeshShape
 
 LINKS = {  # bytes per second and direction of one device, by the data sheet: inside a host, and of its port

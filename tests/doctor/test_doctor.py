@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.capture.joint import capture
-from autoshard.doctor.doctor_report import CaptureProblem, Operator, Report
+from autoshard.doctor.doctor import CaptureProblem, Operator, Report
 from tests import models
 
 

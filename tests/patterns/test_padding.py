@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.patterns.local import LocalCall
-from autoshard.patterns.local_values import unwrap
+from autoshard.patterns.local import LocalCall, unwrap
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.notation import bind
 from autoshard.patterns.padding import (

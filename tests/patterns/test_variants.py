@@ -8,11 +8,10 @@ import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import RuleError
-from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.registry import register_rule
-from autoshard.patterns.rule import OpCall, Rule, refine
+from autoshard.patterns.rule import OpCall, Rule, build, refine
 from autoshard.patterns.soundness import compare, run_all_ranks, strategies
 from autoshard.patterns.strategy import (
     WHOLE,

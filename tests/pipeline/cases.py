@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.pipeline.schedule.actions import Action
+from autoshard.pipeline.schedule.actions import SCHEDULES, Action
 from autoshard.pipeline.schedule.costs import StageCosts
-from autoshard.pipeline.schedule.schedules import SCHEDULES
 
 
 def sizes(ranks: tuple[int, ...], virtual: tuple[int, ...], microbatches: tuple[int, ...]) -> list[Any]:

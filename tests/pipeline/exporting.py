@@ -8,8 +8,7 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.graph.forward_export import ExportedModule
-from autoshard.pipeline.graph.forward_export import export_forward as _exported
+from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
 from autoshard.specs.axes import MeshShape
 
 
@@ -18,6 +17,6 @@ def cost_model() -> CostModel:
     return CostModel(Cluster.of("h100"), MeshShape.of({"x": 1}))
 
 
-def export_forward(module: nn.Module, kwargs: dict[str, Any]) -> ExportedModule:
+def export_call(module: nn.Module, kwargs: dict[str, Any]) -> ExportedModule:
     """The forward graph of a call."""
-    return _exported(module, (), kwargs)
+    return export_forward(module, (), kwargs)

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from autoshard import Pipeline
-from autoshard.capture.task_graphs import Primitive
+from autoshard.capture.marks import Primitive
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
-from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
+from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
 from tests import models
 from tests.targets import target as target_of
 
 
-def target(**changes: Any) -> Target:
+def quick_target(**changes: Any) -> Target:
     """The target of a quick search."""
     return target_of(**({"effort": "fast", "recompute": "auto"} | changes))
 
@@ -67,6 +67,6 @@ def gpt(batch: int = 32) -> tuple[nn.Module, dict[str, Any]]:
 def gpt_plan(**changes: Any) -> PipelinePlan:
     """Its plan for two pipeline ranks of two devices each, four microbatches and one stage per rank."""
     module, inputs = gpt()
-    wanted = target(**changes)
+    wanted = quick_target(**changes)
     captures = PipelineCaptures(BatchCall(module, (), inputs), wanted)
     return plan_pipeline(captures, {"pp": 2, "x": 2}, Pipeline(axis="pp", microbatches=4, virtual=1), wanted)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
-from autoshard.pipeline.schedule.schedules import schedule
+from autoshard.pipeline.schedule.actions import schedule
 from tests.pipeline.pipelines import (
     assert_equal,
     held_by,

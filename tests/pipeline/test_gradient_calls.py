@@ -6,8 +6,7 @@ import pytest
 
 from autoshard.capture import capture
 from autoshard.errors import CaptureError
-from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.forward_graph import read_stage_graph
+from autoshard.pipeline.graph.forward_export import export_forward, read_stage_graph
 from autoshard.pipeline.graph.stage_modules import cut
 from tests.models.gradients import BETWEEN, gradients
 from tests.pipeline.chain import balance_stages

@@ -6,12 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.pipeline.schedule.actions import placement, runtime_actions, schedule
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.list_schedule import bytes_for_one_microbatch, list_schedules
-from autoshard.pipeline.schedule.schedule_messages import runtime_actions
-from autoshard.pipeline.schedule.schedules import placement, schedule
-from autoshard.pipeline.schedule.simulation import simulate
-from autoshard.pipeline.schedule.tasks import step_task_graph
+from autoshard.pipeline.schedule.tasks import simulate, step_task_graph
 from tests.pipeline._torch import run_csv_schedule
 from tests.pipeline.cases import equal_stages
 

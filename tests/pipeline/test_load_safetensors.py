@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import autoshard
 from autoshard.errors import InputError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.schedule.schedules import schedule
+from autoshard.pipeline.schedule.actions import schedule
 from tests.pipeline.pipelines import held_by, model, pipeline_of, plan_by_hand
 from tests.workers import Workers
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 import autoshard
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.schedule.schedules import schedule
+from autoshard.pipeline.schedule.actions import schedule
 from tests.memory_tracker import Tracker
 from tests.pipeline.pipelines import (
     assert_equal,

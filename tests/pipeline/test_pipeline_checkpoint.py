@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
-from autoshard.pipeline.schedule.schedules import schedule
+from autoshard.pipeline.schedule.actions import schedule
 from autoshard.runtime.shards import gather_full_tensor
 from tests import models
 from tests.pipeline.pipelines import model, pipeline_of, plan_by_hand, resume, state_of

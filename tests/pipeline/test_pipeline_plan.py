@@ -8,9 +8,9 @@ import pytest
 
 from autoshard.errors import PlanError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.schedule.actions import schedule
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
-from autoshard.pipeline.schedule.schedules import schedule
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests.sample_plan import sample_plan

@@ -19,17 +19,15 @@ from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_modules import cut
-from autoshard.pipeline.plan.boundaries import input_names
-from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint, slowest_cluster, stage_cluster, stage_target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
-from autoshard.pipeline.plan.planned_stage import Links, stage_costs
+from autoshard.pipeline.plan.planned_stage import Links, input_names, stage_costs
 from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape, ShapePlanner, Stopping
 from autoshard.pipeline.plan.stage_plans import StageBudget, StagePlanner, StageTarget
-from autoshard.pipeline.schedule.schedules import schedule
-from autoshard.pipeline.schedule.simulation import simulate
-from autoshard.pipeline.schedule.tasks import step_task_graph
+from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
+from autoshard.pipeline.schedule.actions import schedule
+from autoshard.pipeline.schedule.tasks import simulate, step_task_graph
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planner import Planner
 from autoshard.runtime.parallelizer import Parallelizer
@@ -39,7 +37,7 @@ from tests import models
 from tests.float64 import Float64Mode, default_float64
 from tests.pipeline import small_pipelines
 from tests.pipeline.chain import Chain
-from tests.pipeline.small_pipelines import gpt, gpt_plan, target, tower
+from tests.pipeline.small_pipelines import gpt, gpt_plan, quick_target, tower
 from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links
 
@@ -60,7 +58,7 @@ def plan_of(
 ) -> PipelinePlan:
     """The plan for four microbatches and one stage per rank, if nothing else is asked of `Pipeline`."""
     pipeline = Pipeline(**({"axis": "pp", "microbatches": 4, "virtual": 1} | asked))
-    target = target or small_pipelines.target()
+    target = target or small_pipelines.quick_target()
     captures = captures or PipelineCaptures(BatchCall(module, (), inputs), target)
     return plan_pipeline(captures, mesh, pipeline, target, begin=begin, known=known, stopping=stopping)
 
@@ -85,7 +83,7 @@ def test_the_stages_of_a_plan_do_what_the_model_does() -> None:
             stages = cut(graph, plan.stage_of, plan.schedule.stages, plan.recomputed)
             for stage, decided in zip(stages, plan.stages, strict=True):
                 cluster = stage_cluster(fast_links(), plan.mesh, plan.axis)
-                own = stage_target(target(), cluster, decided, input_names(stage))
+                own = stage_target(quick_target(), cluster, decided, input_names(stage))
                 Parallelizer(stage.module, mesh, ModulePlanner(stage.module, MeshShape.of(mesh), own), decided).start(
                     *stage.example
                 )
@@ -148,16 +146,16 @@ def test_equal_calls_give_equal_plans() -> None:
 def test_what_fits_nowhere_is_refused() -> None:
     free = planned({"pp": 2, "x": 2})
     with pytest.raises(BudgetError, match=r"2 pipeline stages do not fit in .* even if the 2 devices of each rank"):
-        planned({"pp": 2, "x": 2}, target=target(memory_limit=max(free.peaks) // 50))
+        planned({"pp": 2, "x": 2}, target=quick_target(memory_limit=max(free.peaks) // 50))
     least = sum(cost.rest_bytes for cost in free.costs) // 2
     with pytest.raises(BudgetError, match="the leanest is") as refusal:
-        planned({"pp": 2, "x": 2}, target=target(memory_limit=least, recompute="none"))
+        planned({"pp": 2, "x": 2}, target=quick_target(memory_limit=least, recompute="none"))
     assert refusal.value.peak > least
 
 
 def test_larger_and_faster_devices_have_more_work() -> None:
     unlike = Cluster.parse("2xV100-32GB + 2xP100-16GB")
-    plan = planned({"pp": 2, "x": 2}, 4096, target=target(cluster=unlike), virtual="auto")
+    plan = planned({"pp": 2, "x": 2}, 4096, target=quick_target(cluster=unlike), virtual="auto")
     equal = planned({"pp": 2, "x": 2}, 4096)
     assert plan.virtual == 1
     assert plan.capacities == tuple(int(unlike.device_of(rank).memory) for rank in (0, 2))
@@ -165,12 +163,12 @@ def test_larger_and_faster_devices_have_more_work() -> None:
 
 
 def test_hints_pin_parameters_of_the_stages_that_hold_them() -> None:
-    plan = planned({"pp": 2, "x": 2}, target=target(hints={"layers.5.*.weight": Shard(0)}))
+    plan = planned({"pp": 2, "x": 2}, target=quick_target(hints={"layers.5.*.weight": Shard(0)}))
     first, last = (stage.placements for stage in plan.stages)
     assert "layers.5.0.weight" not in first
     assert last["layers.5.0.weight"] == (Shard(0),)
     with pytest.raises(HintError, match="matches no parameter"):
-        planned({"pp": 2, "x": 2}, target=target(hints={"nowhere": Shard(0)}))
+        planned({"pp": 2, "x": 2}, target=quick_target(hints={"nowhere": Shard(0)}))
 
 
 def test_a_pipeline_alone_and_one_that_is_not_the_first_axis() -> None:
@@ -200,7 +198,7 @@ def test_what_a_pipeline_can_not_have_is_refused() -> None:
     with pytest.raises(InputError, match="samples"):
         refused(inputs={**inputs, "target": inputs["target"][:4]})
     with pytest.raises(PlanError, match="can not have the option dynamic"):
-        refused(target=target(dynamic={"x": {0: "batch"}}))
+        refused(target=quick_target(dynamic={"x": {0: "batch"}}))
 
 
 def test_a_stage_may_have_no_parameters() -> None:
@@ -225,12 +223,14 @@ def test_numbers_that_are_left_open_are_chosen() -> None:
 
 
 def test_the_time_limit_ends_the_search_with_what_is_planned() -> None:
-    plan = planned({"pp": 2, "x": 2}, microbatches="auto", virtual="auto", target=target(time_limit=1e-9))
+    plan = planned({"pp": 2, "x": 2}, microbatches="auto", virtual="auto", target=quick_target(time_limit=1e-9))
     sizes = {(line.microbatches, line.virtual) for line in plan.table if not line.verdict.startswith("estimated")}
     assert sizes == {(plan.microbatches, plan.virtual)}
     assert any(line.verdict.startswith("estimated, not planned in the time limit: ") for line in plan.table)
     with pytest.raises(BudgetError, match="do not fit"):
-        planned({"pp": 2, "x": 2}, target=target(memory_limit=max(plan.peaks) // 2), stopping=Stopping(deadline=0.0))
+        planned(
+            {"pp": 2, "x": 2}, target=quick_target(memory_limit=max(plan.peaks) // 2), stopping=Stopping(deadline=0.0)
+        )
 
 
 def test_what_is_planned_next_has_smaller_microbatches_where_the_first_hold_too_much(
@@ -248,7 +248,7 @@ def test_what_is_planned_next_has_smaller_microbatches_where_the_first_hold_too_
     assert met[:2] == [PipelineShape(4, 1), PipelineShape(2, 1)]
     held = max(planned({"pp": 2}, 512, microbatches=4).peaks)
     met.clear()
-    planned({"pp": 2}, 512, microbatches="auto", begin=4, target=target(memory_limit=held // 2))
+    planned({"pp": 2}, 512, microbatches="auto", begin=4, target=quick_target(memory_limit=held // 2))
     assert met[:2] == [PipelineShape(4, 1), PipelineShape(8, 1)]
 
 
@@ -305,14 +305,14 @@ def test_a_stage_whose_search_is_interrupted_ends_that_of_the_pipeline(monkeypat
 
 def test_what_was_captured_for_one_mesh_serves_others(monkeypatch: pytest.MonkeyPatch) -> None:
     module, inputs = tower()
-    captures = PipelineCaptures(BatchCall(module, (), inputs), target())
+    captures = PipelineCaptures(BatchCall(module, (), inputs), quick_target())
     first = planned({"pp": 2, "x": 2}, captures=captures)
 
     def capture(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the same stages are captured again")
 
-    monkeypatch.setattr("autoshard.pipeline.plan.captures.capture", capture)
-    monkeypatch.setattr("autoshard.pipeline.plan.captures.export_forward", capture)
+    monkeypatch.setattr("autoshard.pipeline.plan.stage_reuse.capture", capture)
+    monkeypatch.setattr("autoshard.pipeline.plan.stage_reuse.export_forward", capture)
     again = planned({"pp": 2, "x": 2}, captures=captures)
     assert (again.stage_of, again.costs, again.stages[0].decisions) == (
         first.stage_of,
@@ -327,7 +327,7 @@ def test_no_hand_made_cut_in_layers_is_faster_with_one_forward_one_backward() ->
     plan = planned({"pp": 2, "x": 2})
     part = BatchCall(module, (), inputs).split(4)[0].kwargs
     graph = export_forward(module, (), part)
-    kind = StageTarget(stage_target(target(), fast_links()), MeshShape.of({"x": 2}))
+    kind = StageTarget(stage_target(quick_target(), fast_links()), MeshShape.of({"x": 2}))
     planner = StagePlanner([kind], [{}], None)
     links = Links.of(fast_links(), plan.mesh, "pp")
     for layers in (2, 3, 4):

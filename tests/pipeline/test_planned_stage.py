@@ -1,19 +1,27 @@
+"""What one rank sends of what goes from stage to stage, and plans that do not agree on it."""
+
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.cluster.cluster import Cluster, Link
+from autoshard.errors import PlanError
 from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.pipeline.graph.stage_modules import StageModule, cut
 from autoshard.pipeline.plan.pipeline_devices import stage_target
-from autoshard.pipeline.plan.planned_stage import Links, PlannedStage, stage_costs
+from autoshard.pipeline.plan.planned_stage import Boundaries, Links, PlannedStage, input_names, stage_costs
 from autoshard.pipeline.plan.stage_plans import StageBudget, StagePlanner, StageTarget
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.chain import balance_stages
-from tests.pipeline.small_pipelines import gpt, target, tower
+from tests.pipeline.pipelines import model
+from tests.pipeline.small_pipelines import gpt, quick_target, tower
+from tests.targets import target
 from tests.training import fast_links
 
 FREE = StageBudget(None, "none")
@@ -30,7 +38,7 @@ def planned(
     module, inputs = tower(batch)
     graph = export_forward(module, (), inputs)
     parts = cut(graph, balance_stages(graph, stages), stages)
-    asked = stage_target(target(), fast_links())
+    asked = stage_target(quick_target(), fast_links())
     pins = {} if everywhere is None else {name: (everywhere,) for name, _ in module.named_parameters()}
     return StagePlanner([StageTarget(asked, MeshShape.of(mesh))], [pins], None).plan(parts, [room] * stages)
 
@@ -127,7 +135,7 @@ def test_stages_that_are_alike_are_planned_once_and_cost_the_same() -> None:
     graph = export_forward(module, (), inputs)
     stage_of = {node.name: min(place // 2, 5) for place, node in enumerate(graph.operators)}
     replicated = {name: (Replicate(),) for name, _ in module.named_parameters()}
-    asked = StageTarget(stage_target(target(), fast_links()), MeshShape.of({"x": 2}))
+    asked = StageTarget(stage_target(quick_target(), fast_links()), MeshShape.of({"x": 2}))
     stages = StagePlanner([asked], [replicated], None).plan(cut(graph, stage_of, 6), [FREE] * 6)
     costs = [stage_costs(one, links(pp=6, x=2), 4) for one in stages]
     # The first two stages choose how the batch is split; those behind them receive and leave it alike.
@@ -169,7 +177,7 @@ def test_tied_parameters_are_sharded_where_it_is_dear_to_add_up_their_gradients(
     placed = []
     for one in (cluster, slow):
         way = Links.of(one, mesh, "pp")
-        asked = stage_target(target(), cluster)
+        asked = stage_target(quick_target(), cluster)
         planner = StagePlanner([StageTarget(asked, MeshShape.of({"x": 2}))], [{}], None, links=way)
         stages = planner.plan(parts, [StageBudget(None, "none", microbatches=4)] * 2)
         placed.append({stage.plan.placements["tokens.weight"] for stage in stages})
@@ -185,3 +193,62 @@ def test_a_plan_counts_what_all_microbatches_under_way_hold() -> None:
     assert three.plan.decisions == one.plan.decisions
     saved = stage_costs(one, links(pp=2, x=2), 4).saved_bytes
     assert three.plan.memory.peak - one.plan.memory.peak == 2 * saved > 0
+
+
+MESH = MeshShape.of({"dp": 2})
+WHOLE = (Replicate(),)
+
+
+def stages(batch: int = 4) -> list[StageModule]:
+    module, inputs = model("mlp")
+    graph = export_forward(module, (), {name: tensor[:batch] for name, tensor in inputs.items()})
+    return cut(graph, balance_stages(graph, 2), 2)
+
+
+def plans(given: Placement, taken: Placement | None, parts: list[StageModule]) -> list[ShardingPlan]:
+    """Of two stages: how the first leaves what it hands on, and how the second takes it, None where that is whole."""
+    second: dict[str, Any] = {"mesh": MESH, "placements": {}}
+    if taken is not None:
+        second["input_placements"] = {parts[1].received[0].name: (taken,), "target": WHOLE, "other": WHOLE}
+        second["options"] = {"inputs": "local"}
+    return [ShardingPlan(mesh=MESH, placements={}, output_placements={"output[0]": (given,)}), ShardingPlan(**second)]
+
+
+@pytest.mark.parametrize(("placement", "rows"), [(Shard(0), 2), (Replicate(), 4)])
+def test_what_crosses(placement: Placement, rows: int) -> None:
+    parts = stages()
+    boundaries = Boundaries(plans(placement, None if placement.is_replicate() else placement, parts), MESH)
+    whole = parts[0].returned[0]
+    assert boundaries.messages(parts[0])[0] == ()
+    (sent,), (received,) = boundaries.messages(parts[0])[1], boundaries.messages(parts[1])[0]
+    for tensor in (sent, received):
+        assert tensor.shape == (rows, *whole.shape[1:])
+        assert (tensor.dtype, tensor.requires_grad) == (whole.dtype, True)
+    assert [tensor.shape for tensor in boundaries.messages(parts[1])[1]] == [torch.Size([])]
+
+
+def test_options_of_a_stage() -> None:
+    parts = stages()
+    said = dataclasses.replace(target(), hints={"of.another.stage": Shard(0)})
+    first, second = (
+        stage_target(said, said.cluster, plan, input_names(part))
+        for part, plan in zip(parts, plans(Shard(0), Shard(0), parts), strict=True)
+    )
+    assert first.hints is second.hints is None
+    assert (first.inputs, first.output_placements) == ("global", {"output[0]": (Shard(0),)})
+    assert (second.inputs, second.output_placements) == ("local", None)
+    assert set(second.input_placements) == {parts[1].received[0].name, "target"}
+
+
+def test_stages_that_disagree() -> None:
+    parts = stages()
+    boundaries = Boundaries(plans(Shard(0), Shard(1), parts), MESH)
+    with pytest.raises(PlanError, match=r"stage 0 leaves \w+ as S\(0\), and stage 1 takes it as S\(1\)"):
+        boundaries.messages(parts[1])
+
+
+def test_shards_of_different_sizes() -> None:
+    parts = stages(batch=3)
+    boundaries = Boundaries(plans(Shard(0), Shard(0), parts), MESH)
+    with pytest.raises(PlanError, match=r"does not part .* evenly: messages have one size"):
+        boundaries.messages(parts[0])

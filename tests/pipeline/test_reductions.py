@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.schedule.schedules import schedule
+from autoshard.pipeline.schedule.actions import schedule
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.runtime.shards import gather_full_tensor
 from tests.float64 import default_float64

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import BudgetError, PipelineError
-from autoshard.pipeline.schedule.actions import Schedule
+from autoshard.pipeline.schedule.actions import SCHEDULES, Schedule, schedule
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_search import (
     CostsOf,
@@ -19,9 +19,7 @@ from autoshard.pipeline.schedule.schedule_search import (
     names_to_try,
     virtual_to_try,
 )
-from autoshard.pipeline.schedule.schedules import SCHEDULES, schedule
-from autoshard.pipeline.schedule.simulation import Simulation, simulate
-from autoshard.pipeline.schedule.tasks import step_task_graph
+from autoshard.pipeline.schedule.tasks import Simulation, simulate, step_task_graph
 
 RANKS = 3
 BYTES = [name for name in StageCosts.__dataclass_fields__ if name.endswith("_bytes")]

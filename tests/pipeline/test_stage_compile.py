@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate
 
 import autoshard
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.schedule.schedules import schedule
+from autoshard.pipeline.schedule.actions import schedule
 from autoshard.runtime.shards import gather_full_tensor
 from tests.pipeline.pipelines import model, plan_by_hand
 from tests.workers import Workers

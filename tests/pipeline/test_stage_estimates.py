@@ -6,11 +6,11 @@ import pytest
 
 from autoshard.cluster.cost import CostModel
 from autoshard.pipeline.assign.stages import StageDevice, assign_stages
-from autoshard.pipeline.graph.forward_graph import read_stage_graph
+from autoshard.pipeline.graph.forward_export import read_stage_graph
 from autoshard.pipeline.plan.planned_stage import Links
 from autoshard.pipeline.plan.stage_estimates import StageTotals, estimate_stage_costs, totals_at
 from autoshard.specs.axes import MeshShape
-from tests.pipeline.exporting import export_forward
+from tests.pipeline.exporting import export_call
 from tests.pipeline.small_pipelines import tower
 from tests.training import fast_links
 
@@ -40,7 +40,7 @@ def test_totals_of_one_size_grow_in_proportion() -> None:
 def test_stages_have_their_share_of_the_totals() -> None:
     cluster = fast_links()
     module, inputs = tower()
-    graph = read_stage_graph(export_forward(module, inputs), CostModel(cluster, MeshShape.of({"device": 1})))
+    graph = read_stage_graph(export_call(module, inputs), CostModel(cluster, MeshShape.of({"device": 1})))
     stages = assign_stages(graph, [StageDevice(1e9)] * 3, [3, 2, 1])
     links = Links.of(cluster, MeshShape.of({"pp": 3, "x": 2}), "pp")
     totals = replace(StageTotals.without_communication(graph, 2), reduction=4.0)

@@ -9,17 +9,15 @@ import torch
 from torch import fx
 
 from autoshard.pipeline.assign.stages import StageDevice, Stages, assign_stages
-from autoshard.pipeline.graph.coarsen import coarsen
-from autoshard.pipeline.graph.forward_export import ExportedModule
-from autoshard.pipeline.graph.forward_graph import read_stage_graph
-from autoshard.pipeline.graph.stage_graph import StageGraph
+from autoshard.pipeline.graph.forward_export import ExportedModule, read_stage_graph
+from autoshard.pipeline.graph.stage_graph import StageGraph, coarsen
 from tests.models import ZOO, Gpt
-from tests.pipeline.exporting import cost_model, export_forward
+from tests.pipeline.exporting import cost_model, export_call
 
 
 @cache
 def _model(name: str) -> tuple[ExportedModule, StageGraph]:
-    forward = export_forward(*ZOO[name]())
+    forward = export_call(*ZOO[name]())
     return forward, read_stage_graph(forward, cost_model())
 
 
@@ -30,7 +28,7 @@ def _deep(layers: int) -> StageGraph:
         module = Gpt(768, 12, layers, "chunk", tied=True, dropout=0.0)
         module.positions = torch.nn.Embedding(1024, 768)
         tokens = torch.zeros(8, 1024, dtype=torch.long)
-    return read_stage_graph(export_forward(module, {"input_ids": tokens, "labels": tokens}), cost_model())
+    return read_stage_graph(export_call(module, {"input_ids": tokens, "labels": tokens}), cost_model())
 
 
 def _assign(graph: StageGraph, count: int, **options: float) -> Stages:

@@ -9,8 +9,7 @@ from torch import nn
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
-from autoshard.pipeline.plan.captures import StageCaptures
-from autoshard.pipeline.plan.stage_reuse import structural_text
+from autoshard.pipeline.plan.stage_reuse import StageCaptures, structural_text
 
 STAGES = 4
 
@@ -68,7 +67,7 @@ def test_the_graph_of_a_stage_that_is_alike_is_what_its_own_capture_gives(monkey
         captured.append(1)
         return capture(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("autoshard.pipeline.plan.captures.capture", watched)
+    monkeypatch.setattr("autoshard.pipeline.plan.stage_reuse.capture", watched)
     captures = StageCaptures()
     shared = [captures.joint_graph(stage) for stage in stages]
     assert len(captured) == 3  # the first takes the batch and the last makes the loss; those between are alike

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.capture.task_graphs import Primitive
+from autoshard.capture.marks import Primitive
 from autoshard.errors import HintError, PlanError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule

@@ -11,8 +11,7 @@ from torch import nn
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.pipeline.assign.stages import StageDevice, assign_layers
-from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.forward_graph import read_stage_graph
+from autoshard.pipeline.graph.forward_export import export_forward, read_stage_graph
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.random_graphs import chain

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from autoshard.planner import lazy_solver
-from autoshard.planner.lazy_costs import LazyCosts
 from autoshard.planner.lazy_solver import LazySolver
 from autoshard.planner.planning_problem import OverlapDiscount
-from autoshard.planner.solving import SolveOptions, solve_by_messages
+from autoshard.planner.solving import LazyCosts, SolveOptions, solve_by_messages
 from autoshard.solver import solve
 from autoshard.solver.trws import Messages
-from tests.planner.test_lazy_costs import exact, loose, planner
+from tests.planner.test_solving import exact, loose, planner
 from tests.planner.test_tiling import built, stack_planner, tiling_of
 
 

@@ -19,8 +19,8 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.patterns.parts import unequal_loops, with_unequal_loops
-from autoshard.planner import part_shares
-from autoshard.planner.part_shares import candidate_totals
+from autoshard.planner import shares
+from autoshard.planner.shares import candidate_totals
 from autoshard.size import is_dynamic
 from autoshard.specs.axes import MeshShape
 from tests.models.common import fixed_seed
@@ -207,7 +207,7 @@ def test_parameters_in_shards_of_another_axis_lie_in_parts_on_this_one() -> None
 
 def test_dims_that_can_not_all_lie_in_parts_do_so_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that needs equal shares of two dims together is that of a deep network; here it is refused as such."""
-    together, seconds = part_shares.UnequalParts.plan_parts, []
+    together, seconds = shares.UnequalParts.plan_parts, []
 
     def refused_together(parts: Any, loops: Sequence[Any], counts: Sequence[int]) -> Any:
         if len(loops) > 1:
@@ -216,7 +216,7 @@ def test_dims_that_can_not_all_lie_in_parts_do_so_alone(monkeypatch: pytest.Monk
         seconds.append(plan.step_seconds)
         return plan, planner
 
-    monkeypatch.setattr(part_shares.UnequalParts, "plan_parts", refused_together)
+    monkeypatch.setattr(shares.UnequalParts, "plan_parts", refused_together)
     module, example = build("mlp")
     options = {"shares": {"dp": (3, 1)}, "cluster": fast_links(), "effort": "fast"}
     with Float64Mode():

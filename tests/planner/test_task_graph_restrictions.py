@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.capture.joint import capture
-from autoshard.capture.task_graphs import Primitive, replicate, split
+from autoshard.capture.marks import Primitive, replicate, split
 from autoshard.errors import BudgetError, HintError
 from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.task_graph_restrictions import Restriction, axes_of

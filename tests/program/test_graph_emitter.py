@@ -1,18 +1,24 @@
-"""Recorded programs: nodes with the shapes of local tensors."""
+"""Recorded programs: nodes with the shapes of local tensors.
+
+Local shapes as expressions.
+"""
 
 from __future__ import annotations
 
 import itertools
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
+from autoshard.program._torch import FakeTensorMode
 from autoshard.program.graph_emitter import GraphEmitter, supports_layout
+from autoshard.size import DynamicSize, at, ceil_div, is_dynamic, symbol
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten
 
@@ -136,3 +142,50 @@ def test_names_of_calls_have_no_capitals(emit: GraphEmitter) -> None:
     x = emit.placeholder("x", (4, 6), torch.float32)
     emit.call(aten.sum.dim_IntList, emit.call(aten.add.Tensor, x, x), [1])
     assert [node.name for node in emit.graph.nodes] == ["x", "add_tensor", "sum_dim_intlist"]
+
+
+BATCH, SEQ = symbol("batch"), symbol("seq")
+SIZES = {BATCH: 11, SEQ: 13}
+ELSEWHERE = {BATCH: 6, SEQ: 5}
+
+
+@pytest.fixture
+def symbolic() -> GraphEmitter:
+    return GraphEmitter(MeshShape.of({"x": 4}), ("gx",), FakeTensorMode(), torch.device("cpu"), SIZES)
+
+
+def local(symbolic: GraphEmitter) -> Any:
+    rows = ceil_div(DynamicSize.of(BATCH, SIZES), 4)
+    return symbolic.placeholder("x", (rows, DynamicSize.of(SEQ, SIZES), 8), torch.float32)
+
+
+def test_shapes_follow_from_operators(symbolic: GraphEmitter) -> None:
+    value = local(symbolic)
+    rows, seq, _ = symbolic.shape(value)
+    flat = symbolic.call(aten.view.default, value, [rows * seq, 8])
+    both = symbolic.call(aten.cat.default, [flat, flat])
+    gathered = symbolic.call(collectives.all_gather_into_tensor.default, both, 4, "gx")
+    assert symbolic.shape(gathered) == (3 * 13 * 2 * 4, 8)
+    assert at(symbolic.shape(gathered), ELSEWHERE) == (2 * 5 * 2 * 4, 8)
+    assert tuple(gathered.meta["val"].shape) == (312, 8)
+
+
+def test_results_of_several_tensors(symbolic: GraphEmitter) -> None:
+    value = local(symbolic)
+    first, second = symbolic.call(aten.split_with_sizes.default, value, [3, 5], 2)
+    assert at(symbolic.shape(first), ELSEWHERE) == (2, 5, 3)
+    assert at(symbolic.shape(second), ELSEWHERE) == (2, 5, 5)
+
+
+def test_numbers_in_arguments_make_shapes_too(symbolic: GraphEmitter) -> None:
+    counted = symbolic.call(aten.arange.default, ceil_div(DynamicSize.of(SEQ, SIZES), 4), device=torch.device("cpu"))
+    (length,) = symbolic.shape(counted)
+    assert is_dynamic(length)
+    assert at(length, ELSEWHERE) == 2
+
+
+def test_what_is_fixed_stays_plain(symbolic: GraphEmitter) -> None:
+    weight = symbolic.placeholder("w", (8, 6), torch.float32)
+    value = symbolic.call(aten.matmul.default, local(symbolic), weight)
+    assert not any(map(is_dynamic, symbolic.shape(symbolic.call(aten.t.default, weight))))
+    assert at(symbolic.shape(value), ELSEWHERE) == (2, 5, 6)

@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.blocks import blocks_of
 from autoshard.runtime.checkpoint import checkpointable, install_hooks
-from autoshard.runtime.shards import distribute, local_of, replace_parameters
+from autoshard.runtime.shards import blocks_of, distribute, local_of, replace_parameters
 from autoshard.specs import MeshShape, Spec, shard
 from tests.runtime.meshes import SPECS, get_full, per_rank, simulated_mesh
 from tests.workers import Workers

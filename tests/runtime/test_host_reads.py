@@ -9,7 +9,7 @@ from torch import fx, nn
 from autoshard.capture._torch import outside_modes
 from autoshard.capture.joint import capture
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.patterns.ops._draws import draws
+from autoshard.patterns.ops.random import draws
 from autoshard.planner.planning_problem import Constraints
 from autoshard.program.localize import LocalStep, localize
 from autoshard.program.split import split

@@ -24,7 +24,7 @@ from autoshard.errors import InputError
 from autoshard.planner.planning_problem import Constraints
 from autoshard.program.localize import localize
 from autoshard.program.split import split
-from autoshard.runtime.constants import place_constant
+from autoshard.runtime.in_place_changes import place_constant
 from autoshard.runtime.module_runtime import Runtime
 from autoshard.runtime.shards import gather_full_tensor, replace_parameters
 from autoshard.runtime.step import LocalProgram, Ranks

@@ -1,10 +1,17 @@
-"""The search over meshes: what is dropped and why, what wins, and how it ends before its end."""
+"""The search over meshes: what is dropped and why, what wins, and how it ends before its end.
+
+What plans of some meshes tell of others.
+
+Estimates of pipelines: shares of what the whole step takes on one stage's devices.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import itertools
+import random
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,10 +31,15 @@ from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search import mesh_search
-from autoshard.search.mesh_search import MeshSearch
-from autoshard.search.pipeline_estimates import PipelineEstimates
-from autoshard.search.request import Request
-from autoshard.search.result import BEST, MeshCandidate
+from autoshard.search.mesh_planner import Request
+from autoshard.search.mesh_search import (
+    MeshSearch,
+    PipelineEstimates,
+    longest_stage,
+    slow_pipeline_reason,
+    slow_within_limit_reason,
+)
+from autoshard.search.result import BEST, MeshCandidate, Row, UnlimitedResult
 from autoshard.search.shapes import Shape
 from autoshard.specs.axes import MeshShape
 from tests.targets import target as target_of
@@ -506,3 +518,109 @@ def test_ever_longer_pipelines_are_not_tried_where_they_are_ever_slower(monkeypa
     _, found = searched(request(plan_pipeline, pipelines="outer", cluster=hosts(4)), devices=8)
     assert set(asked) == {2, 4}
     assert found["pp=8"].verdict.startswith("not planned: the shorter pipeline pp=4, x=2 is")
+
+
+def row(seconds: float | None = None, free: tuple[float, int] | None = None, estimate: float | None = None) -> Row:
+    """A mesh with a plan of so many seconds that fits, and one that does not, of seconds and bytes."""
+    one = Row(shape=Shape(MeshShape.of({"x": 4})), least_seconds=0.0, least_bytes=0)
+    if seconds is not None:
+        plan: Any = SimpleNamespace(step_seconds=seconds, peaks=(1,))
+        one.add_plan(plan)
+    one.unlimited = None if free is None else UnlimitedResult(*free)
+    one.estimate = estimate
+    return one
+
+
+def test_a_pipeline_is_judged_by_the_estimate_that_fell_short_least() -> None:
+    best, other = row(10.0, estimate=8.0), row(20.0, estimate=10.0)
+    rows = [best, other]
+    assert slow_pipeline_reason(row(estimate=8.2), rows, best) is None
+    assert slow_pipeline_reason(row(estimate=8.4), rows, best) == "not planned: it is estimated to take 10.5 s"
+    assert slow_pipeline_reason(row(estimate=10.2), [best], best) is not None
+
+
+def test_what_the_limit_took_of_some_meshes_it_takes_of_those_that_hold_as_much() -> None:
+    best = row(10.0)
+    fitted = row(12.0, free=(9.0, 100))
+    said = "not planned: within the memory limit it is estimated to take 12.7 s"
+    assert slow_within_limit_reason(row(free=(9.5, 100)), [best, fitted], best) == said
+    assert slow_within_limit_reason(row(free=(9.5, 99)), [best, fitted], best) is None, (
+        "it holds less: it may lose less"
+    )
+    lost_less = row(9.5, free=(9.4, 90))
+    assert slow_within_limit_reason(row(free=(9.5, 100)), [best, fitted, lost_less], best) is None
+
+
+def test_what_is_no_faster_without_a_limit_is_not_planned_within_it() -> None:
+    best = row(10.0)
+    assert slow_within_limit_reason(row(free=(10.0, 5)), [best], best) == "without a memory limit it takes 10 s already"
+    assert slow_within_limit_reason(row(free=(9.9, 5)), [best], best) is None
+
+
+WHOLE = 12.0
+FINE = [1 / 4096] * 4096
+"""Shares of operators so small that stages may be as unequal as their devices, to a thousandth."""
+
+
+class Plans:
+    """Plans of the whole step that take so many seconds, whatever the devices."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.request = SimpleNamespace(target=target_of(cluster=cluster))
+        self.asked: list[MeshShape] = []
+
+    def target(self, effort: str, *, limited: bool) -> Any:
+        assert (effort, limited) == ("fast", False)
+        return self.request.target
+
+    def plan_on(self, mesh: MeshShape, target: Any) -> Any:
+        assert target.cluster.is_uniform
+        self.asked.append(mesh)
+        if mesh.size == 1:
+            raise PlanError("one device is too few")
+        return SimpleNamespace(step_seconds=WHOLE)
+
+
+def shape(**axes: int) -> Shape:
+    return Shape(MeshShape.of(axes), "pp")
+
+
+def test_stages_share_the_step_and_wait_for_one_microbatch() -> None:
+    plans: Any = Plans(Cluster.of("v100"))
+    estimates = PipelineEstimates(plans, FINE)
+    assert estimates.seconds(shape(pp=2, x=4), [1, 4]) == pytest.approx(WHOLE / 2 * (1 + 1 / 12), rel=1e-3)
+    assert estimates.seconds(shape(pp=2, x=4), [10]) == pytest.approx(WHOLE / 2 * (1 + 1 / 30), rel=1e-3)
+    assert plans.asked == [MeshShape.of({"x": 4})]
+    assert estimates.seconds(shape(pp=4), [4]) == 0.0
+
+
+def test_no_stage_is_shorter_than_the_longest_operator() -> None:
+    plans: Any = Plans(Cluster.of("v100"))
+    estimates = PipelineEstimates(plans, [0.2, 0.5, 0.3])
+    assert estimates.seconds(shape(pp=4, x=4), [4]) == pytest.approx(WHOLE / 2 * (1 + 3 / 12), rel=1e-3)
+
+
+def test_faster_stages_have_more_of_it() -> None:
+    plans: Any = Plans(Cluster.parse("4xV100-32GB + 4xP100-16GB"))
+    speed = 15.7 / 10.6
+    found = PipelineEstimates(plans, FINE).seconds(shape(pp=2, x=4), [10])
+    assert found == pytest.approx(WHOLE / (1 + speed) * (1 + 1 / 30), rel=1e-2)
+
+
+def test_the_longest_stage_is_that_of_the_best_cuts() -> None:
+    """Against all ways to cut a few operators into stretches, on devices of any speed."""
+    generator = random.Random(0)
+    for _ in range(50):
+        shares = [generator.random() for _ in range(generator.randint(1, 7))]
+        speeds = [generator.choice((1.0, 1.5, 3.0)) for _ in range(generator.randint(1, 4))]
+        cuts = itertools.combinations_with_replacement(range(len(shares) + 1), len(speeds) - 1)
+        best = min(
+            max(
+                sum(shares[start:end]) / speed
+                for start, end, speed in zip((0, *cut), (*cut, None), speeds, strict=True)
+            )
+            for cut in cuts
+        )
+        whole = sum(shares)
+        found = longest_stage([one / whole for one in shares], speeds)
+        assert found == pytest.approx(best / whole, rel=1e-5)

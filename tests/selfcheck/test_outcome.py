@@ -1,11 +1,24 @@
+"""The processes of the self-check, one of which is this one."""
+
 from __future__ import annotations
 
 import io
 import json
+import os
 
+import pytest
+import torch.distributed as dist
 from rich.console import Console
 
-from autoshard.selfcheck.outcome import CheckLine, CheckOutcome, result_data, result_table, verdict_of, worst_outcome
+from autoshard.selfcheck.outcome import (
+    CheckLine,
+    CheckOutcome,
+    Processes,
+    result_data,
+    result_table,
+    verdict_of,
+    worst_outcome,
+)
 
 
 def test_the_worst_verdict_stands_for_all_ranks() -> None:
@@ -65,3 +78,23 @@ def test_the_verdict_is_the_worst() -> None:
     assert verdict_of(LINES) == "wrong"
     assert verdict_of(LINES[::2]) == "slow"
     assert verdict_of(LINES[:1]) == "ok"
+
+
+WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+@pytest.mark.parametrize("asked", [None, "0"])
+def test_what_the_user_asked_of_nccl_is_put_back(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if asked is None:
+        monkeypatch.delenv(WAIT, raising=False)
+    else:
+        monkeypatch.setenv(WAIT, asked)
+    processes = Processes.of_job()
+    processes.start()
+    assert dist.is_initialized()
+    assert os.environ[WAIT] == "1"
+    processes.start(blocking=False)
+    assert os.environ[WAIT] == "0"
+    processes.stop()
+    assert not dist.is_initialized()
+    assert os.environ.get(WAIT) == asked

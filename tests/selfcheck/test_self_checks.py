@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.selfcheck.__main__ import run
-from autoshard.selfcheck.outcome import CheckLine, CheckOutcome
-from autoshard.selfcheck.processes import Processes
+from autoshard.selfcheck.outcome import CheckLine, CheckOutcome, Processes
 from autoshard.selfcheck.self_checks import CHECKS, SelfCheck
 from autoshard.selfcheck.step_profile import StepProfile
 from tests.selfcheck.faults import FAULTS

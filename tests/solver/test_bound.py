@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from autoshard.solver import Problem
 from autoshard.solver.bound import lower_bound, trivial_bound
 from autoshard.solver.eliminate import eliminate
-from autoshard.solver.network import Network
-from autoshard.solver.reduce import reduce
+from autoshard.solver.network import Network, reduce
 from autoshard.solver.tables import Tables
 from tests.solver.problems import layered_problem, small_problems, two_axes
 

@@ -6,8 +6,16 @@ from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem
 from autoshard.solver import eliminate as elimination
-from autoshard.solver.eliminate import WidthError, eliminate, run_order
-from autoshard.solver.elimination_order import conditioned_order, find_order, greedy_order, table_size, weighted_fill
+from autoshard.solver.eliminate import (
+    WidthError,
+    conditioned_order,
+    eliminate,
+    find_order,
+    greedy_order,
+    run_order,
+    table_size,
+    weighted_fill,
+)
 from autoshard.solver.network import Network
 from autoshard.solver.tables import Tables
 from tests.solver.problems import brute_force, layered_problem, small_problems

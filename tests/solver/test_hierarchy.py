@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.solver import Edge, Problem, SolverError, solve
-from autoshard.solver.hierarchy import solve_in_segments
-from autoshard.solver.hierarchy.backbone import backbone, interleaved_order
-from autoshard.solver.hierarchy.segment_merge import merge_segments
+from autoshard.solver.hierarchy import backbone, interleaved_order, merge_segments, solve_in_segments
 from tests.solver.problems import brute_force, layered_problem, small_problems, two_axes
 
 ALL = 10**6

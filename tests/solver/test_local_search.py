@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 
 from autoshard.solver import Edge, Problem, solve
-from autoshard.solver.bound import lower_bound
-from autoshard.solver.certify import certify
+from autoshard.solver.bound import certify, lower_bound
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, alternate, cheaper_of, improve, soften
-from autoshard.solver.network import Network
-from autoshard.solver.reduce import reduce
+from autoshard.solver.network import Network, reduce
 from autoshard.solver.solver_budget import Budget
 from autoshard.solver.tables import Tables
 from tests.solver.problems import layered_problem, two_axes

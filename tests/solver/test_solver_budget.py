@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.solver import Problem, SolverError, SolverProgress, solve
-from autoshard.solver.bound import lower_bound
-from autoshard.solver.certify import certify
+from autoshard.solver.bound import certify, lower_bound
 from autoshard.solver.local_search import NO_ASSIGNMENT
 from autoshard.solver.network import Network, Tables
 from autoshard.solver.solver_budget import UNLIMITED, Budget
@@ -64,7 +63,7 @@ def test_a_proof_ends_where_little_is_left_to_prove() -> None:
     network = Network.of(two_axes(30, labels=4, density=3.0), Tables())
     bounds = {0.5: 0, 0.0: 0}
     for gap in bounds:
-        with mock.patch("autoshard.solver.certify.lower_bound", wraps=lower_bound) as bounded:
+        with mock.patch("autoshard.solver.bound.lower_bound", wraps=lower_bound) as bounded:
             certified = certify(network, NO_ASSIGNMENT, cap=1.0, budget=Budget(60.0, gap=gap).for_step(1.0))
         assert (1 - gap) * certified.best.cost <= certified.bound or gap == 0.0
         bounds[gap] = bounded.call_count

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta, build
 from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten

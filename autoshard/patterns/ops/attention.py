@@ -1,4 +1,22 @@
-"""Scaled dot-product attention, forward and backward: the operator of captured graphs, and the kernels of ATen by name.
+"""The variants of attention, forward and backward: along the sequence, and by query heads alone.
+
+In context parallelism, queries, keys and values lie along the sequence, one factor `n`, and keys go round a ring. A
+rank keeps its stretch of queries; stretches of keys and values are handed on from rank to rank until each has had all
+of them, each is attended to by itself, and the results are merged by the logarithms of their sums of exponentials. So a
+rank holds the keys of two stretches at a time, where the rule itself (queries sharded, keys gathered before the
+operator, their gradients scattered behind it) holds all of them. The bytes sent forward are the same; backward, keys go
+round once more and their gradients with them, to the rank that they belong to. The next stretch is under way while a
+rank attends to the one that it has.
+
+With a causal mask a rank attends to its own stretch causally and to earlier ones in full; what it computes for later
+ones is thrown away, since all ranks run one program.
+
+Several axes of one sequence are rings within rings: a stretch goes round the innermost axis, takes a step along the
+next one, and goes round again.
+
+Source: Ring Attention with Blockwise Transformers (Liu, Zaharia, Abbeel 2023), section 3.
+
+Scaled dot-product attention, forward and backward: the operator of captured graphs, and the kernels of ATen by name.
 
 Batch and heads are independent. Fewer heads of keys than of queries (grouped-query attention) make a query head the
 product of the key head `h` and its share `r`, which keys lack. The queries' sequence may be sharded too, keys and
@@ -11,17 +29,265 @@ round instead (`units.attention`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from autoshard.patterns.exchanging import shift, shift_axes
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._draws import draws
-from autoshard.patterns.ops._helpers import aten, bind_named, operand_names, shape_of
-from autoshard.patterns.ops.random import draw_arguments, shard_index
+from autoshard.patterns.ops._helpers import (
+    aten,
+    bind_named,
+    operand_names,
+    positions,
+    result_dtype,
+    shape_of,
+    stretch_start,
+)
+from autoshard.patterns.ops.random import draw_arguments, draws, shard_index
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.units.attention import grouped_heads, sequence_parallel
+from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
+
+_SEQUENCE = {"s": "n", "t!": "n"}  # how the rules of attention write the dims of queries and keys
+
+
+def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequence[str], **options: Any) -> Rule | None:
+    """The variant of a rule of attention, forward or backward, whose factor `n` is the sequence of queries and keys.
+
+    Args:
+        call: the attention on whole tensors.
+        operands: dims of the operands by argument name, queries' sequence written `s`, keys' `t!`.
+        results: dims of the results, likewise.
+        options: those of the rule, as `bind_named` takes them, with the `sizes` of its names.
+
+    Returns:
+        None where queries and keys are not of one length, where there is a mask, a window or dropout, and for kernels
+        that are not known to hand out one natural logarithm per query (the operator of captured graphs, those of flash
+        attention and of cuDNN are).
+    """
+    query, key = shape_of(call, "query"), shape_of(call, "key")
+    plain = all(name not in operands or call.arg(name) is None for name in ("attn_mask", "attn_bias"))
+    captured = call.op.namespace == "autoshard"
+    known = captured or any(kernel in call.op.name() for kernel in ("flash", "cudnn"))
+    if not known or query[2] != key[2] or not plain:
+        return None
+    if captured and (call.arg("window") or call.arg("dropout_p")):
+        return None
+    backward = "grad_out" in operand_names(call)
+    reduce = {name: kinds for name, kinds in options.pop("reduce").items() if name != "s"}
+    options |= {"whole": (), "contiguous": ("n",), "uneven": False}
+    return bind_named(
+        call,
+        {name: _rename_dims(text) for name, text in operands.items()},
+        [_rename_dims(text) for text in results],
+        reduce=reduce | {"n": reduce["b"]},
+        exchange={"n": _exchanges(call)},
+        local=_backward if backward else _forward,
+        **options,
+    )
+
+
+_RING_OPERANDS = ("key", "value")
+
+
+def _rename_dims(text: str) -> str:
+    return " ".join(_SEQUENCE.get(word, word) for word in text.split())
+
+
+def _exchanges(call: OpCall) -> list[Exchange]:
+    """Keys and values as one tensor; in the backward half, also their gradients, as precise as they are added up."""
+    names = operand_names(call)
+    passed = [meta for name, meta in zip(names, call.operands, strict=True) if name in _RING_OPERANDS]
+    exchanges: list[Exchange] = [("ring", sum(meta.bytes for meta in passed))]
+    if "grad_out" in names:
+        itemsize = call.operands[names.index("logsumexp")].dtype.itemsize
+        exchanges.append(("ring_and_home", sum(math.prod(meta.shape) for meta in passed) * itemsize))
+    return exchanges
+
+
+@dataclass(frozen=True, slots=True)
+class _RingStep:
+    """One step of the ring.
+
+    Attributes:
+        operands: the local operands, with the keys and values that this rank holds at this step.
+        axis: the mesh axis along which they came last; None for a rank's own.
+        moved: for every axis of the sequence, by how many steps they are away from the rank that they belong to.
+    """
+
+    operands: Sequence[Any]
+    axis: int | None
+    moved: Mapping[int, int]
+
+
+def _ring_steps(call: LocalCall) -> Iterator[_RingStep]:
+    """All steps of the ring. What is held at the next step is handed on before this one is worked on."""
+    names, axes = operand_names(call.call), call.axes("n")
+    places = [names.index(name) for name in _RING_OPERANDS]
+    stretches = [call.operands[place] for place in places]
+    widths = [call.operand_shape(place)[-1] for place in places]
+    moved = dict.fromkeys(axes, 0)
+    turn = _RingStep(call.operands, None, dict(moved))
+    packed = call.emit.cat(stretches, -1)
+    for place in shift_axes([call.mesh.sizes[axis] for axis in axes]):
+        axis = axes[place]
+        packed = call.emit.collective(shift, packed, 1, axis=axis)
+        yield turn
+        moved[axis] += 1
+        held = dict(zip(places, packed.split_with_sizes(widths, -1), strict=True))
+        operands = [held.get(place, value) for place, value in enumerate(call.operands)]
+        turn = _RingStep(operands, axis, dict(moved))
+    yield turn
+
+
+def _forward(call: LocalCall) -> Any:
+    emit, causal = call.emit, bool(call.arg("is_causal"))
+    merged: tuple[Any, Any] | None = None
+    rest: Sequence[Any] = ()
+    for turn in _ring_steps(call):
+        result, logarithm, *others = _attend(call, turn.operands, causal=causal and turn.axis is None)
+        result = result.to(logarithm.dtype)  # the precision in which kernels keep their logarithms
+        if merged is None:
+            merged, rest = (result, logarithm), others
+            continue
+        if causal:
+            logarithm = emit.where(_queries_after_keys(call, turn), logarithm, -math.inf)
+        merged = _merge_attention(call, *merged, result, logarithm)
+    assert merged is not None
+    return (merged[0].to(result_dtype(call)), merged[1], *rest)
+
+
+def _backward(call: LocalCall) -> Any:
+    """Every stretch of keys by itself, with the logarithms and results of the whole sequence."""
+    emit, causal = call.emit, bool(call.arg("is_causal"))
+    statistics = call.operands[operand_names(call.call).index("logsumexp")]
+    query: Any = None
+    passed: Any = None  # gradients of keys and values, which follow them
+    rest: Sequence[Any] = ()  # what stands for the gradient of a mask
+    moved: Mapping[int, int] = {}
+    for turn in _ring_steps(call):
+        moved = turn.moved
+        if turn.axis is not None:
+            passed = emit.collective(shift, passed, 1, axis=turn.axis)
+        results = _attend(call, turn.operands, causal=causal and turn.axis is None)
+        terms, rest = results[:3], results[3:]
+        # In the precision in which kernels keep their logarithms.
+        own, *others = (each.to(statistics.dtype) for each in terms)
+        packed = emit.cat(others, -1)
+        if turn.axis is None:
+            query, passed = own, packed
+            continue
+        if causal:
+            behind = _queries_after_keys(call, turn)
+            own, packed = (emit.where(behind, each, 0) for each in (own, packed))
+        query, passed = query + own, passed + packed
+    for axis, steps in moved.items():
+        home = -steps % call.mesh.sizes[axis]
+        passed = emit.collective(shift, passed, home, axis=axis) if home else passed
+    widths = [call.result_shape(index)[-1] for index in (1, 2)]
+    gradients = (query, *passed.split_with_sizes(widths, -1))
+    return (*(each.to(result_dtype(call, index)) for index, each in enumerate(gradients)), *rest)
+
+
+def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
+    """The kernel on this rank's queries and one stretch of keys."""
+    schema = [argument.name for argument in call.call.op._schema.arguments]
+    length = call.operand_shape(operand_names(call.call).index("query"))[2]
+    lengths = {name: length for name in ("max_q", "max_k") if name in schema}
+    return call.run(operands=operands, is_causal=causal, **lengths)
+
+
+def _queries_after_keys(call: LocalCall, turn: _RingStep) -> Any:
+    """Truth, a 0-d value, of this rank's queries coming after the keys that it holds."""
+    stretch = None
+    for axis, steps in turn.moved.items():
+        size = call.mesh.sizes[axis]
+        place = (call.emit.coordinate(axis) - steps).remainder(size)
+        stretch = place if stretch is None else stretch * size + place
+    return call.position("n") > stretch
+
+
+def _merge_attention(call: LocalCall, first: Any, first_log: Any, second: Any, second_log: Any) -> tuple[Any, Any]:
+    """Attention to two sets of keys, from attention to each: weighted by their sums of exponentials."""
+    log = first_log.logaddexp(second_log)
+
+    def weighted(value: Any, logarithm: Any) -> Any:
+        weight = (logarithm - log).exp()
+        return value * (weight if len(weight.shape) == len(value.shape) else weight.unsqueeze(-1))
+
+    return weighted(first, first_log) + weighted(second, second_log), log
+
+
+# Grouped-query attention over more devices than there are key heads: every rank takes the key heads that it needs.
+#
+# The query heads are one factor `g`; keys and values are whole on its axes, and the local program picks from them the
+# heads of its own queries. The gradients of keys and values are then partial sums, nearly all of whose terms are zero.
+
+
+_GROUPED = "(h r)"  # how the rules of attention write the dim of query heads
+
+
+def grouped_heads(
+    call: OpCall, operands: Mapping[str, str], results: Sequence[str], inner: LocalProgram, **options: Any
+) -> Rule:
+    """The variant of a grouped-query attention rule, forward or backward, that shards query heads as one factor.
+
+    Args:
+        call: the attention on whole tensors, with fewer key heads than query heads.
+        operands: dims of the operands by argument name, query heads written `(h r)`, key heads `h`.
+        results: dims of the results, likewise.
+        inner: the local program of the rule, for operands of which keys and values have been picked.
+        options: those of the rule, as `bind_named` takes them.
+    """
+    merged = {name: text.replace(_GROUPED, "g") for name, text in operands.items()}
+    reduce = options.pop("reduce")
+    return bind_named(
+        call,
+        merged,
+        [text.replace(_GROUPED, "g") for text in results],
+        **options
+        | {
+            "whole": (*options.get("whole", ()), "h"),
+            "contiguous": (*options.get("contiguous", ()), "g"),
+            "uneven": ("b", "s"),
+        },
+        reduce={name: kinds for name, kinds in (reduce | {"g": reduce["h"]}).items() if name not in ("h", "r")},
+        local=lambda program: _local(program, inner),
+    )
+
+
+def _local(call: LocalCall, inner: LocalProgram) -> Any:
+    emit, names = call.emit, operand_names(call.call)
+    key, query = names.index("key"), names.index("query")
+    groups, heads = call.operand_shape(key)[1], call.operand_shape(query)[1]
+    needed = _needed_heads(call, heads, call.call.operands[query].shape[1] // groups, groups)
+    picked = [
+        value.index_select(1, needed) if name in ("key", "value") else value
+        for name, value in zip(names, call.operands, strict=True)
+    ]
+    results = inner(LocalCall(call.call, call.rule, call.choices, call.mesh, emit, picked))
+    if "grad_out" not in names and "grad_out_" not in names:
+        return results
+    gradients = list(results)
+    for index in (1, 2):
+        zeros = gradients[index].new_zeros(list(call.result_shape(index)))
+        gradients[index] = zeros.index_add(1, needed, gradients[index])
+    return tuple(gradients)
+
+
+def _needed_heads(call: LocalCall, heads: int, ratio: int, groups: int) -> Any:
+    """The key heads of this rank's query heads, `ratio` of which share one: one if all do, else one for each.
+
+    Query heads that are padding, behind the last one, get some key head that there is.
+    """
+    if ratio % heads == 0:
+        held = stretch_start(call, "g", heads).reshape([1])
+    else:
+        held = positions(call, "g", heads, call.operands[0].device)
+    return held.div(ratio, rounding_mode="floor").clamp_max(groups - 1)
+
 
 _QUERY, _KEY, _VALUE, _RESULT = "b (h r) s d!", "b h t! d!", "b h t! e!", "b (h r) s e!"
 _MASK = ("b", "(h r)", "s", "t!")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.fixed_size_bags import MEAN
+from autoshard.capture.operators import MEAN
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (

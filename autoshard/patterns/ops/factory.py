@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     aten,
@@ -25,7 +24,7 @@ from autoshard.patterns.ops._helpers import (
     same_dims_rule,
 )
 from autoshard.patterns.registry import rule, rule_maker
-from autoshard.patterns.rule import LocalProgram, OpCall, Rule
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule, build
 
 
 def _factory_rule(

@@ -14,7 +14,7 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import bind_named, factor_names, named_values, run_resized, shape_of
-from autoshard.patterns.ops.halo import (
+from autoshard.patterns.ops.convolution import (
     Halo,
     Windows,
     extend_by_halos,

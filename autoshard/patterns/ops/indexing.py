@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.build import NamedDims, build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import if_sharded, localize_index, numbered_dims, positions, reshape_along
 from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.registry import rule, rule_maker
-from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import LocalProgram, NamedDims, OpCall, Rule, TensorMeta, build
 
 
 def whole_if_bool(call: OpCall, names: Sequence[str]) -> list[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoshard.patterns.build import build
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import numbered_dims
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.rule import OpCall, Rule, build
 
 Sets = Mapping[int, str]
 """Linear sets by the number of tensor operands: `aten.add.Tensor` may be called with a number in place of one."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.build import NamedDims, build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
@@ -23,7 +22,7 @@ from autoshard.patterns.ops._helpers import (
 )
 from autoshard.patterns.padding import is_padded, steps_of_ranks, without_padded_steps, without_padding
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
+from autoshard.patterns.rule import Exchange, LocalProgram, NamedDims, OpCall, Rule, build
 from autoshard.specs.emitter import collectives
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, localize_index, numbered_dims, positions, reshape_along
 from autoshard.patterns.ops.indexing import (
@@ -24,7 +23,7 @@ from autoshard.patterns.ops.indexing import (
 from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.rule import OpCall, Rule, build
 
 
 def append_spare(value: Any, dims: Sequence[int]) -> Any:

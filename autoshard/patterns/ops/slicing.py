@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.build import NamedDims, build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import bind_named, numbered_dims, shape_of
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import NamedDims, OpCall, Rule, TensorMeta, build
 from autoshard.size import common_divisor
 
 CUT = "cut"

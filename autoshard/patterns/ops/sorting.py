@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
@@ -26,7 +25,7 @@ from autoshard.patterns.ops._helpers import (
     stretch_start,
 )
 from autoshard.patterns.registry import rule, rule_maker
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.rule import OpCall, Rule, build
 
 
 @rule_maker("aten.sort", "aten.argsort", "aten.cummax", "aten.cummin")

@@ -14,17 +14,20 @@ from autoshard.options import Pipeline
 from autoshard.options.target import Target
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
 from autoshard.pipeline.assign.stages import StageDevice
-from autoshard.pipeline.plan.captures import PipelineCaptures
-from autoshard.pipeline.plan.pipeline_devices import check_axis, check_pipeline_options, forward_fingerprint
-from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.plan.rank_shares import (
+from autoshard.pipeline.plan.pipeline_devices import (
     RankShares,
+    check_axis,
+    check_pipeline_options,
     check_uneven_programs,
+    forward_fingerprint,
     has_sample_per_rank,
     proportional_shares,
 )
-from autoshard.pipeline.plan.shape_estimates import ShapeEstimates
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import MIN_GAIN, PipelineShape, PlannedShape, ShapePlanner, Stopping
+from autoshard.pipeline.plan.stage_estimates import ShapeEstimates
+from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
+from autoshard.pipeline.schedule.actions import SCHEDULES
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_search import (
     CostsOf,
@@ -35,8 +38,7 @@ from autoshard.pipeline.schedule.schedule_search import (
     names_to_try,
     virtual_to_try,
 )
-from autoshard.pipeline.schedule.schedules import SCHEDULES
-from autoshard.planner.gc_freeze import freeze_older_objects
+from autoshard.planner.planning import freeze_older_objects
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 

@@ -10,27 +10,37 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autoshard.capture.task_graphs import task_graphs_with_counts
+from autoshard.capture.marks import task_graphs_with_counts
 from autoshard.errors import BudgetError, HintError
 from autoshard.options.target import Target
-from autoshard.pipeline.assign.marked_stages import marked_stages
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
-from autoshard.pipeline.assign.stages import Method, StageDevice, Stages, assign_layers, assign_stages
+from autoshard.pipeline.assign.stages import Method, StageDevice, Stages, assign_layers, assign_stages, marked_stages
 from autoshard.pipeline.graph.forward_export import ExportedModule
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import cut
-from autoshard.pipeline.plan.captures import PipelineCaptures
-from autoshard.pipeline.plan.pipeline_devices import slowest_cluster, stage_clusters, stage_target
+from autoshard.pipeline.plan.pipeline_devices import (
+    RankShares,
+    memory_share,
+    scale_to_shares,
+    slowest_cluster,
+    stage_clusters,
+    stage_target,
+)
 from autoshard.pipeline.plan.planned_stage import Links, PlannedStage, stage_costs
-from autoshard.pipeline.plan.rank_shares import RankShares, memory_share, scale_to_shares
-from autoshard.pipeline.plan.relaxed_fit import RelaxedFit, merge_limits, relaxations
-from autoshard.pipeline.plan.stage_plans import Pins, StageBudget, StagePlanner, StageTarget
-from autoshard.pipeline.plan.stage_reuse import structural_text
-from autoshard.pipeline.schedule.costs import StageCosts
-from autoshard.pipeline.schedule.schedule_bounds import least_bytes
-from autoshard.pipeline.schedule.schedules import placement
+from autoshard.pipeline.plan.stage_plans import (
+    Pins,
+    RelaxedFit,
+    StageBudget,
+    StagePlanner,
+    StageTarget,
+    merge_limits,
+    relaxations,
+)
+from autoshard.pipeline.plan.stage_reuse import PipelineCaptures, structural_text
+from autoshard.pipeline.schedule.actions import placement
+from autoshard.pipeline.schedule.costs import StageCosts, least_bytes
 from autoshard.planner import hints as hint_rules
-from autoshard.planner.batch_shares import with_shares
+from autoshard.planner.shares import with_shares
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes
 

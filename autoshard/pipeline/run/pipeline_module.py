@@ -1,34 +1,116 @@
-"""`PipelineModule`: the part of a module on one rank of a pipeline, which trains there."""
+"""The norm of the gradients of all stages, and gradients scaled down to one.
+
+`PipelineModule`: the part of a module on one rank of a pipeline, which trains there.
+
+The entry to pipelines from `plan` and `parallelize`: a mesh with a pipeline axis, its plan, and its module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.capture.call_layout import call_tensors, signature_of
 from autoshard.capture.python_state import check_invalidating_effects
-from autoshard.errors import InputError, PipelineError
+from autoshard.errors import InputError, MeshError, PipelineError, PlanError
+from autoshard.names import suggestion
+from autoshard.options import Pipeline
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_devices import check_pipeline_options, forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.run.call_cache import CallCache, PreparedCall
-from autoshard.pipeline.run.clipping import clip, total_norm
-from autoshard.pipeline.run.state_entries import register_stage_state, relink_entries
-from autoshard.pipeline.run.tied_parameters import TiedParameters, check_same_placements, tie
+from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
+from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
+from autoshard.pipeline.run.stage_runtime import CallCache, PreparedCall
+from autoshard.pipeline.run.stage_state import (
+    TiedParameters,
+    check_same_placements,
+    register_stage_state,
+    relink_entries,
+    tie,
+)
+from autoshard.planner.progress_line import show_progress
 from autoshard.runtime.checkpoint import install_hooks
-from autoshard.runtime.materialize import Initializer
-from autoshard.runtime.materialize_stages import materialize_stages
+from autoshard.runtime.materialize import Initializer, materialize_stages
 from autoshard.runtime.module_runtime import RUNTIME
-from autoshard.runtime.rank_agreement import check_same_inputs
+from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, from_first_rank
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
+from autoshard.runtime.shards import local_of
 from autoshard.specs.axes import MeshShape
+
+_ROUNDING = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds it
+
+
+@torch.no_grad()
+def total_norm(
+    gradients: Mapping[int, torch.Tensor],
+    parameters: int,
+    device_mesh: DeviceMesh,
+    norm_type: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the norm of all gradients of a model, whose gradients and shards lie on different ranks.
+
+    Args:
+        gradients: that this rank counts, by the index of their parameter in the model.
+        parameters: the number of parameters of the model.
+        device_mesh: all ranks.
+        norm_type: p of the p-norm.
+        dtype: of the norms; the same on every rank.
+
+    Returns:
+        The norm, on every rank.
+
+    Raises:
+        InputError: `norm_type` is negative.
+    """
+    if not norm_type >= 0:
+        raise InputError(f"norm_type={norm_type}: the norm of sharded gradients needs one that is at least 0.")
+    # Every rank has the norms of its own shards, of replicas only the first. One reduction per mesh axis sums them up.
+    norms = torch.zeros(parameters, dtype=dtype, device=device_mesh.device_type)
+    for index, gradient in gradients.items():
+        local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+        if local.numel() and _is_first_replica(gradient):
+            norms[index] = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
+    adds_powers = 0 < norm_type < math.inf
+    if adds_powers:
+        norms = norms**norm_type
+    for axis in range(device_mesh.ndim):
+        operation = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
+        dist.all_reduce(norms, operation, group=device_mesh.get_group(axis))
+    if adds_powers:
+        norms = norms ** (1 / norm_type)
+    return torch.linalg.vector_norm(norms, norm_type)
+
+
+@torch.no_grad()
+def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients of this norm down to `max_norm`, in place; gradients of a smaller norm stay as they are."""
+    factor = (max_norm / (norm + _ROUNDING)).clamp(max=1.0)
+    for gradient in gradients:
+        (local_of(gradient) if isinstance(gradient, DTensor) else gradient).mul_(factor)
+
+
+def _is_first_replica(tensor: torch.Tensor) -> bool:
+    """Return True if this rank is the first of the ranks that hold the same shard."""
+    if not isinstance(tensor, DTensor):
+        return True
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(
+        place == 0
+        for place, placement in zip(coordinate, tensor.placements, strict=True)
+        if isinstance(placement, Replicate)
+    )
 
 
 class Evaluation(NamedTuple):
@@ -297,3 +379,82 @@ def _replace_with_meta(module: nn.Module) -> None:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = replacements.setdefault(buffer, torch.empty_like(buffer, device="meta"))
+
+
+PIPELINE_AXIS = "pp"
+"""The default name of the mesh axis along which stages lie."""
+
+
+def resolve_pipeline(mesh: MeshShape, pipeline: Pipeline) -> Pipeline | None:
+    """Return the options of a pipeline with the name of its axis; None for a mesh without a pipeline.
+
+    Raises:
+        MeshError: no mesh axis has the name of the axis.
+        PlanError: there are options of a pipeline, and the mesh has none.
+    """
+    axis = PIPELINE_AXIS if pipeline.axis is None and PIPELINE_AXIS in mesh.names else pipeline.axis
+    if axis is not None:
+        if axis not in mesh.names:
+            raise MeshError(
+                f"pipeline axis {axis!r}: the mesh {mesh} has no such axis. {suggestion(axis, list(mesh.names))}"
+            )
+        return replace(pipeline, axis=axis)
+    for name, value in pipeline.requests.items():
+        raise PlanError(
+            f"{name}={value!r} is an option of a pipeline, and the mesh {mesh} has none: name the axis along which "
+            f"stages lie {PIPELINE_AXIS!r}, or pass pipeline=autoshard.Pipeline(axis=...)."
+        )
+    return None
+
+
+def plan_with_options(call: BatchCall, mesh: MeshShape, pipeline: Pipeline, target: Target) -> PipelinePlan:
+    """Return the plan of `plan_pipeline` for a resolved pipeline.
+
+    Raises:
+        InputError: there is no example call.
+        AutoshardError: as for `plan_pipeline`.
+    """
+    _check_example(call)
+    with show_progress(target.options.search.verbose, f"planning of {type(call.module).__name__} as a pipeline"):
+        return plan_pipeline(PipelineCaptures(call, target), mesh, pipeline, target)
+
+
+def parallelize_pipeline(
+    call: BatchCall, device_mesh: DeviceMesh, pipeline: Pipeline, target: Target, *, plan: object = None
+) -> PipelineModule:
+    """Return this rank's part of a module, by the given plan or else by the plan of the first rank.
+
+    Raises:
+        InputError: there is no example call.
+        PlanError: `plan` is not a pipeline's plan.
+        AutoshardError: as for `plan_pipeline` and `build_pipeline_module`; nothing was changed then.
+    """
+    check_ranks_agree(
+        device_mesh,
+        {
+            "whether an example call is given": "one" if call.args or call.kwargs else "none",
+            "the plan that is given": "none" if plan is None else type(plan).__name__,
+            "the options of the pipeline": str(pipeline),
+        },
+        "All ranks call autoshard.parallelize alike.",
+    )
+    _check_example(call)
+    if plan is None:
+        mesh = MeshShape.of(device_mesh)
+        text = from_first_rank(device_mesh, lambda: plan_with_options(call, mesh, pipeline, target).to_json())
+        plan = PipelinePlan.from_json(text)
+    if not isinstance(plan, PipelinePlan) or plan.axis != pipeline.axis:
+        raise PlanError(
+            f"the mesh has the pipeline axis {pipeline.axis!r}, and the plan is "
+            f"{f'of the pipeline axis {plan.axis!r}' if isinstance(plan, PipelinePlan) else type(plan).__name__}: make "
+            "one for this mesh by autoshard.plan."
+        )
+    return build_pipeline_module(call, device_mesh, plan, target)
+
+
+def _check_example(call: BatchCall) -> None:
+    if not call.args and not call.kwargs:
+        raise InputError(
+            "a pipeline is planned before its first step: pass an example call with a whole batch, by example_args or "
+            "example_kwargs."
+        )

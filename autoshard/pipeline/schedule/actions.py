@@ -1,16 +1,23 @@
-"""Actions of ranks in torch's notation, and schedules: the order of the computations of every rank."""
+"""Actions of ranks in torch's notation, and schedules: the order of the computations of every rank.
+
+The schedules of torch: their requirements and their orders.
+
+A schedule with its messages: the place of every send and receive among the computations.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
 from autoshard.errors import PipelineError
+from autoshard.names import suggestion
+from autoshard.pipeline import _torch
 
 
 class ActionKind(StrEnum):
@@ -164,3 +171,262 @@ def _check_once(name: str, done: Counter[tuple[int, ActionKind, int | None]], st
             f"needs one forward, and one backward or one of each half."
         )
     return 2 + for_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleFamily:
+    """Requirements of one schedule.
+
+    Attributes:
+        virtual: the least and the most stages per rank; None for no upper limit.
+        turns: True if stages go along the ranks and back (in a V), instead of round and round.
+        halves: True if backward may run in halves, the one for inputs first.
+        even_rounds: True if microbatches go in rounds of equal size, each of at least as many as there are ranks.
+        least: the fewest microbatches, for a number of ranks.
+        ours: makes the order of one rank, for schedules whose class in torch has no list of actions; else None.
+    """
+
+    virtual: tuple[int, int | None]
+    turns: bool = False
+    halves: bool = False
+    even_rounds: bool = False
+    least: Callable[[int], int] = lambda ranks: 1
+    ours: Callable[[int, int, int], Iterable[Action]] | None = None
+
+    def refusal(self, ranks: int, virtual: int, microbatches: int) -> str | None:
+        """Return the reason why there is no such schedule, with a remedy; None where there is one."""
+        least, most = self.virtual
+        if virtual < least or (most is not None and virtual > most):
+            allowed = f"{least}" if least == most else f"at least {least}" if most is None else f"{least} to {most}"
+            return f"it needs {allowed} {'stage' if allowed == '1' else 'stages'} per rank, not {virtual}"
+        if microbatches < self.least(ranks):
+            return f"on {ranks} ranks it needs at least {self.least(ranks)} microbatches, not {microbatches}"
+        rounds = max(1, microbatches // ranks)
+        if self.even_rounds and microbatches % rounds:
+            near = [microbatches - microbatches % ranks, microbatches + -microbatches % ranks]
+            return (
+                f"its {microbatches} microbatches make {rounds} rounds of at least {ranks}, one for every rank, which "
+                f"are not equal; {near[0]} or {near[1]} microbatches would make equal ones"
+            )
+        return None
+
+
+def _gpipe(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
+    """Yield all forwards, then all backwards, in the same order of microbatches."""
+    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+        yield from (Action(rank, kind, microbatch) for microbatch in range(microbatches))
+
+
+def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
+    """Yield a forward per rank from here to the last, then a backward and a forward in turn."""
+    ahead = min(microbatches, ranks - rank)
+    yield from (Action(rank, ActionKind.FORWARD, microbatch) for microbatch in range(ahead))
+    for microbatch in range(microbatches):
+        yield Action(rank, ActionKind.BACKWARD, microbatch)
+        if microbatch + ahead < microbatches:
+            yield Action(rank, ActionKind.FORWARD, microbatch + ahead)
+
+
+SCHEDULES: dict[str, ScheduleFamily] = {
+    "GPipe": ScheduleFamily((1, 1), ours=_gpipe),
+    "1F1B": ScheduleFamily((1, 1), least=lambda ranks: ranks, ours=_one_forward_one_backward),
+    "Interleaved1F1B": ScheduleFamily((2, None), even_rounds=True),
+    "LoopedBFS": ScheduleFamily((2, None)),
+    "InterleavedZeroBubble": ScheduleFamily((1, None), halves=True, even_rounds=True),
+    "ZBVZeroBubble": ScheduleFamily((2, 2), turns=True, halves=True),
+    "DualPipeV": ScheduleFamily((2, 2), turns=True, halves=True, least=lambda ranks: 2 * ranks),
+}
+"""The requirements of every schedule of torch, by the name of its class without "Schedule".
+
+GPipe and 1F1B (Rhino 6.2) have one stage per rank. The interleaved ones and LoopedBFS lay stages round the ranks, ZB-V
+and DualPipeV in a V, so that the first rank holds the first and the last stage. The zero-bubble ones run backward in
+halves; with one stage per rank, the interleaved one is ZB1P."""
+
+
+def placement(ranks: int, virtual: int, turns: bool = False) -> tuple[int, ...]:
+    """Return the rank of every stage: round and round, or in a V, where a turn starts on the rank where the last ended.
+
+    Args:
+        ranks: of the pipeline.
+        virtual: stages per rank.
+        turns: True for the V.
+    """
+    there = tuple(range(ranks))
+    back = there[::-1] if turns else there
+    return tuple(rank for turn in range(virtual) for rank in (back if turn % 2 else there))
+
+
+def schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """Build one of torch's schedules.
+
+    Args:
+        name: one of `SCHEDULES`, in any case.
+        ranks: of the pipeline.
+        microbatches: of one step.
+        virtual: stages per rank.
+
+    Returns:
+        The schedule, with the orders that torch's class of that name runs.
+
+    Raises:
+        PipelineError: there is no such schedule, or it is not made for so many ranks, stages and microbatches.
+    """
+    full = {known.lower(): known for known in SCHEDULES}.get(name.lower())
+    if full is None:
+        raise PipelineError(f"there is no schedule {name!r}. {suggestion(name, list(SCHEDULES))}")
+    family = SCHEDULES[full]
+    if min(ranks, microbatches, virtual) < 1:
+        raise PipelineError(
+            f"schedule {full} on {ranks} ranks with {virtual} stages each and {microbatches} microbatches: all three "
+            f"have to be at least 1."
+        )
+    refusal = family.refusal(ranks, virtual, microbatches)
+    if refusal is not None:
+        raise PipelineError(
+            f"schedule {full} can't be had on {ranks} ranks with {virtual} stages each and {microbatches} "
+            f"microbatches: {refusal}."
+        )
+    if family.ours is not None:
+        orders = tuple(tuple(family.ours(rank, ranks, microbatches)) for rank in range(ranks))
+    else:
+        rows = _torch.order(full, ranks, virtual, microbatches)
+        orders = tuple(tuple(map(Action.parse, row)) for row in rows)
+    return Schedule(full, microbatches, orders)
+
+
+_BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD)
+
+Product = tuple[int, ActionKind, int | None]
+"""Key of the result of a computation: stage, kind and microbatch. The half of backward for inputs makes the same
+gradients as a whole backward, and has its kind here."""
+
+
+class Issued(NamedTuple):
+    """An action and the rank that issues it."""
+
+    rank: int
+    action: Action
+
+
+def issue(schedule: Schedule) -> list[Issued]:
+    """Return all actions of a step, messages and reductions of gradients included, in one order for all ranks.
+
+    This is the order of torch's own pass over such lists. It is repeated here because torch, given computations alone,
+    counts the gathers of FSDP as places too, and may put a receive later.
+
+    Args:
+        schedule: the computations.
+
+    Returns:
+        The actions; those of one rank are in the order in which it issues them. A receive follows its send directly.
+
+    Raises:
+        PipelineError: the orders wait for one another (a deadlock); the message says who waits for what.
+    """
+    issued: list[Issued] = []
+    stages = schedule.stages
+    available: set[Product] = set()  # computed, and sent where another rank needs them
+    left = [iter(_with_reductions(schedule, rank)) for rank in range(schedule.ranks)]
+    following: list[Action | None] = [next(actions, None) for actions in left]
+    # The ranks take turns, each with its next action if its inputs are available. A send follows its computation, and
+    # its receive comes behind everything that the receiver has issued so far: any two ranks have their messages in the
+    # same order, and no message waits for a later one.
+    while any(action is not None for action in following):
+        progress = False
+        for rank, action in enumerate(following):
+            if action is None or _missing_product(action, stages, available) is not None:
+                continue
+            issued.append(Issued(rank, action))
+            for part in action.computations:
+                available.add(product(part))
+                issued += _messages(part, schedule)
+            following[rank] = next(left[rank], None)
+            progress = True
+        if not progress:
+            raise PipelineError(_deadlock_text(schedule, following, available))
+    return issued
+
+
+def runtime_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Return the actions of every rank for torch's runtime, in its format "compute_comms"; raises as `issue` does."""
+    orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
+    for rank, action in issue(schedule):
+        orders[rank].append(action)
+    return tuple(map(tuple, orders))
+
+
+def _with_reductions(schedule: Schedule, rank: int) -> Iterator[Action]:
+    """Yield a rank's actions, with a reduction of the gradients of a stage behind its last backward."""
+    through: Counter[int] = Counter()
+    for action in schedule.orders[rank]:
+        yield action
+        for part in action.computations:
+            if part.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_BACKWARD):
+                through[part.stage] += 1
+                if through[part.stage] == schedule.microbatches:
+                    yield Action(part.stage, ActionKind.REDUCE)
+
+
+def _messages(done: Action, schedule: Schedule) -> Iterator[Issued]:
+    """Yield the send and the receive of a computation's result, unless the next stage is on the same rank."""
+    if done.kind == ActionKind.FORWARD:
+        to, send, receive = done.stage + 1, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD
+    elif done.kind in _BACKWARDS:
+        to, send, receive = done.stage - 1, ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD
+    else:
+        return
+    placement = schedule.placement
+    if 0 <= to < len(placement) and placement[to] != placement[done.stage]:
+        yield Issued(placement[done.stage], Action(done.stage, send, done.microbatch))
+        yield Issued(placement[to], Action(to, receive, done.microbatch))
+
+
+def product(action: Action) -> Product:
+    """Return the key of the result of a computation."""
+    kind = ActionKind.BACKWARD if action.kind == ActionKind.INPUT_BACKWARD else action.kind
+    return action.stage, kind, action.microbatch
+
+
+def required_products(action: Action, stages: int) -> tuple[Product, ...]:
+    """Return the results that a computation needs.
+
+    Args:
+        action: a computation, or a reduction, which needs only results of its own rank.
+        stages: number of stages over all ranks.
+    """
+    stage, kind, microbatch, _ = action
+    if kind == ActionKind.FORWARD:
+        return ((stage - 1, ActionKind.FORWARD, microbatch),) if stage > 0 else ()
+    if kind == ActionKind.WEIGHT_BACKWARD:
+        return ((stage, ActionKind.BACKWARD, microbatch),)
+    if kind in _BACKWARDS:
+        forward = stage, ActionKind.FORWARD, microbatch
+        return (forward, (stage + 1, ActionKind.BACKWARD, microbatch)) if stage < stages - 1 else (forward,)
+    return ()
+
+
+def _missing_product(action: Action, stages: int, available: set[Product]) -> Product | None:
+    """Return a result that an action needs and that is not available yet."""
+    needs = (need for part in action.computations for need in required_products(part, stages))
+    return next((need for need in needs if need not in available), None)
+
+
+def _deadlock_text(schedule: Schedule, following: list[Action | None], available: set[Product]) -> str:
+    """Return the chain of ranks that wait for one another, up to the first repeated one, as a text."""
+    links: list[str] = []
+    placement = schedule.placement
+    rank = next(rank for rank, action in enumerate(following) if action is not None)
+    seen: set[int] = set()
+    while rank not in seen:
+        seen.add(rank)
+        action = following[rank]
+        assert action is not None, f"rank {rank} is through, and is waited for"
+        missing = _missing_product(action, schedule.stages, available)
+        assert missing is not None, f"rank {rank} waits for nothing at {action}"
+        links.append(f"rank {rank} is to run {action}, which needs {Action(*missing)}")
+        rank = placement[missing[0]]
+    links.append(f"rank {rank} has that behind {following[rank]}")
+    return (
+        f"schedule {schedule.name} can't be run, because its ranks wait for one another: {'; '.join(links)}. Change "
+        f"the order of one of them."
+    )

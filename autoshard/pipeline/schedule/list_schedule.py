@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from autoshard.pipeline.schedule.actions import Action, ActionKind, Schedule
-from autoshard.pipeline.schedule.costs import StageCosts, rest_bytes
-from autoshard.pipeline.schedule.schedule_bounds import least_bytes
+from autoshard.pipeline.schedule.costs import StageCosts, least_bytes, rest_bytes
 
 NAME = "custom"
 """Name of these schedules."""

@@ -8,14 +8,11 @@ from itertools import islice
 
 from autoshard.errors import BudgetError, PipelineError
 from autoshard.names import suggestion
-from autoshard.pipeline.schedule.actions import Schedule
-from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.pipeline.schedule.actions import SCHEDULES, Schedule, ScheduleFamily, placement, schedule
+from autoshard.pipeline.schedule.costs import StageCosts, least_bytes, least_seconds
 from autoshard.pipeline.schedule.list_schedule import NAME as CUSTOM
 from autoshard.pipeline.schedule.list_schedule import bytes_for_one_microbatch, list_schedules
-from autoshard.pipeline.schedule.schedule_bounds import least_bytes, least_seconds
-from autoshard.pipeline.schedule.schedules import SCHEDULES, ScheduleFamily, placement, schedule
-from autoshard.pipeline.schedule.simulation import Simulation, simulate
-from autoshard.pipeline.schedule.tasks import step_task_graph
+from autoshard.pipeline.schedule.tasks import Simulation, simulate, step_task_graph
 from autoshard.solver.candidate_search import SAME, Candidate, CandidateSearch
 from autoshard.units import format_bytes, format_seconds
 

@@ -14,8 +14,8 @@ from autoshard.capture.attention_operator import operators as attentions
 from autoshard.patterns._torch import has_philox
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
-from autoshard.patterns.ops import _draws
-from autoshard.patterns.ops._draws import draws
+from autoshard.patterns.ops import random
+from autoshard.patterns.ops.random import draws
 from autoshard.patterns.padding import emit_local
 from autoshard.patterns.soundness import shard_unevenly
 from autoshard.patterns.strategy import axis_choices, fits, operand_spec, result_spec
@@ -254,7 +254,7 @@ def test_stateless_numbers_do_not_hang_on_what_is_drawn_at_once(
     with stateless_cpu():
         values = op([20_000], *arguments, **keywords)
         assert torch.equal(op([777], *arguments, **keywords), values[:777])
-        monkeypatch.setattr(_draws, "_BLOCK", 1 << 10)
+        monkeypatch.setattr(random, "_BLOCK", 1 << 10)
         in_blocks = op([20_000], *arguments, **keywords)
     low, high = parameters if len(parameters) == 2 else (0, 2)
     for drawn in (values, in_blocks):
@@ -265,7 +265,7 @@ def test_stateless_numbers_do_not_hang_on_what_is_drawn_at_once(
 
 
 def test_long_integers_have_random_bits_all_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_draws, "_BLOCK", 1 << 10)
+    monkeypatch.setattr(random, "_BLOCK", 1 << 10)
     with stateless_cpu():
         values = draws.integers([4096], 0, (1 << 63) - 1, torch.tensor(5), 0, None, **INTEGERS)
     assert (values & 0xFFFFFFFF).unique().numel() == (values >> 32).unique().numel() == 4096

@@ -10,7 +10,7 @@ from torch import nn
 
 import autoshard
 from autoshard.capture.recurrence import steps
-from autoshard.capture.recurrent_cell_operators import operators
+from autoshard.capture.time_loops import operators
 from tests.kernels import cells
 from tests.patterns.ops.soundness import assert_sound, aten, normal
 from tests.runtime.meshes import simulated_mesh

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.random_soundness import reference_draws
 from autoshard.patterns.registry import rule_for
-from autoshard.patterns.soundness import compare, run_all_ranks, strategies
+from autoshard.patterns.soundness import compare, reference_draws, run_all_ranks, strategies
 from autoshard.patterns.strategy import describe, result_spec
 from autoshard.specs.axes import MeshShape
 from tests.patterns.soundness._torch import tree_leaves, tree_map_only

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -8,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem
-from autoshard.solver.flat.core import Core
-from autoshard.solver.flat.core_arrays import CoreArrays
-from autoshard.solver.flat.flat_trws import round_in_order
-from autoshard.solver.flat.presolve import presolve
+from autoshard.solver.flat.core import Core, CoreArrays
+from autoshard.solver.flat.dual import round_in_order
+from autoshard.solver.flat.presolve import forbid_oversized, presolve, thin_memory
 from tests.solver.problems import brute_force, small_problems
 
 
@@ -94,3 +95,26 @@ def test_nothing_fits_where_the_least_usage_passes_the_limit() -> None:
     problem = Problem((np.zeros(2),), (), (np.array([3.0, 4.0]),), ((0, 1),), 2.0)
     assert not presolve(Core.of(problem)).feasible
     assert presolve(Core.of(replace(problem, limit=3.0))).feasible
+
+
+@given(problem=small_problems())
+@settings(max_examples=60, deadline=None)
+def test_moments_left_out_are_implied(problem: Problem) -> None:
+    core = Core.of(problem)
+    thin = thin_memory(core)
+    for choice in product(*(range(size) for size in core.size)):
+        places = np.array(choice, dtype=np.int64)
+        kept = bool((thin.loads(places) <= thin.slack).all()) and thin.feasible
+        assert kept == bool((core.loads(places) <= core.slack).all())
+
+
+@given(problem=small_problems())
+@settings(max_examples=60, deadline=None)
+def test_strategies_too_large_by_themselves_are_in_no_feasible_choice(problem: Problem) -> None:
+    core = thin_memory(Core.of(problem))
+    left = forbid_oversized(core)
+    gone = np.isfinite(core.cost) & np.isinf(left.cost)
+    for choice in product(*(range(size) for size in core.size)):
+        places = np.array(choice, dtype=np.int64)
+        if core.feasible and (core.loads(places) <= core.slack).all():
+            assert not gone[core.offset[:-1] + places].any()

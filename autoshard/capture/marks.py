@@ -1,0 +1,341 @@
+"""`shard`: placements of an activation, written into `forward` and kept in the graph by an identity operator.
+
+`replicate` and `split`: stretches of `forward` marked with how they are to be parallelised (Whale 3.1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from autoshard.capture._torch import StridedShard, annotate_nodes, tracing_annotations
+from autoshard.errors import HintError
+from autoshard.names import ancestors
+
+CAPTURE: ContextVar[Iterator[int] | None] = ContextVar("autoshard_capture", default=None)
+"""Numbers for the task graphs of the capture that runs; None outside of a capture."""
+
+
+def shard(x: torch.Tensor, *placements: Placement) -> torch.Tensor:
+    """Pin the placements of one activation: the identity, except while autoshard captures the module.
+
+    Args:
+        x: the activation, of any shape.
+        placements: one per mesh axis; `dim` counts from the end where it is negative.
+
+    Returns:
+        `x` itself; during capture, a tensor equal to it whose placements the planner keeps.
+
+    Raises:
+        HintError: (during capture) an argument is not a placement, or its dim is out of range.
+    """
+    # Outside of a capture the code also runs where autoshard plans nothing: there the call must cost nothing.
+    if CAPTURE.get() is None:
+        return x
+    return torch.ops.autoshard.pin(x, pin_text(placements, x.ndim))
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Context in which `shard` writes its operator into the graph, and task graphs mark their operators."""
+    token = CAPTURE.set(itertools.count())
+    try:
+        yield
+    finally:
+        CAPTURE.reset(token)
+
+
+def pin_text(placements: tuple[Placement, ...], ndim: int) -> str:
+    """Return the text of the placements of a tensor of `ndim` dims, such as `"R;S(0);S(1,f=3);P(sum)"`."""
+    # An operator's schema has no type for placements. Text is an argument that every pass over a graph keeps.
+    if not placements:
+        raise HintError(
+            "shard(x) needs one placement per mesh axis, such as shard(x, Shard(0), Replicate()); got none."
+        )
+    return ";".join(_placement_text(placement, ndim) for placement in placements)
+
+
+def _placement_text(placement: Placement, ndim: int) -> str:
+    if isinstance(placement, (Shard, StridedShard)):
+        if not -ndim <= placement.dim < ndim:
+            raise HintError(f"shard(x, ...): {placement} is out of range for a tensor of {ndim} dims.")
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        return f"S({placement.dim % ndim})" if factor == 1 else f"S({placement.dim % ndim},f={factor})"
+    if isinstance(placement, Partial):
+        return f"P({placement.reduce_op})"
+    if isinstance(placement, Replicate):
+        return "R"
+    raise HintError(f"shard(x, ...): {placement!r} is no placement; pass Shard(dim), Replicate() or Partial().")
+
+
+_PLACEMENT = re.compile(r"R|S\((?P<dim>\d+)(?:,f=(?P<factor>\d+))?\)|P\((?P<op>\w+)\)")
+
+
+def parse_pin(text: str) -> tuple[Placement, ...]:
+    """Return the placements that `pin_text` wrote.
+
+    Raises:
+        HintError: the text was not written by `pin_text`.
+    """
+    return tuple(_parse_placement(part) for part in text.split(";"))
+
+
+def _parse_placement(text: str) -> Placement:
+    match = _PLACEMENT.fullmatch(text)
+    if match is None:
+        raise HintError(f"{text!r} is not a placement: expected R, S(dim), S(dim,f=factor) or P(operation).")
+    if match["dim"] is None:
+        return Partial(match["op"]) if match["op"] else Replicate()
+    if match["factor"] is None:
+        return Shard(int(match["dim"]))
+    return StridedShard(int(match["dim"]), split_factor=int(match["factor"]))
+
+
+@torch.library.custom_op("autoshard::pin", mutates_args=())
+def pin(x: torch.Tensor, placements: str) -> torch.Tensor:
+    """Return `x`; the planner must give it these placements."""
+    # A custom operator must not return its operand itself.
+    return x.clone()
+
+
+@pin.register_fake
+def _(x: torch.Tensor, placements: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _setup_context(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[torch.Tensor, str], output: torch.Tensor
+) -> None:
+    ctx.placements = inputs[1]  # type: ignore[attr-defined]
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    # The gradient of a pinned activation is pinned as the activation is.
+    return torch.ops.autoshard.pin(gradient, ctx.placements), None  # type: ignore[attr-defined]
+
+
+pin.register_autograd(_backward, setup_context=_setup_context)
+
+
+_MARK = "autoshard_task_graph"  # the key, in `node.meta["custom"]`, of the mark of operators under a primitive
+_DEFAULT = "_autoshard_default_strategy"  # the attribute of a module that `set_default_strategy` makes
+
+_entered: ContextVar[tuple[contextlib.ExitStack, ...]] = ContextVar("autoshard_entered", default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Primitive:
+    """The parallelism of a task graph, as `replicate` and `split` return it.
+
+    As a context in `forward`, it marks the operators in it as one task graph; of nested contexts, the innermost counts.
+    Outside of a capture by autoshard, the context does nothing. As a hint, it makes a task graph of each module that
+    the hint matches.
+
+    Attributes:
+        kind: `"replicate"` or `"split"`.
+        devices: the number of devices, or the mesh axes; None for all.
+    """
+
+    kind: Literal["replicate", "split"]
+    devices: int | tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        if isinstance(self.devices, tuple):
+            return f"{self.kind}({', '.join(map(repr, self.devices))})"
+        return f"{self.kind}({'' if self.devices is None else self.devices})"
+
+    def __enter__(self) -> Primitive:
+        numbers = None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
+        if numbers is not None:
+            stack = contextlib.ExitStack()
+            stack.enter_context(annotate_nodes({_MARK: TaskGraph(self, next(numbers))}))
+            _entered.set((*_entered.get(), stack))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not torch.compiler.is_dynamo_compiling() and CAPTURE.get() is not None:
+            *others, stack = _entered.get()
+            _entered.set(tuple(others))
+            stack.close()
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """One stretch of a model with one primitive.
+
+    Attributes:
+        primitive: the parallelism.
+        place: for a context in `forward`, its number in the order in which contexts are entered; for a default or a
+            hint, the path of its module.
+    """
+
+    primitive: Primitive
+    place: int | str
+
+
+Devices = int | str | Sequence[str] | None
+
+
+def replicate(devices: Devices = None) -> Primitive:
+    """Return data parallelism for the operators that run under it: `with autoshard.replicate(4):` in `forward`.
+
+    Tensors with a batch dim (the first dim of the inputs, and the dims that come of it) are sharded by it, so that each
+    device computes its part of the batch; parameters that no other operator uses are whole on each device. On a mesh
+    with a pipeline axis, several such contexts (or those of `split`) with numbers of devices are the pipeline's stages.
+
+    Args:
+        devices: a number: the devices of the first mesh axis of that size, or of several axes with that product; or the
+            name of an axis, or names of several. None: all devices. On other axes the planner is free.
+
+    Returns:
+        The primitive, for a `with` statement in `forward`, or for `set_default_strategy`.
+
+    Raises:
+        HintError: `devices` is not valid; or, when the model is planned, the mesh has no such axes.
+
+    Source: Whale 3.1.2, "Parallel Primitives".
+    """
+    return Primitive("replicate", _check_devices("replicate", devices))
+
+
+def split(devices: Devices = None) -> Primitive:
+    """Return tensor parallelism for the operators that run under it: `with autoshard.split(4):` in `forward`.
+
+    No operator is sharded by the batch on these devices. The operators that compute most are split by dims of
+    parameters where that is possible: rows or columns of a weight, heads, experts, classes. The planner chooses.
+
+    Args:
+        devices: as for `replicate`, but of several axes of that size, the last counts.
+
+    Returns, Raises, Source: as for `replicate`.
+    """
+    return Primitive("split", _check_devices("split", devices))
+
+
+def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
+    """Set the parallelism of the operators of `module`, submodules included, that no primitive covers.
+
+    It is a property of the module, which `parallelize` and `plan` read: of modules inside one another the innermost
+    default counts, and a primitive in `forward` counts more than any.
+
+    Args:
+        module: the model, or a part of it, before it is planned.
+        strategy: `autoshard.replicate(n)`, `autoshard.split(n)`, or None for no default.
+
+    Raises:
+        HintError: the strategy is none of these.
+
+    Source: Whale 5.3.2, Example 5. There the default is the process's; here it belongs to a module, so that no model
+    has the default of another.
+    """
+    if not isinstance(module, nn.Module):
+        raise HintError(
+            f"set_default_strategy({module!r}, ...): the default is a module's: "
+            "set_default_strategy(model, autoshard.replicate(n))."
+        )
+    if strategy is not None and not isinstance(strategy, Primitive):
+        raise HintError(
+            f"set_default_strategy(module, {strategy!r}): choose autoshard.replicate(n), autoshard.split(n), or None."
+        )
+    if strategy is None:
+        module.__dict__.pop(_DEFAULT, None)
+    else:
+        module.__dict__[_DEFAULT] = strategy
+
+
+def _check_devices(kind: str, devices: object) -> int | tuple[str, ...] | None:
+    if devices is None or (isinstance(devices, int) and not isinstance(devices, bool) and devices > 0):
+        return devices
+    names = (devices,) if isinstance(devices, str) else devices
+    if isinstance(names, Sequence) and names and all(isinstance(name, str) for name in names):
+        return tuple(dict.fromkeys(names))
+    raise HintError(
+        f"autoshard.{kind}({devices!r}): give a number of devices, such as {kind}(4), or names of mesh axes, such as "
+        f'{kind}("tp").'
+    )
+
+
+def keeping_marks(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
+    """Context in which the nodes traced from a graph, derivatives included, have the marks of its nodes."""
+    is_marked = any(_mark_of(node) is not None for node in graph.nodes)
+    return tracing_annotations() if is_marked else contextlib.nullcontext()
+
+
+def defaults_of(module: nn.Module) -> dict[str, TaskGraph]:
+    """Return the task graphs of defaults, by the paths of the modules that have them."""
+    defaults = ((path, part.__dict__.get(_DEFAULT)) for path, part in module.named_modules(remove_duplicate=False))
+    return {path: TaskGraph(default, path) for path, default in defaults if default is not None}
+
+
+def mark_defaults(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
+    """Mark the operators of an exported forward graph that no primitive in `forward` covers with their defaults.
+
+    A part that is cut from the graph then keeps its task graphs, though it has other modules.
+
+    Args:
+        graph: an exported graph, with the modules of every node.
+        defaults: task graphs by paths of modules; the innermost counts.
+    """
+    for node in graph.nodes if defaults else ():
+        if node.op == "call_function" and _mark_of(node) is None:
+            stack = node.meta.get("nn_module_stack") or {"": ("",)}
+            default = _default_of(next(reversed(stack.values()))[0], defaults)
+            if default is not None:
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), _MARK: default}
+
+
+def task_graphs_with_counts(graph: fx.Graph) -> dict[str, TaskGraph]:
+    """Return the task graphs of contexts of `forward` that ask for a number of devices, by names of nodes.
+
+    On a mesh with a pipeline, these are the devices of a stage, if several such contexts follow one another.
+    """
+    marks = ((node.name, _mark_of(node)) for node in graph.nodes)
+    return {
+        name: mark
+        for name, mark in marks
+        if mark is not None and isinstance(mark.place, int) and isinstance(mark.primitive.devices, int)
+    }
+
+
+def assign_task_graphs(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
+    """Set the `meta["task_graph"]` of every operator of a step, all of which have a module path.
+
+    Args:
+        graph: of a step.
+        defaults: task graphs of operators that are not marked, by paths of modules; the innermost counts.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["task_graph"] = _task_graph_of(node, defaults)
+
+
+def _task_graph_of(node: fx.Node, defaults: Mapping[str, TaskGraph]) -> TaskGraph | None:
+    marked = _mark_of(node)
+    if marked is not None:
+        return marked
+    if node.meta.get("is_gradient_acc"):  # gradients are added up where both come from, or between task graphs
+        added = {source.meta.get("task_graph") for source in node.all_input_nodes}
+        return added.pop() if len(added) == 1 else None
+    return _default_of(node.meta.get("module_path", ""), defaults)
+
+
+def _default_of(path: str, defaults: Mapping[str, TaskGraph]) -> TaskGraph | None:
+    return next((defaults[each] for each in (path, *ancestors(path), "") if each in defaults), None)
+
+
+def _mark_of(node: fx.Node) -> TaskGraph | None:
+    mark = (node.meta.get("custom") or {}).get(_MARK)
+    assert mark is None or isinstance(mark, TaskGraph)
+    return mark

@@ -1,0 +1,333 @@
+"""Calls of operators of every family, in growing sizes, to be timed.
+
+The collectives that programs issue, on groups of a mesh axis, to be timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard.cluster._torch import OpOverload, collectives
+from autoshard.cluster.cost import flops
+from autoshard.cluster.measurements import BYTES, FLOPS, INTENSITY, Grouping
+
+aten = torch.ops.aten
+
+# Elements of a row that norms and softmax reduce.
+_COLUMNS = 256
+# Window, step and padding that image models pool by.
+_POOL = ([3, 3], [2, 2], [1, 1])
+# The other two sizes of a product whose third is small.
+_NARROW = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCall:
+    """An operator with its positional arguments, and those by keyword (`named`)."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    named: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Any:
+        return self.op(*self.args, **self.named)
+
+    def amounts(self) -> tuple[float, float]:
+        """Return operations, and bytes read and written; runs the call once."""
+        operands, results = list(_tensors(self.args)), list(_tensors(self()))
+        work = flops(self.op, [tensor.shape for tensor in operands], [tensor.shape for tensor in results], self.args)
+        return work, sum(tensor.nbytes for tensor in (*operands, *results))
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Calls of one family.
+
+    Attributes:
+        family: as in `operator_curves`.
+        amounts_are: unit of the curve: `FLOPS`, `BYTES` or `INTENSITY`.
+        sizes: of the calls, rising; larger ones take longer.
+        make: returns the call of a size.
+    """
+
+    family: str
+    amounts_are: str
+    sizes: Sequence[int]
+    make: Callable[[int], SampleCall]
+
+
+def samples(dtype: torch.dtype, device: torch.device) -> list[Sample]:
+    """Return the samples of one dtype: matrix products, convolutions and attention by operations; others by bytes."""
+    maker = _Maker(dtype, device)
+    powers = [2**power for power in range(2, 14)]
+    # Up to tensors in memory behind all caches. Accelerators need larger ones than CPUs to be busy.
+    elements = [4**power for power in range(5, 12 if device.type == "cpu" else 14)]
+    products = [
+        Sample("mm", FLOPS, powers, maker.square_product),
+        Sample("mm", INTENSITY, powers[:7], maker.narrow_product),
+        Sample("bmm", FLOPS, powers[:9], maker.batched_product),
+        Sample("convolution", FLOPS, powers[:5], maker.convolution),
+        Sample("convolution", INTENSITY, powers[1:6], maker.shallow_convolution),
+        Sample("convolution_backward", FLOPS, powers[:5], maker.convolution_backward),
+        Sample("convolution_backward", INTENSITY, powers[1:6], maker.shallow_convolution_backward),
+        Sample("attention", FLOPS, powers[2:10], maker.attention),
+        Sample("attention", INTENSITY, powers[1:7], maker.short_attention),
+        Sample("attention_backward", FLOPS, powers[2:10], maker.attention_backward),
+        Sample("attention_backward", INTENSITY, powers[1:7], maker.short_attention_backward),
+    ]
+    return products + [Sample(family, BYTES, elements, make) for family, make in maker.by_bytes().items()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Calls on tensors of one dtype and device; `size` is a number of elements, or the sizes of a product."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=self.device).to(self.dtype)
+
+    def rows(self, size: int) -> torch.Tensor:
+        return self.tensor(max(1, size // _COLUMNS), _COLUMNS)
+
+    def numbers(self, count: int, below: int) -> torch.Tensor:
+        return torch.randint(below, (count,), device=self.device)
+
+    # By operations
+
+    def square_product(self, size: int) -> SampleCall:
+        return SampleCall(aten.mm.default, (self.tensor(size, size), self.tensor(size, size)))
+
+    def narrow_product(self, size: int) -> SampleCall:
+        return SampleCall(aten.mm.default, (self.tensor(_NARROW, size), self.tensor(size, _NARROW)))
+
+    def batched_product(self, size: int) -> SampleCall:
+        return SampleCall(aten.bmm.default, (self.tensor(16, size, size), self.tensor(16, size, size)))
+
+    def convolution(self, size: int, side: int | None = None, images: int = 4) -> SampleCall:
+        """Return a convolution of images of `size` channels and `side` pixels a row, by default `size`."""
+        side = side or size
+        source, weight = self.tensor(images, size, side, side), self.tensor(size, size, 3, 3)
+        return SampleCall(aten.convolution.default, (source, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
+
+    def shallow_convolution(self, size: int) -> SampleCall:
+        return self.convolution(size, side=32, images=256 // size)
+
+    def shallow_convolution_backward(self, size: int) -> SampleCall:
+        return self.convolution_backward(size, side=32, images=256 // size)
+
+    def convolution_backward(self, size: int, side: int | None = None, images: int = 4) -> SampleCall:
+        # The result of the forward has the shape of its gradient, and stands for it.
+        forward = self.convolution(size, side, images)
+        source, weight = forward.args[:2]
+        settings = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+        return SampleCall(aten.convolution_backward.default, (forward(), source, weight, *settings))
+
+    def attention(self, size: int, batch: int = 4, width: int = 64) -> SampleCall:
+        on_cpu = self.device.type == "cpu"
+        op = aten._scaled_dot_product_flash_attention_for_cpu if on_cpu else aten._scaled_dot_product_flash_attention
+        query, key, value = (self.tensor(batch, 4, size, width) for _ in range(3))
+        return SampleCall(op.default, (query, key, value))
+
+    def short_attention(self, size: int) -> SampleCall:
+        return self.attention(size, batch=2048 // size, width=32)
+
+    def short_attention_backward(self, size: int) -> SampleCall:
+        return self.attention_backward(size, batch=2048 // size, width=32)
+
+    def attention_backward(self, size: int, batch: int = 4, width: int = 64) -> SampleCall:
+        forward = self.attention(size, batch, width)
+        query, key, value = forward.args
+        results = forward()
+        # The result, of the same shape, takes the place of its gradient. The GPU's kernel also returns the largest
+        # lengths (in results[:6]) and the seed and offset of dropout, which its backward takes behind the flags.
+        if self.device.type == "cpu":
+            op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+            return SampleCall(op, (results[0], query, key, value, *results, 0.0, False))
+        op = aten._scaled_dot_product_flash_attention_backward.default
+        return SampleCall(op, (results[0], query, key, value, *results[:6], 0.0, False, *results[6:8]))
+
+    # By bytes
+
+    def by_bytes(self) -> dict[str, Callable[[int], SampleCall]]:
+        """Return family -> maker of a call on about so many elements."""
+
+        def unary(op: OpOverload) -> Callable[[int], SampleCall]:
+            return lambda size: SampleCall(op, (self.rows(size),))
+
+        def binary(op: OpOverload) -> Callable[[int], SampleCall]:
+            return lambda size: SampleCall(op, (self.rows(size), self.rows(size)))
+
+        return {
+            "add": binary(aten.add.Tensor),
+            "exp": unary(aten.exp.default),
+            "tanh": unary(aten.tanh.default),
+            "silu": unary(aten.silu.default),
+            "gelu": unary(aten.gelu.default),
+            "gelu_backward": binary(aten.gelu_backward.default),
+            "softmax": lambda size: SampleCall(aten._softmax.default, (self.rows(size), -1, False)),
+            "softmax_backward": lambda size: SampleCall(
+                aten._softmax_backward_data.default, (self.rows(size), self.rows(size), -1, self.dtype)
+            ),
+            "layer_norm": self.layer_norm,
+            "layer_norm_backward": self.layer_norm_backward,
+            "batch_norm": self.batch_norm,
+            "batch_norm_backward": self.batch_norm_backward,
+            "max_pool": lambda size: SampleCall(aten.max_pool2d_with_indices.default, (self.images(size), *_POOL)),
+            "max_pool_backward": self.max_pool_backward,
+            "sum": lambda size: SampleCall(aten.sum.dim_IntList, (self.rows(size), [0])),
+            "copy": self.copy,
+            "view": lambda size: SampleCall(aten.view.default, (self.rows(size), [-1])),
+            "cat": lambda size: SampleCall(aten.cat.default, ([self.rows(size), self.rows(size)], 1)),
+            "index": self.index,
+            "index_put": self.index_put,
+        }
+
+    def images(self, size: int) -> torch.Tensor:
+        """Return about `size` elements as four images of 16 channels, with an even number of pixels a row."""
+        side = max(2, round((size / 64) ** 0.5) // 2 * 2)
+        return self.tensor(4, 16, side, side)
+
+    def layer_norm(self, size: int) -> SampleCall:
+        parameters = (self.tensor(_COLUMNS), self.tensor(_COLUMNS))
+        return SampleCall(aten.native_layer_norm.default, (self.rows(size), [_COLUMNS], *parameters, 1e-5))
+
+    def layer_norm_backward(self, size: int) -> SampleCall:
+        forward = self.layer_norm(size)
+        source, shape, weight, bias, _ = forward.args
+        result, mean, scale = forward()
+        mask = [True, True, True]
+        return SampleCall(
+            aten.native_layer_norm_backward.default, (result, source, shape, mean, scale, weight, bias, mask)
+        )
+
+    def batch_norm(self, size: int) -> SampleCall:
+        channels = [self.tensor(16) for _ in range(4)]
+        return SampleCall(
+            aten._native_batch_norm_legit_functional.default, (self.images(size), *channels, True, 0.1, 1e-5)
+        )
+
+    def batch_norm_backward(self, size: int) -> SampleCall:
+        forward = self.batch_norm(size)
+        source, weight, _, mean, variance = forward.args[:5]
+        result, saved_mean, saved_scale = forward()[:3]
+        settings = (mean, variance, saved_mean, saved_scale, True, 1e-5, [True, True, True])
+        return SampleCall(aten.native_batch_norm_backward.default, (result, source, weight, *settings))
+
+    def max_pool_backward(self, size: int) -> SampleCall:
+        source = self.images(size)
+        result, places = aten.max_pool2d_with_indices.default(source, *_POOL)
+        settings = (*_POOL, [1, 1], False)
+        return SampleCall(aten.max_pool2d_with_indices_backward.default, (result, source, *settings, places))
+
+    def copy(self, size: int) -> SampleCall:
+        """Return a copy that transposes heads and positions, as attention does."""
+        heads = self.tensor(max(1, size // _COLUMNS), 4, _COLUMNS // 4).transpose(0, 1)
+        return SampleCall(aten.clone.default, (heads,), {"memory_format": torch.contiguous_format})
+
+    def index(self, size: int) -> SampleCall:
+        table = self.rows(size // 2)
+        return SampleCall(aten.embedding.default, (table, self.numbers(max(1, size // _COLUMNS), len(table))))
+
+    def index_put(self, size: int) -> SampleCall:
+        rows = max(1, size // 2 // _COLUMNS)
+        gradient = self.rows(size)
+        return SampleCall(
+            aten.embedding_dense_backward.default, (gradient, self.numbers(len(gradient), rows), rows, -1, False)
+        )
+
+
+KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "shift")
+
+
+def groupings(devices: int) -> list[Grouping]:
+    """Return all ways in which an axis of some mesh of so many devices splits them into groups, larger than one."""
+    sizes = [size for size in range(devices, 1, -1) if devices % size == 0]
+    return [
+        Grouping(size, stride)
+        for size in sizes
+        for stride in range(1, devices // size + 1)
+        if devices // size % stride == 0
+    ]
+
+
+def groups_of(grouping: Grouping, devices: int) -> list[list[int]]:
+    """Return the ranks of every group."""
+    size, stride = grouping.size, grouping.stride
+    firsts = [rank for rank in range(devices) if rank // stride % size == 0]
+    return [[first + place * stride for place in range(size)] for first in firsts]
+
+
+@contextlib.contextmanager
+def group(grouping: Grouping) -> Iterator[dist.ProcessGroup]:
+    """Context with this process's group of a grouping of all processes, which enter and leave it together."""
+    local, _ = dist.new_subgroups_by_enumeration(groups_of(grouping, dist.get_world_size()))
+    assert local is not None
+    try:
+        yield local
+    finally:
+        # A group must not go while another of its processes is still in a collective.
+        dist.barrier()
+        dist.destroy_process_group(local)
+
+
+def make_collective(
+    kind: str, bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Return a function that starts a collective on `bytes` per rank, rounded up to equal parts for all ranks.
+
+    Its result has to be awaited.
+    """
+    size, name = group.size(), group.group_name
+    # float32 elements, as many for every rank
+    rows = max(1, -(-bytes // 4 // size)) * size
+    tensor = torch.ones(rows, device=device)
+    rank, ranks = group.rank(), range(size)
+    # Whole-tensor splits to one peer and from one: an all-to-all in which each rank sends to the next.
+    received, sent = ([rows * (peer == (rank + step) % size) for peer in ranks] for step in (-1, 1))
+    arguments: dict[str, tuple[Any, ...]] = {
+        "all_gather": (collectives.all_gather_into_tensor.default, size),
+        "all_reduce": (collectives.all_reduce.default, "sum"),
+        "reduce_scatter": (collectives.reduce_scatter_tensor.default, "sum", size),
+        "all_to_all": (collectives.all_to_all_single.default, *[[rows // size] * size] * 2),
+        # All goes to the next rank.
+        "shift": (collectives.all_to_all_single.default, received, sent),
+    }
+    op, *settings = arguments[kind]
+    return lambda: op(tensor, *settings, name)
+
+
+def make_blocking(start: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Return a function that starts a collective and waits for it."""
+    return lambda: collectives.wait_tensor.default(start())
+
+
+def make_matmul(device: torch.device) -> Callable[[], object]:
+    """Return a function with a short stretch of compute, behind which a collective can start."""
+    left, right = torch.rand(2, 256, 256, device=device)
+    return lambda: torch.mm(left, right)
+
+
+def chain_calls(*works: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that runs pieces of work one after another."""
+
+    def run() -> None:
+        for work in works:
+            work()
+
+    return run

@@ -1,0 +1,195 @@
+"""The parameters and buffers of several stages as those of one module, under the names that they have in the model.
+
+Tied parameters, which several stages hold: they start equal, and have one gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import PipelineError, PlanError
+from autoshard.pipeline.graph.stage_modules import StageModule, owner_of
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.shards import local_of, set_tensor
+
+StateEntry = tuple[dict[str, Any], dict[str, Any], str]
+"""The `_parameters` or `_buffers` of a module of a stage and of the whole, and the key of a tensor in both."""
+
+
+def register_stage_state(whole: nn.Module, stages: Sequence[nn.Module], constants: Collection[str]) -> None:
+    """Register the parameters and buffers of stages in `whole`, under the same paths.
+
+    Args:
+        whole: a module without any of them.
+        stages: modules whose parameters and buffers have the names of the model.
+        constants: names of buffers of stages that are no buffers of the model.
+
+    Raises:
+        PipelineError: a submodule, parameter or buffer of the model has the name of an attribute of `whole`.
+    """
+    for stage in stages:
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            owner, key = _owner(whole, name)
+            owner.register_parameter(key, parameter)
+        for name, buffer in stage.named_buffers(remove_duplicate=False):
+            if name not in constants:
+                owner, key = _owner(whole, name)
+                owner.register_buffer(key, buffer, key not in _holder(stage, name)._non_persistent_buffers_set)
+
+
+def state_entries(stage: nn.Module, whole: nn.Module, constants: Collection[str]) -> list[StateEntry]:
+    """Return the entries of the parameters and buffers of a stage in the whole.
+
+    Raises:
+        PipelineError: the whole lacks one of them.
+    """
+    entries: list[StateEntry] = []
+    names = [("_parameters", name) for name, _ in stage.named_parameters(remove_duplicate=False)]
+    names += [("_buffers", name) for name, _ in stage.named_buffers(remove_duplicate=False) if name not in constants]
+    for kind, name in names:
+        key = name.rpartition(".")[2]
+        try:
+            table = getattr(_holder(whole, name), kind)
+        except AttributeError:
+            table = {}
+        if key not in table:
+            raise PipelineError(
+                f"this call reads {name} on a stage whose rank does not hold it: the pipeline was made for "
+                f"another one. Make it with an example of such a call."
+            )
+        entries.append((getattr(_holder(stage, name), kind), table, key))
+    return entries
+
+
+def relink_entries(entries: Sequence[StateEntry]) -> None:
+    """Put the objects of the whole into the stages: loading and materializing may have replaced them."""
+    for stage, whole, key in entries:
+        stage[key] = whole[key]
+
+
+def _holder(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def _owner(whole: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the submodule of the whole for a name, creating it if necessary, and the key in it."""
+    first = name.partition(".")[0]
+    if hasattr(whole, first) and first not in (*whole._modules, *whole._parameters, *whole._buffers):
+        raise PipelineError(
+            f"the model has something called {first!r}, and so has {type(whole).__name__}, which stands for it on a "
+            f"pipeline: give the model's another name."
+        )
+    return owner_of(whole, name)
+
+
+def check_same_placements(stages: Sequence[StageModule], plans: Sequence[ShardingPlan]) -> None:
+    """Raise `PlanError` unless the plans of all stages that hold a parameter place it in the same way."""
+    for stage in stages:
+        for name, holders in stage.shared.items():
+            first, here = (plans[index].placements.get(name) for index in (holders[0], stage.index))
+            if first != here:
+                raise PlanError(
+                    f"parameter {name} is held by stages {', '.join(map(str, holders))} (it is tied); the plan of "
+                    f"stage {holders[0]} places it as {first}, that of stage {stage.index} as {here}. They have to "
+                    f"place it alike: pin it in the later stage, with a hint."
+                )
+
+
+def tie(stages: Sequence[StageModule]) -> None:
+    """Make the stages of one rank that hold the same parameter hold one object, that of the first of them."""
+    objects: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        for name in stage.shared:
+            current = stage.module.get_parameter(name)
+            kept = objects.setdefault(name, current)
+            for alias, parameter in list(stage.module.named_parameters(remove_duplicate=False)):
+                if parameter is current and current is not kept:
+                    set_tensor(stage.module, alias, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _TiedParameter:
+    """A parameter that ranks share: its name, the group of these ranks, and the group rank with the first stage."""
+
+    name: str
+    group: dist.ProcessGroup
+    first: int
+
+
+class TiedParameters:
+    """The parameters that a rank holds in common with others along the pipeline axis.
+
+    Args:
+        whole: the module with the parameters of this rank, by their names.
+        stages: all stages of the model.
+        placement: the rank of every stage.
+        group: the process group along the pipeline axis; groups of some of its ranks are made here, once, in one order
+            on all ranks (Rhino 6.3).
+    """
+
+    def __init__(
+        self, whole: nn.Module, stages: Sequence[StageModule], placement: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        self._whole = whole
+        self._parameters: list[_TiedParameter] = []
+        self._stashed_gradients: list[torch.Tensor | None] = []
+        holders = {name: held for stage in stages for name, held in stage.shared.items()}
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size(group))): group}
+        this_rank = dist.get_rank(group)
+        for name in sorted(holders):
+            ranks = tuple(sorted({placement[stage] for stage in holders[name]}))
+            if len(ranks) == 1:
+                continue
+            if ranks not in groups:
+                # Torch names a group after its ranks and the number of groups that the process has. All processes need
+                # equally many groups, so a process that is not in this one makes one with itself alone.
+                members = ranks if this_rank in ranks else (this_rank,)
+                global_ranks = [dist.get_global_rank(group, rank) for rank in members]
+                groups[ranks] = dist.new_group(global_ranks, use_local_synchronization=True)
+            if this_rank in ranks:
+                self._parameters.append(_TiedParameter(name, groups[ranks], ranks.index(placement[holders[name][0]])))
+
+    @property
+    def names_of_earlier_stages(self) -> frozenset[str]:
+        """Names of the tied parameters whose first stage lies on another rank."""
+        return frozenset(tied.name for tied in self._parameters if dist.get_rank(tied.group) != tied.first)
+
+    @torch.no_grad()
+    def broadcast_values(self) -> None:
+        """Broadcast the values of the first stage in place, except for parameters on the meta device."""
+        for tied in self._parameters:
+            local = _local(self._whole.get_parameter(tied.name))
+            if not local.is_meta:
+                dist.broadcast(local, group=tied.group, group_src=tied.first)
+
+    def stash_gradients(self) -> None:
+        """Put the gradients of earlier steps aside before a step, so that only new ones are summed."""
+        parameters = [self._whole.get_parameter(tied.name) for tied in self._parameters]
+        self._stashed_gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Sum the gradients of all ranks after a step, and add the gradients of earlier steps."""
+        for tied, before in zip(self._parameters, self._stashed_gradients, strict=True):
+            parameter = self._whole.get_parameter(tied.name)
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:  # the loss does not depend on it through this rank's stages
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(_local(parameter.grad), group=tied.group)
+            if before is not None:
+                _local(parameter.grad).add_(_local(before))
+        self._stashed_gradients = []
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,278 @@
+"""The tensors of a call by name: their texts for comparison by ranks, their shapes, and their part of a signature.
+
+Log of the programs that were made for calls of different sizes, and advice on the option that makes one of them.
+
+Global shapes of inputs that arrive as shards of different lengths, which the ranks tell each other.
+
+Every rank checks the shards of all, so that a wrong one is an error on each.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.call_layout import call_layout, call_tensors
+from autoshard.capture.dynamic import Dynamic
+from autoshard.errors import InputError
+from autoshard.runtime.rank_agreement import HostGroups
+from autoshard.specs.layout import dim_of
+from autoshard.specs.spec import is_shard
+
+
+def describe_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> dict[str, str]:
+    """Return texts of all that ranks must have in common in a call of the module."""
+    tensors = call_tensors(module, args, kwargs)
+    return {
+        "whether gradients are wanted": "yes" if grad else "no",
+        "whether the module is in training mode": "yes" if module.training else "no",
+        "the names of the tensors that are passed": ", ".join(tensors),
+        **{f"the input {name}": f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()},
+    }
+
+
+# No tuple: pytree would take that apart.
+@dataclass(frozen=True, slots=True)
+class _TensorSignature:
+    """A tensor in a signature."""
+
+    # None for sizes that calls may change.
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def without_dynamic_sizes(
+    module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Dynamic
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the call with its tensors replaced by a description without the sizes that calls may change."""
+    names = iter(names_of_leaves(module, call))
+
+    def mask_sizes(leaf: Any) -> Any:
+        dims = dynamic.get(next(names), {})
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        # Users may count dims from the end.
+        free = {dim % leaf.ndim for dim in dims}
+        shape = tuple(None if dim in free else size for dim, size in enumerate(leaf.shape))
+        return _TensorSignature(shape, leaf.dtype, leaf.requires_grad)
+
+    args, kwargs = pytree.tree_map(mask_sizes, call)
+    return args, kwargs
+
+
+def names_of_leaves(module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:
+    """Return the input path of every leaf of a call, empty where it has none."""
+    # A layout has the leaves of a call, and paths in the place of tensors.
+    leaves, structure = pytree.tree_flatten(call)
+    return [leaf if isinstance(leaf, str) else "" for leaf in call_layout(module, structure, leaves).leaves]
+
+
+_log = logging.getLogger("autoshard")
+
+# Signatures whose programs a module keeps; the one that was not used for longest goes first. Not tuned.
+MOST_PROGRAMS = 32
+
+# Two sizes are usual: full batches and the last one, or training and evaluation. A third may be one of many.
+_ADVISE_AT = 3
+
+# Names for dims in the advice, by the customary order.
+_NAMES = {0: "batch", 1: "length"}
+
+CallShapes = Mapping[str, tuple[int, ...]]
+
+
+class CallSizes:
+    """Shapes of the calls of a module for which programs were made.
+
+    Args:
+        module: name of its class.
+        dynamic: the sizes that calls may change without a new program.
+        quiet: True if another rank logs the same.
+    """
+
+    def __init__(self, module: str, dynamic: Dynamic, *, quiet: bool) -> None:
+        self._module = module
+        self._dynamic = dynamic
+        self._quiet = quiet
+        self._shapes_by_kind: dict[Hashable, list[CallShapes]] = {}
+        self._seconds = 0.0
+        self._has_advised = False
+
+    def record(self, kind: Hashable, shapes: CallShapes, seconds: float) -> None:
+        """Log a new program. The first time that one is the third of its kind, also warn of how one could serve all.
+
+        Args:
+            kind: everything of the call but sizes and plain values.
+            shapes: of its tensors by name.
+            seconds: the time that it took to make the program.
+        """
+        calls = self._shapes_by_kind.setdefault(kind, [])
+        calls.append(dict(shapes))
+        self._seconds += seconds
+        if self._quiet:
+            return
+        text = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        programs = sum(map(len, self._shapes_by_kind.values()))
+        _log.info("%s: program %d, for %s, was made in %.1f s", self._module, programs, text or "no tensors", seconds)
+        if len(calls) != _ADVISE_AT or self._has_advised:
+            return
+        self._has_advised = True
+        cost = f"{self._module}: {len(calls)} calls that differ in little have programs of their own, made in "
+        cost += f"{self._seconds:.1f} s so far. "
+        changing = self._changing_dims(calls)
+        if changing:
+            _log.warning("%sOne serves all with autoshard.parallelize(..., dynamic=%s).", cost, changing)
+        elif all(shapes == calls[0] for shapes in calls):
+            _log.warning("%sWhat differs is a plain argument, such as a number: pass it as a tensor.", cost)
+
+    def _changing_dims(self, calls: list[CallShapes]) -> dict[str, dict[int, str]]:
+        """Return the dims that had several sizes, as `dynamic` takes them; dims with the same sizes have one name."""
+        names: dict[tuple[int, ...], str] = {}
+        changing: dict[str, dict[int, str]] = {}
+        for name, shape in calls[0].items():
+            for dim in range(len(shape)):
+                sizes = tuple(shapes[name][dim] for shapes in calls)
+                if len(set(sizes)) > 1 and dim not in self._dynamic.get(name, {}):
+                    default = _NAMES.get(dim, f"size{dim}")
+                    free = default if default not in names.values() else f"{default}{len(names)}"
+                    changing.setdefault(name, {})[dim] = names.setdefault(sizes, free)
+        return changing
+
+
+# The shape of every input by its path.
+Shapes = dict[str, list[int]]
+# The shapes of the shards of every input, `[*axes of the mesh, dims]`, by its path.
+ShardShapes = Mapping[str, np.ndarray]
+
+
+def gather_shapes(shapes: Mapping[str, Sequence[int]], hosts: HostGroups) -> ShardShapes:
+    """Return the shapes of the shards of all ranks; `shapes` are those of this rank, in one order on all ranks."""
+    # One message for all inputs, cut at their dims again.
+    table = hosts.gather_numbers([size for shape in shapes.values() for size in shape])
+    ends = np.cumsum([len(shape) for shape in shapes.values()])[:-1]
+    return dict(zip(shapes, np.split(table, ends, axis=-1), strict=True))
+
+
+def even_shapes(
+    shapes: Mapping[str, Sequence[int]], placements: Mapping[str, Sequence[Placement]], device_mesh: DeviceMesh
+) -> Shapes:
+    """Return the global shapes of inputs whose shards have the same shape on every rank."""
+    whole = {name: list(shape) for name, shape in shapes.items()}
+    for name, shape in whole.items():
+        for axis, placement in enumerate(placements[name]):
+            # A number has no rows, whatever the placement of inputs that no plan has met.
+            if shape and is_shard(placement):
+                shape[dim_of(placement, len(shape))] *= device_mesh.size(axis)
+    return whole
+
+
+def whole_shapes(
+    tables: ShardShapes,
+    placements: Mapping[str, Sequence[Placement]],
+    device_mesh: DeviceMesh,
+    shares: tuple[int, Sequence[int]] | None = None,
+) -> Shapes:
+    """Return the global shapes of inputs whose shards have different shapes.
+
+    Args:
+        tables: the shapes of the shards of all ranks.
+        placements: of every input, one per mesh axis.
+        device_mesh: the mesh.
+        shares: a mesh axis whose ranks have unequal shares, and the share of each.
+
+    Raises:
+        InputError: the lengths are not those of the parts that `Shard` makes of one tensor, or ranks that must have the
+            same tensor have other shapes; on every rank.
+    """
+    whole: Shapes = {}
+    for name, shards in tables.items():
+        sizes, dims = shards, shards.shape[-1]
+        # The last axis is joined first, as it split last.
+        for axis in reversed(range(device_mesh.ndim if dims else 0)):
+            placement, names = placements[name][axis], (name, _axis_name(device_mesh, axis))
+            split = dim_of(placement, dims) if is_shard(placement) else None
+            counts = shares[1] if shares and shares[0] == axis else None
+            # The ranks along the axis, for every line of ranks: the axes behind it are joined.
+            lines = sizes.reshape(-1, device_mesh.size(axis), dims).tolist()
+            joined = [
+                [
+                    _whole_size(names, dim, lengths, dim == split, counts)
+                    for dim, lengths in enumerate(zip(*line, strict=True))
+                ]
+                for line in lines
+            ]
+            sizes = np.array(joined)
+        whole[name] = sizes.reshape(dims).tolist() if dims else []
+    return whole
+
+
+def local_shares(
+    tables: ShardShapes, placements: Mapping[str, Sequence[Placement]], device_mesh: DeviceMesh, axis: int
+) -> list[int]:
+    """Return the number of rows of every rank along an axis with unequal shares.
+
+    Raises:
+        InputError: a rank has unequal numbers of rows of different inputs, or none; on every rank.
+    """
+    first, counts = "", list[int]()
+    for name, shards in tables.items():
+        if not shards.shape[-1] or not is_shard(placements[name][axis]):
+            continue
+        rows = np.moveaxis(shards[..., dim_of(placements[name][axis], shards.shape[-1])], axis, -1)
+        for line in rows.reshape(-1, rows.shape[-1]).tolist():
+            first, counts = first or name, counts or line
+            if line != counts or min(line) < 1:
+                raise InputError(
+                    f"the ranks along axis {_axis_name(device_mesh, axis)!r} were given {', '.join(map(str, line))} "
+                    f"rows of {name} and {', '.join(map(str, counts))} of {first}: a rank takes equally many "
+                    "of all inputs, and one at least."
+                )
+    return counts
+
+
+def check_blocks(counts: Sequence[int], axis: str) -> None:
+    """Raise an `InputError` unless the counts along an axis are those of the blocks that `Shard` makes."""
+    _whole_size(("the batch", axis), 0, counts, True, None)
+
+
+def _whole_size(
+    names: tuple[str, str], dim: int, lengths: Sequence[int], is_split: bool, shares: Sequence[int] | None
+) -> int:
+    """Return the global size of a dim, from its lengths on the ranks along an axis; names of the input and the axis.
+
+    If the axis splits the dim, the ranks have blocks, or the given shares.
+    """
+    name, axis = names
+    facts = f"the ranks along axis {axis!r} were given {', '.join(map(str, lengths))} elements of dim {dim} of {name}"
+    if not is_split:
+        if min(lengths) != max(lengths):
+            raise InputError(f"{facts}, which they hold alike: pass tensors of one size there.")
+        return lengths[0]
+    if shares is not None:
+        return sum(shares)
+    # As `torch.chunk` splits: parts of one size, of which the last ones are shorter or empty.
+    total = sum(lengths)
+    part = math.ceil(total / len(lengths))
+    expected = [max(0, min(part, total - rank * part)) for rank in range(len(lengths))]
+    if list(lengths) != expected:
+        raise InputError(
+            f"{facts}; the parts that Shard({dim}) makes of {total} are {', '.join(map(str, expected))}: every rank "
+            f"takes {part}, and the last ones what is left. Pass such shards, or DTensors, or inputs='global'."
+        )
+    return total
+
+
+def _axis_name(device_mesh: DeviceMesh, axis: int) -> str:
+    names = device_mesh.mesh_dim_names
+    return names[axis] if names else str(axis)

@@ -1,0 +1,350 @@
+"""The backbone of a graph, its critical nodes, and an order that interleaves forward and backward.
+
+Merge of the segments between critical nodes, one after another (Rhino 4.3.2, the top of three levels).
+
+The three levels in turn: cones merged into their roots, segments, and the merge of segments (Rhino 4.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.solver.network import Network, reduce
+from autoshard.solver.problem import Array, Edge, IntArray, Problem, SolverError
+from autoshard.solver.tables import Tables
+from autoshard.solver.trws import Messages
+
+_HEAVY = 0.5
+"""Share of all work that the fewest nodes do which count as computationally intensive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backbone:
+    """The longest paths through a graph.
+
+    Attributes:
+        nodes: all nodes on a longest path, in order.
+        critical: those among them that are computationally intensive.
+    """
+
+    nodes: tuple[int, ...]
+    critical: tuple[int, ...]
+
+
+def backbone(problem: Problem, order: Sequence[float]) -> Backbone:
+    """Return the nodes with equal earliest and latest times, if every node takes one unit of time.
+
+    The computationally intensive nodes are the heaviest that together make half of the sum. The weight of a node is the
+    cost of its cheapest strategy, which no plan avoids.
+
+    Args:
+        problem: the problem; every edge leads from the earlier of its nodes to the later one.
+        order: per node, its time; equal ones by their number.
+
+    Source: Rhino 4.3.1.
+    """
+    rank, ends = _ranks_and_edges(problem, order)
+    earliest = np.zeros(problem.size, dtype=np.int64)
+    # In the order of their first nodes, whose times are then final.
+    for earlier, later in ends[np.argsort(rank[ends[:, 0]], kind="stable")]:
+        earliest[later] = max(earliest[later], earliest[earlier] + 1)
+    remaining = np.zeros(problem.size, dtype=np.int64)
+    for earlier, later in ends[np.argsort(-rank[ends[:, 1]], kind="stable")]:
+        remaining[earlier] = max(remaining[earlier], remaining[later] + 1)
+    # Earliest time plus the longest way to the end is the length of the longest path through a node; on the backbone it
+    # is that of the graph, so that latest and earliest time agree.
+    length = int((earliest + remaining).max(initial=0))
+    nodes = [int(node) for node in np.argsort(rank) if earliest[node] + remaining[node] == length]
+    heavy = _heavy_nodes(problem)
+    return Backbone(tuple(nodes), tuple(node for node in nodes if heavy[node]))
+
+
+def _heavy_nodes(problem: Problem) -> np.ndarray:
+    work = np.array([vector.min() for vector in problem.costs])
+    work = np.where(np.isfinite(work) & (work > 0), work, 0.0)
+    heaviest = np.argsort(-work, kind="stable")
+    # The fewest that reach the share.
+    needed = np.searchsorted(np.cumsum(work[heaviest]), _HEAVY * work.sum())
+    heavy = np.zeros(problem.size, dtype=bool)
+    heavy[heaviest[: needed + 1]] = True
+    return heavy & (work > 0)
+
+
+def interleaved_order(problem: Problem, order: Sequence[float]) -> IntArray:
+    """Return all nodes in an order that places a node of the backward half beside the forward nodes it depends on.
+
+    A training step runs its layers forward, then backward, and saved tensors join places that are far apart. The step
+    turns where most edges cross. A node after the turn is placed behind the last node before the turn that it is joined
+    with, or else beside the node after the turn that it follows. Only the order of a search depends on this: a graph
+    that does not turn is cut worse, not wrongly.
+
+    Args:
+        problem: the problem.
+        order: per node, its time; equal ones by their number.
+    """
+    rank, ends = _ranks_and_edges(problem, order)
+    turn = _turning_point(rank[ends], problem.size)
+    place = rank.astype(np.float64)
+    before: list[list[int]] = [[] for _ in range(problem.size)]
+    for earlier, later in ends:
+        before[later].append(int(earlier))
+    for node in np.argsort(rank)[turn:]:
+        first_half = [place[predecessor] for predecessor in before[node] if rank[predecessor] < turn]
+        second_half = [place[predecessor] for predecessor in before[node] if rank[predecessor] >= turn]
+        if first_half:
+            # Half a place: behind that node, and before the one after it.
+            place[node] = max(first_half) + 0.5
+        elif second_half:
+            place[node] = min(second_half)
+    return np.lexsort((rank, place))
+
+
+def _turning_point(ranks: IntArray, size: int) -> int:
+    """Return the number of nodes before the last of the places that most edges cross."""
+    change = np.zeros(size + 1, dtype=np.int64)
+    np.add.at(change, ranks[:, 0] + 1, 1)
+    np.subtract.at(change, ranks[:, 1] + 1, 1)
+    return size - int(np.cumsum(change)[::-1].argmax())
+
+
+def _ranks_and_edges(problem: Problem, order: Sequence[float]) -> tuple[IntArray, IntArray]:
+    """Return per node its place in the order, and all edges as (earlier, later) nodes."""
+    rank = np.empty(problem.size, dtype=np.int64)
+    rank[np.argsort(np.asarray(order, dtype=np.float64), kind="stable")] = np.arange(problem.size)
+    ends = np.array([(edge.source, edge.target) for edge in problem.edges], dtype=np.int64).reshape(-1, 2)
+    turned = rank[ends[:, 0]] > rank[ends[:, 1]]
+    ends[turned] = ends[turned, ::-1]
+    return rank, ends
+
+
+_SURVIVOR_FACTOR = 4
+"""Survivors inside a segment, as a multiple of those that its pivot leaves; a guess that works."""
+
+
+@dataclass(slots=True)
+class _MergedSegments:
+    """All segments so far, merged into one node whose strategies are the survivors.
+
+    Attributes:
+        costs: of each survivor, with the expected costs of its open edges.
+        open: decided nodes with edges to undecided ones.
+        choices: [survivors, open nodes].
+        steps: per decided node, each survivor's parent among the survivors before it, and its strategy.
+    """
+
+    costs: Array = field(default_factory=lambda: np.zeros(1))
+    open: list[int] = field(default_factory=list)
+    choices: IntArray = field(default_factory=lambda: np.zeros((1, 0), dtype=np.int64))
+    steps: list[tuple[IntArray, IntArray]] = field(default_factory=list)
+
+
+def merge_segments(problem: Problem, expected: Sequence[Array], pivots: Collection[int], width: int) -> tuple[int, ...]:
+    """Return an assignment, searched from the first node to the last.
+
+    A survivor is an assignment of all nodes so far. Of survivors that agree on all nodes with edges to undecided ones,
+    only the cheapest is kept, which loses nothing. At a pivot the `width` cheapest are kept, and the cheapest for every
+    strategy of the pivot. This is the dynamic programming along the backbone; it loses only expensive combinations of
+    the other nodes across the cut. Segments are merged without loss while the survivors stay few.
+
+    Args:
+        problem: nodes in the order of the search, each edge from the earlier to the later node; at most one edge joins
+            two nodes. The memory limit plays no part.
+        expected: per edge and strategy of its source, the expected cost of the edge.
+        pivots: the nodes that end segments.
+        width: survivors.
+
+    Returns:
+        A strategy per node; empty if every survivor met something forbidden.
+    """
+    # Into each node: source, table, expected.
+    edges: list[list[tuple[int, Array, Array]]] = [[] for _ in problem.costs]
+    expected_ahead = [np.zeros(len(vector)) for vector in problem.costs]
+    last = np.full(problem.size, -1)
+    for edge, costs in zip(problem.edges, expected, strict=True):
+        edges[edge.target].append((edge.source, edge.costs, costs))
+        expected_ahead[edge.source] = expected_ahead[edge.source] + costs
+        last[edge.source] = max(last[edge.source], edge.target)
+    head = _MergedSegments()
+    for node, vector in enumerate(problem.costs):
+        costs = head.costs[:, None] + (vector + expected_ahead[node])[None, :]
+        for source, table, costs_expected in edges[node]:
+            # The real cost of an edge takes the place of the expected one.
+            costs += (table - costs_expected[:, None])[head.choices[:, head.open.index(source)]]
+        _add_node(head, node, costs, last, width if node in pivots else _SURVIVOR_FACTOR * width, node in pivots)
+        if not len(head.costs):
+            return ()
+    return _trace_back(head)
+
+
+def _add_node(head: _MergedSegments, node: int, costs: Array, last: IntArray, width: int, pivot: bool) -> None:
+    """Add a node to the head, given the costs [survivors, strategies] of its strategies."""
+    strategies = costs.shape[1]
+    open_columns = [column for column, open_node in enumerate(head.open) if last[open_node] > node]
+    # Place p of the flat array is survivor p // strategies with strategy p % strategies.
+    flat = costs.ravel()
+    kept = np.flatnonzero(np.isfinite(flat))
+    if len(open_columns) < len(head.open) or last[node] < 0:
+        alike = _row_classes(head.choices[:, open_columns])
+        if last[node] < 0:
+            # No edge to a later node: its strategy need not be remembered.
+            group = np.repeat(alike, strategies)
+        else:
+            group = (alike[:, None] * strategies + np.arange(strategies)).ravel()
+        # Where the future cannot tell two survivors apart, the dearer one can never win.
+        kept = _cheapest_of(group, flat, kept)
+    if len(kept) > width:
+        kept = _keep_cheapest(flat, kept, width, kept % strategies if pivot else None)
+    parent, choice = kept // strategies, kept % strategies
+    head.costs, head.choices = flat[kept], head.choices[parent][:, open_columns]
+    head.open = [head.open[column] for column in open_columns]
+    head.steps.append((parent, choice))
+    if last[node] >= 0:
+        head.open.append(node)
+        head.choices = np.column_stack((head.choices, choice))
+
+
+def _row_classes(choices: IntArray) -> IntArray:
+    """Return a number per row, the same for equal rows."""
+    number = np.zeros(len(choices), dtype=np.int64)
+    for column in choices.T:
+        # Renumbered after every column: products of many columns would overflow.
+        number = np.unique(number * (column.max(initial=0) + 1) + column, return_inverse=True)[1].ravel()
+    return number
+
+
+def _cheapest_of(group: IntArray, costs: Array, places: IntArray) -> IntArray:
+    """Return the cheapest place of each group, ascending; the first of equal ones."""
+    order = places[np.lexsort((costs[places], group[places]))]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = group[order[1:]] != group[order[:-1]]
+    return np.sort(order[first])
+
+
+def _keep_cheapest(costs: Array, places: IntArray, width: int, strategy: IntArray | None) -> IntArray:
+    """Return the cheapest places, and the cheapest of each strategy if strategies are given, ascending."""
+    kept = places[np.argsort(costs[places], kind="stable")[:width]]
+    if strategy is not None:
+        group = np.zeros(len(costs), dtype=np.int64)
+        group[places] = strategy
+        kept = np.union1d(kept, _cheapest_of(group, costs, places))
+    return np.sort(kept)
+
+
+def _trace_back(head: _MergedSegments) -> tuple[int, ...]:
+    """Return the assignment of the cheapest survivor."""
+    survivor = int(head.costs.argmin())
+    choices = []
+    for parent, choice in reversed(head.steps):
+        choices.append(int(choice[survivor]))
+        survivor = int(parent[survivor])
+    return tuple(reversed(choices))
+
+
+_WIDTH = 32
+"""Survivors at a pivot: two to three times as many as the joint graphs of common models need for their optimum."""
+
+_ITERATIONS = 60
+"""Most passes of messages, which give the expected costs of undecided edges."""
+
+
+@dataclass(frozen=True, slots=True)
+class HierarchySolution:
+    """The result of `solve_in_segments`.
+
+    Attributes:
+        assignment: a strategy per node; empty if none was found.
+        cost: of the assignment; `inf` without one.
+        lower_bound: no assignment costs less, with or without a memory limit; `inf` if none is finite.
+        cones: remaining nodes after cones are merged into their roots.
+        critical: computationally intensive nodes on the backbone of the whole problem.
+        segments: between the remaining ones of these, and before the first and after the last.
+    """
+
+    assignment: tuple[int, ...]
+    cost: float
+    lower_bound: float
+    cones: int
+    critical: int
+    segments: int
+
+
+def solve_in_segments(
+    problem: Problem, order: Sequence[float], *, width: int = _WIDTH, deadline: float = float("inf")
+) -> HierarchySolution:
+    """Return a good assignment, from three levels of merging.
+
+    *Cones.* A node with one input and one user has two neighbours. Merged into its user by dynamic programming, it
+    leaves a table to its input. Cones without shared nodes are trees, and their merging is exact; the exact reductions
+    do this and more (they drop forbidden and dominated strategies too). A node with several users inside a cone stays,
+    as a root of its own.
+
+    *Segments.* Critical nodes (`backbone`) are the pivots that cut the rest into segments, in an order that interleaves
+    both halves of a training step (`interleaved_order`).
+
+    *Merging.* Segment after segment is merged into one node, whose strategies are the best assignments so far for every
+    strategy of the pivot (`merge_segments`). In the paper's chain, only pivots connect segments. In a joint graph,
+    other tensors cross a cut as well, so survivors are carried over instead of strategies. Undecided edges count with
+    the costs that the messages of a relaxation (TRW-S) expect.
+
+    The result is exact if the survivors are as many as the assignments of a cut, otherwise near, with no guarantee but
+    the bound.
+
+    Args:
+        problem: the problem.
+        order: per node, its time; equal ones by their number.
+        width: survivors of a segment.
+        deadline: `time.monotonic()` seconds after which messages are no longer improved.
+
+    Raises:
+        SolverError: the assignment exceeds the problem's memory limit, which plays no part in the search.
+
+    Source: Rhino 4.3, optimisation level 2 (7.5).
+    """
+    # On the whole problem: reductions remove most nodes of a layer, and a path through the rest says little.
+    critical = set(backbone(problem, order).critical)
+    network = reduce(Network.of(problem, Tables()))
+    sequence = [int(node) for node in interleaved_order(problem, order) if node in network.vectors]
+    pivots = {place for place, node in enumerate(sequence) if node in critical}
+    choices: dict[int, int] | None = None
+    bound = float("inf")
+    if network.feasible:
+        choices, bound = _solve_segments(network, sequence, pivots, width, deadline)
+    assignment = () if choices is None else tuple(choices[node] for node in range(problem.size))
+    cost = float("inf") if choices is None else problem.cost(assignment)
+    if choices is not None and not problem.within_limit(problem.peak(assignment)):
+        raise SolverError(
+            f"the memory limit of {problem.limit:.6g} binds: what was found peaks at {problem.peak(assignment):.6g}. "
+            'Segments know no memory; solve the problem with method="auto" or "ilp"'
+        )
+    return HierarchySolution(assignment, cost, min(bound, cost), len(sequence), len(critical), len(pivots) + 1)
+
+
+def _solve_segments(
+    network: Network, sequence: list[int], pivots: set[int], width: int, deadline: float
+) -> tuple[dict[int, int] | None, float]:
+    """Return strategies of all nodes, None if there are none, and a bound."""
+    core = _ordered_problem(network, sequence)
+    messages = Messages(core, range(core.size))
+    relaxed = messages.run(_ITERATIONS, deadline=deadline)
+    # The message to the source of an edge is the least future cost of each of its strategies, as far as the relaxation
+    # knows.
+    places = merge_segments(core, messages.against, pivots, width)
+    if len(places) < core.size:
+        return None, relaxed.bound + network.offset
+    chosen = {node: int(network.labels[node][place]) for node, place in zip(sequence, places, strict=True)}
+    return network.expand(chosen), relaxed.bound + network.offset
+
+
+def _ordered_problem(network: Network, sequence: list[int]) -> Problem:
+    """Return the rest of a network as a problem, nodes in a given order, edges from the earlier to the later node."""
+    place = {node: number for number, node in enumerate(sequence)}
+    edges = (
+        Edge(place[node], place[neighbour], table)
+        for node in sequence
+        for neighbour, table in network.edges[node].items()
+        if place[node] < place[neighbour]
+    )
+    return Problem(tuple(network.vectors[node] for node in sequence), tuple(edges))
