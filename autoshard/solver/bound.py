@@ -1,6 +1,7 @@
-"""A lower bound by sequential tree-reweighted message passing (TRW-S), for the problem and for each strategy.
+"""Lower bounds by sequential tree-reweighted message passing (TRW-S), and proofs of optimality by them.
 
-Proof of a good assignment: bound, drop strategies that no better assignment uses, solve the rest.
+The bound is for the problem and for each strategy. A proof drops the strategies that no better assignment uses, and
+solves the rest.
 """
 
 from __future__ import annotations

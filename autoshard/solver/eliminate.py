@@ -1,7 +1,4 @@
-"""Elimination orders that keep tables small.
-
-Exact bucket elimination: min-plus dynamic programming over an elimination order.
-"""
+"""Exact bucket elimination: min-plus dynamic programming over an elimination order that keeps tables small."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Corners between known points where new points may exist, and the partial assignments that may lead there.
 
-The problem at many prices of memory at once: its optima, and the optima given every choice.
-
-A price makes one cost of time and memory. Two passes of bucket elimination find the optimum, and the optimum given each
-combination of strategies that an elimination sums. All prices share the passes: every table has one entry per price.
+Bounds come from the problem at many prices of memory at once. A price makes one cost of time and memory. Two passes of
+bucket elimination find the optimum, and the optimum given each combination of strategies that an elimination sums. All
+prices share the passes: every table has one entry per price.
 """
 
 from __future__ import annotations

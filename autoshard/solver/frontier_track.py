@@ -1,6 +1,6 @@
 """Frontier tracking: elimination with a frontier in every cell, pruned by known points.
 
-The elimination order of the frontier (TensorOpt, Figure 3 and Algorithm 2).
+The elimination order is that of TensorOpt, Figure 3 and Algorithm 2.
 """
 
 from __future__ import annotations

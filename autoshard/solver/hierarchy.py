@@ -1,8 +1,7 @@
-"""The backbone of a graph, its critical nodes, and an order that interleaves forward and backward.
+"""Fast search for a good assignment of a long problem: cones, critical nodes, segments (Rhino 4.3.2).
 
-Merge of the segments between critical nodes, one after another (Rhino 4.3.2, the top of three levels).
-
-The three levels in turn: cones merged into their roots, segments, and the merge of segments (Rhino 4.3.2).
+The nodes of the heavy operators, the backbone, remain after each cone is merged into its root. Critical nodes cut the
+backbone into segments, which are solved apart and merged one after another.
 """
 
 from __future__ import annotations

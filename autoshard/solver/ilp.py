@@ -1,6 +1,6 @@
-"""The integer program of a core: products of neighbours' choices, and rows of memory added as they are violated.
+"""The memory-constrained integer program of Rhino, sections 4.2 and 4.4, on the core of a problem.
 
-The memory-constrained integer program of Rhino, sections 4.2 and 4.4.
+It has products of the choices of neighbours, and rows of memory that are added as they are violated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Loops compiled by numba, in the three ways that the solver and others need.
+"""Loops compiled by numba, in three ways, and the random numbers that they draw.
 
-Random numbers for numba's loops, from a state of one word: small to compile, and the same everywhere.
+The state of the random numbers is one word: small to compile, and the same on every machine.
 """
 
 from __future__ import annotations

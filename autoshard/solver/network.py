@@ -1,6 +1,6 @@
-"""The problem during its solve: a simple graph that shrinks, with a record of its reductions.
+"""The problem during its solve: a simple graph that exact reductions shrink, with a record of them.
 
-Exact reductions: choices that are decided, or handed on to a neighbour, without changing the optimum.
+A reduction decides choices, or hands them on to a neighbour, without a change of the optimum.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Edges whose table is a weighted sum of tables: equal layers of a step, each at prices of its own.
+"""The problem that the solver takes, in the terms of the public IOPDDL contest.
 
-The sums differ with the weights, but the tables are shared. Message passing adds up the parts while it reads them; the
-sum is computed only for other users.
-
-The problem that the solver takes, in the terms of the public IOPDDL contest.
+Equal layers of a step share the tables of their edges, each at prices of its own: a `BlendedEdge` has a weighted sum of
+tables. Message passing adds up the parts while it reads them; the sum is computed only for other users.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Arithmetic on cost tables that computes equal results once.
 
 Identical layers have equal tables. Tables are interned by content, so that equal tables are one object, and results
-are cached by the identities of their operands.
-
-Classes of equal rows and columns of tables: work on their costs is done once per class.
-
-Strategies of an operator with the same spec of a tensor have equal rows in the table of the edge that carries it.
+are cached by the identities of their operands. Within a table, strategies of an operator with the same spec of a tensor
+have equal rows, and the work on their costs is done once per class of equal rows.
 """
 
 from __future__ import annotations

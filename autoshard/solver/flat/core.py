@@ -1,9 +1,8 @@
-"""A problem in flat arrays, and the presolves that made it smaller.
+"""Large problems as flat arrays for numba's loops: before, during and after exact presolve.
 
-A core as few arrays of records for numba's loops, with the edges and memory items of every node side by side.
-
-The working memory of exact presolve: a graph in flat arrays, from which nodes are removed and to which edges are
-added.
+`Arena` is the working memory of presolve: nodes are removed from it and edges are added to it. `Core` is the problem
+that is left, with the presolves that made it. `CoreArrays` are its records, with the edges and memory items of every node
+side by side.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Sequential tree-reweighted message passing on flat arrays, at prices on memory.
-
-A lower bound under a memory limit: prices on memory over time, and message passing at these prices.
-"""
+"""A lower bound under a memory limit: prices on memory over time, and message passing (TRW-S) at these prices."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Descent from any choice to a good one within the limit: large neighbourhoods, with weights on memory that adapt.
+"""Solve of large problems: presolve, then bounds by prices and messages in turn with search in neighbourhoods.
 
-Solve of large problems: presolve, then bounds by prices and messages in turn with search in neighbourhoods.
+A descent leads from any choice to a good one within the limit, with weights on memory that adapt.
 """
 
 from __future__ import annotations

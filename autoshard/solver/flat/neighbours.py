@@ -1,6 +1,6 @@
-"""Random sets of nodes whose edges among them form a forest, and the cheapest choices on one.
+"""Large-neighbourhood search under a hard memory limit.
 
-Large-neighbourhood search under a hard memory limit: random forests solved exactly at prices on memory.
+A neighbourhood is a random set of nodes whose edges among them form a forest. It is solved exactly at prices on memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reduction of the memory constraints: redundant moments and items, and strategies that exceed the limit alone.
+"""Exact presolve: from a problem of tens of thousands of nodes to a core of hundreds or thousands.
 
-Exact presolve: from a problem of tens of thousands of nodes to a core of hundreds or thousands.
+The memory constraints are reduced first: redundant moments and items go, and strategies that exceed the limit alone.
 """
 
 from __future__ import annotations
