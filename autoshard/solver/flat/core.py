@@ -1,8 +1,8 @@
 """Large problems as flat arrays for numba's loops: before, during and after exact presolve.
 
 `Arena` is the working memory of presolve: nodes are removed from it and edges are added to it. `Core` is the problem
-that is left, with the presolves that made it. `CoreArrays` are its records, with the edges and memory items of every node
-side by side.
+that is left, with the presolves that made it. `CoreArrays` are its records, with the edges and memory items of every
+node side by side.
 """
 
 from __future__ import annotations
