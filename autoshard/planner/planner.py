@@ -24,9 +24,8 @@ from autoshard.patterns.graph_rules import Value
 from autoshard.patterns.strategy import axis_choices
 from autoshard.planner.account import StepAccount
 from autoshard.planner.budget_search import BudgetSearch
-from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.lazy_solver import LazySolver
-from autoshard.planner.planning_context import BlockSolution, PlanningContext, SolveRequest
+from autoshard.planner.planning_context import BlockSolution, CandidatePlan, PlanningContext, SolveRequest
 from autoshard.planner.planning_problem import Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.solving import CLOSE, LazyCosts, SolveOptions, is_large

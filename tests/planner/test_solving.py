@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from autoshard.planner import solving
-from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import OverlapSearch, Planner
+from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.planning_problem import BuiltProblem, HideableKind, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.progress_line import Progress, progress_text
