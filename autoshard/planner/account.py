@@ -1,8 +1,7 @@
-"""The operations and collectives of a step under some decisions.
+"""The cost of a step under some decisions: its operators and collectives, its seconds, and the memory of a device.
 
-Seconds of a step: the replay of its program on streams, at the search's prices of operators.
-
-Allocations of one device during a step: the memory of its program, call by call.
+`StepAccount` lists operators and reshards as the search counts them. Seconds and memory are those of the program that
+the decisions lead to: its replay on streams (`timeline`), and the lifetimes of what its calls allocate (`allocations`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from autoshard.patterns.graph_rules import Value, uncast
 from autoshard.patterns.strategy import describe, offered_factors
 from autoshard.planner.planning_problem import HideableKind
 from autoshard.planner.strategy_tables import StrategyTables
-from autoshard.plans.contents import Collective, Decision
+from autoshard.plans.plan_data import Collective, Decision
 from autoshard.program.aliasing import makes_view, storage_root
 from autoshard.program.predicted_program import PredictedProgram
 from autoshard.program.program_replay import KernelPrices, operations
@@ -39,7 +38,7 @@ from autoshard.simulate.events import Timeline, replay
 from autoshard.specs.axes import SharedAxis
 from autoshard.specs.spec import Spec
 
-_LOCAL_STEPS = ("slice", "make_partial")  # steps of a reshard that are no collectives
+_LOCAL_STEPS = ("slice", "make_partial")  # steps of a reshard that send nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,7 @@ def value_uses(flow: Flow) -> Iterator[ValueUse]:
             target, gradient = flow.output_spec(output), output.kind == "gradient"
             yield ValueUse(value, output, phase_of(output), target, position, gradient)
 
+    # An input that is handed back unchanged is an output without an operator.
     for source in flow.graph.inputs:
         yield from output_uses(Value(source.node), 0)
     for position, node in enumerate(flow.rules.operators):
@@ -125,7 +125,7 @@ class StepAccount:
         self.reshards = list(self._find_reshards())
 
     def _find_reshards(self) -> Iterator[StepReshard]:
-        copies: set[str] = set()
+        copies: set[str] = set()  # the program makes each copy once, for its first use
         for use in value_uses(self.flow):
             for key, source, spec in self.flow.reshards(use.value, use.phase, use.target):
                 if key in copies:
@@ -147,6 +147,7 @@ class StepAccount:
             for step in reshard.path.steps:
                 if step.kind not in _LOCAL_STEPS:
                     counts[step.kind, step.axis, step.bytes, reshard.module, reshard.phase, reshard.gradient] += 1
+        # Some strategies send data inside the local program of an operator, as ring attention does.
         for node in self.rules.operators:
             if not self._is_pinned(node):
                 module, phase = self.flow.graph.module_path(node), self.flow.graph.phase(node)
@@ -182,8 +183,8 @@ class StepAccount:
             # A parameter may be cast before it is gathered.
             if not reshard.gradient and any(step.kind == "all_gather" for step in reshard.path.steps):
                 phases[uncast(reshard.value.node)].add(reshard.phase)
-        for source in self.flow.graph.inputs:
-            if source.kind == "parameter" and source.node in phases:
+        for source in self.flow.graph.parameters:
+            if source.node in phases:
                 how = "again" if len(phases[source.node]) > 1 else "once"
                 yield from ((name, how) for name in self.flow.graph.aliases[source.name])
 
@@ -201,6 +202,7 @@ class StepAccount:
 
     def seconds(self, node: fx.Node) -> float:
         """Return the seconds of an operator: its compute, and the collectives inside its local program."""
+        # A pin is the identity in the local program: only the reshard to it costs time.
         if self._is_pinned(node):
             return 0.0
         call, rule = self.rules.calls[node], self.rules.rules[node]
@@ -216,12 +218,12 @@ class StepAccount:
 class OperatorPrices(KernelPrices):
     """Prices at which a local program costs as much as the search assumes: as the operator that it stands for.
 
-    A compiler makes few kernels of a local program; without one it runs as many kernels as it has calls. Plans are
-    compared by the seconds that were minimised.
-
     Args:
         tables: the search's prices of strategies.
     """
+
+    # Kernel by kernel, an eager local program would cost more, and a compiled one less. Plans are compared by the
+    # seconds that the search minimised.
 
     def __init__(self, tables: StrategyTables) -> None:
         super().__init__(tables.cost)
@@ -315,7 +317,7 @@ def allocations(
 
 
 class _ProgramMemory:
-    """Lifetimes of all memory of one program."""
+    """Lifetimes of all memory of one program, arguments as for `allocations`."""
 
     def __init__(self, flow: Flow, program: PredictedProgram, optimizer: OptimizerMemory) -> None:
         self.graph = flow.graph
@@ -339,6 +341,7 @@ class _ProgramMemory:
             storage_root(node): name for (kind, name), node in self.program.outputs.items() if kind == "gradient"
         }
         for root, held, start, end in lives:
+            # Memory that no position's peak call sees is left out: at that position, more is held at another call.
             first, last = bisect.bisect_left(calls, start), bisect.bisect_left(calls, end)
             if held and first < last:
                 until = self.end if end > len(self.order) else positions[last - 1] + 1
@@ -355,11 +358,12 @@ class _ProgramMemory:
         if root in gradients:
             return "gradient"
         kind: AllocationKind = root.meta["kind"]
+        # A gathered copy keeps its kind, which says why it is there, also where backward reads it.
         saved = self.first_call[root] < self.forward < end
         return "saved" if saved and kind != "gathered" else kind
 
     def _persistent_allocations(self) -> Iterator[Allocation]:
-        trained = {output.name for output in self.graph.outputs if output.kind == "gradient" and output.node}
+        trained = self.graph.gradients
         states = []
         for source in self.graph.inputs:
             if source.kind == "tangent":
@@ -406,6 +410,7 @@ class _ProgramMemory:
                 until = min((times[wait] for wait in waits_of(node)), default=times[node])
                 for held in {root(source) for source in node.all_input_nodes} & self.first_call.keys():
                     self.last_call[held] = max(self.last_call[held], until)
+        # Backward starts with what forward saved, even what it drops unread.
         for node in program.backward.saved.values():
             if root(node) in self.first_call:
                 self.last_call[root(node)] = max(self.last_call[root(node)], self.forward)
@@ -415,7 +420,7 @@ class _ProgramMemory:
 
     def _peak_calls(self, lives: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
         """Return the positions at which calls run, and for each position the call at which most is held."""
-        changes = [0] * (len(self.order) + 2)
+        changes = [0] * (len(self.order) + 2)  # one moment more, for the optimizer's step, and one end behind it
         for held, start, end in lives:
             changes[start] += held
             changes[end] -= held
@@ -423,6 +428,7 @@ class _ProgramMemory:
         best: dict[int, int] = {}
         position = 0
         for time, node in enumerate(self.order):
+            # Positions must rise with the calls, for `bisect`: a call that was moved counts to the operator there.
             position = max(position, node.meta["position"])
             if position not in best or held_at[time] > held_at[best[position]]:
                 best[position] = time

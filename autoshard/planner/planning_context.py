@@ -1,7 +1,4 @@
-"""A solved plan, and the time and memory of its program.
-
-The graph, rules, prices and tables of a plan; problems over some mesh axes; the time and memory of decisions.
-"""
+"""The graph, rules, prices and tables of a plan; problems over some mesh axes; the time and memory of decisions."""
 
 from __future__ import annotations
 
@@ -44,8 +41,10 @@ from autoshard.program.walk import LocalPrograms
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.reshard.path import Resharder
 from autoshard.solver.eliminate import WidthError
-from autoshard.specs.axes import MeshShape
+from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.version import __version__
+
+_MAX_ACCOUNTS = 3  # accounts that are kept: the final plan is most often one of the last candidates
 
 
 class ProgramEstimate:
@@ -125,9 +124,6 @@ class CandidatePlan:
     def update_seconds(self) -> float:
         """Predicted seconds of the optimizer's update, which follows the step."""
         return self.estimate.times[2]
-
-
-_MAX_ACCOUNTS = 3  # accounts that are kept: the final plan is most often one of the last candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +237,7 @@ class PlanningContext(ABC):
         with self.time_phase("patterns"):
             self.rules = GraphRules(graph, mesh)
             if like is not None:
-                self.rules.reuse_from(like.rules)
+                self.rules.reuse_from(like.rules)  # tables are found by the identity of rules and calls
 
     def _forget_results(self) -> None:
         self.unlimited: CandidatePlan | None = None
@@ -257,12 +253,18 @@ class PlanningContext(ABC):
     def forget(self) -> None:
         """Drop the results of searches, which hold much memory; keep the tables that serve other planners."""
         self._forget_results()
+        # The `cached_property` would make a builder only to forget its problems.
         if "builder" in self.__dict__:
             self.builder.forget()
 
     def gradient_price(self, kind: str, bytes: int, axis: int) -> float:
         """Return the seconds of a collective that reduces a gradient, for one run of the step."""
         return self.cost.gradient_collective(kind, bytes, axis) / self.settings.runs_per_reduction
+
+    @property
+    def price_key(self) -> tuple[SharedAxis | None, Cluster, Settings]:
+        """The values that the prices of a problem depend on, besides its graph."""
+        return self.constraints.shared, self.cluster, self.settings
 
     @property
     def axes(self) -> list[int]:
@@ -309,10 +311,12 @@ class PlanningContext(ABC):
         request = SolveRequest(builder, method, limit, prices, discount, work or self.settings.work_limit)
         solved = self._solve_all_axes(request)
         bound = solved.lower_bound
+        # Axes that were solved in turn have no bound of the whole problem.
         if len(self.axes) > 2:
             bound = min(bound if np.isfinite(bound) else self._bound, solved.cost)
         plan = self.evaluate(solved.decisions, solved.cost, bound, solved.method)
         self._update_best(plan)
+        # The solver returns what it has when it is interrupted; to end the search is left to the planner.
         if solved.interrupted:
             raise KeyboardInterrupt
         return plan
@@ -426,6 +430,7 @@ class PlanningContext(ABC):
     def warn_of_interruption(self, cost: float) -> None:
         """Warn that the search was interrupted and returns a plan of so many seconds."""
         self.interrupted = True
+        # The caller of a search with recomputed layers knows only the first planner.
         if self._like is not None:
             self._like.interrupted = True
         warnings.warn(
@@ -473,9 +478,9 @@ class PlanningContext(ABC):
     def update_seconds(self, program: PredictedProgram) -> float:
         """Return the seconds of the optimizer's update, by the bytes that it moves."""
         moved = 0
-        for source in self.graph.inputs:
+        for source in self.graph.parameters:
             gradient = program.outputs.get(("gradient", source.name))
-            if source.kind == "parameter" and gradient is not None:
+            if gradient is not None:
                 part, shape = program.inputs[source.node.name].meta["val"], Value(source.node).meta.shape
                 arrived = gradient.meta["val"].numel() * gradient.meta["val"].element_size()
                 moved += self.settings.optimizer.moved_bytes(shape, tuple(part.shape), part.element_size(), arrived)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from autoshard.plans.contents import PlanContents
+from autoshard.plans.plan_data import PlanContents
 from autoshard.plans.plan_text import (
     LEGEND,
     TensorRow,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Placement
 from autoshard.errors import PlanError
 from autoshard.memory.footprint import Memory
 from autoshard.names import ancestors, group_names, matching, suggestion
-from autoshard.plans.contents import Collective, Decision, PlanContents
+from autoshard.plans.plan_data import Collective, Decision, PlanContents
 from autoshard.specs.spec import placement_text
 from autoshard.units import format_bytes, format_seconds
 
