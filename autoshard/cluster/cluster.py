@@ -1,7 +1,4 @@
-"""`Cluster`: the devices and the links under a mesh, from a preset or a JSON file.
-
-The cluster of the GPU at hand: its preset, or the nearest preset scaled to the properties of the device.
-"""
+"""`Cluster`: the devices and the links under a mesh, from a preset, a text, a JSON file, or the GPU at hand."""
 
 from __future__ import annotations
 
@@ -27,6 +24,24 @@ from autoshard.errors import BudgetError, MeshError
 from autoshard.units import parse_bytes
 
 _PRESETS = resources.files("autoshard.cluster") / "presets"
+_LOGGER = logging.getLogger("autoshard")
+_PART = re.compile(r"(?P<count>\d+)\s*[xX*×]\s*(?P<kind>[A-Za-z]\w*)(?:-(?P<memory>[\d.]+\s*\w+))?")
+
+_PRESET_OF_NAME = (
+    (r"B200", "b200"),
+    (r"H200", "h200"),
+    (r"H100.*(HBM2e|9[4-6]GB)", "h100_500w"),
+    (r"H100 80GB HBM3", "h100"),
+    (r"A100-SXM.-40GB", "a100_40gb"),
+    (r"A100-SXM.-80GB", "a100"),
+    (r"V100S", "v100s"),
+    (r"V100-SXM", "v100"),
+    (r"P100-SXM", "p100"),
+    (r"\bT4\b", "t4"),
+    (r"\bL40S\b", "l40s"),
+    (r"MI300X", "mi300x"),
+)
+"""Pattern of the names that drivers report -> preset. The first match counts: narrower patterns come first."""
 
 CONTENTION = 0.58
 """Seconds that a second of communication adds to compute that runs at once: both want processors and bandwidth.
@@ -85,7 +100,7 @@ class Cluster:
                 f"cluster={cluster!r} is {type(cluster).__name__}: pass a Cluster, a preset's name such as "
                 f'"h100" ({", ".join(Cluster.presets())}), or the path of a file that Cluster.save wrote.'
             )
-        # A text that is no file name is a preset or a list of devices: the path of a file must say so by its suffix.
+        # A text that is no file name is a preset or a list of devices: the path of a file must show it by its suffix.
         if isinstance(cluster, str) and not cluster.endswith(".json"):
             return Cluster.parse(cluster) if is_devices(cluster) else Cluster.preset(cluster)
         return Cluster.load(cluster)
@@ -298,9 +313,6 @@ def _join_stretches(stretches: tuple[Hosts, ...], source: str, contention: float
     )
 
 
-_PART = re.compile(r"(?P<count>\d+)\s*[xX*×]\s*(?P<kind>[A-Za-z]\w*)(?:-(?P<memory>[\d.]+\s*\w+))?")
-
-
 @dataclass(frozen=True, slots=True)
 class Devices:
     """Some devices of one kind, as a text names them.
@@ -348,25 +360,6 @@ def _parse_part(part: str, text: str) -> Devices:
     return Devices(count, match["kind"].lower(), memory, name)
 
 
-_LOGGER = logging.getLogger("autoshard")
-
-_NAMES = (
-    (r"B200", "b200"),
-    (r"H200", "h200"),
-    (r"H100.*(HBM2e|9[4-6]GB)", "h100_500w"),
-    (r"H100 80GB HBM3", "h100"),
-    (r"A100-SXM.-40GB", "a100_40gb"),
-    (r"A100-SXM.-80GB", "a100"),
-    (r"V100S", "v100s"),
-    (r"V100-SXM", "v100"),
-    (r"P100-SXM", "p100"),
-    (r"\bT4\b", "t4"),
-    (r"\bL40S\b", "l40s"),
-    (r"MI300X", "mi300x"),
-)
-"""Pattern of the names that drivers report -> preset. The first match counts: narrower patterns come first."""
-
-
 class Properties(Protocol):
     """The result of `torch.cuda.get_device_properties`; older versions lack clock and width of the memory."""
 
@@ -395,7 +388,7 @@ def cluster_of(properties: Properties) -> Cluster:
     Rates of operations are scaled by the number of multiprocessors, those of bytes by clock and width of the memory,
     where the device reports them. Links are the preset's.
     """
-    named = next((preset for pattern, preset in _NAMES if re.search(pattern, properties.name)), None)
+    named = next((preset for pattern, preset in _PRESET_OF_NAME if re.search(pattern, properties.name)), None)
     if named is not None:
         return Cluster.preset(named)
     bandwidth = _bandwidth(properties)
@@ -421,7 +414,7 @@ def _bandwidth(properties: Properties) -> float | None:
 
 
 def _distance(preset: Cluster, properties: Properties, bandwidth: float | None) -> float:
-    """Distance of a preset from a device: by compute capability, then by the logarithms of the ratios of figures."""
+    """Return the distance of a preset from a device: by compute capability, then by the logarithms of ratios."""
     device = preset.device
     major, minor = getattr(properties, "major", 0), getattr(properties, "minor", 0)
     distance = abs(math.log(properties.multi_processor_count / device.multiprocessors))

@@ -21,7 +21,7 @@ _NAME = {"type": "string", "minLength": 1}
 
 
 def _record(properties: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Schema of an object that has these properties and no others; all but the `optional` ones must be there."""
+    """Return the schema of an object of these properties alone, of which all but the `optional` ones are required."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -33,7 +33,7 @@ _SOURCES = {"type": "object", "additionalProperties": _TEXT}
 
 
 def _curve(**about: Any) -> dict[str, Any]:
-    """Schema of a curve over amounts, by seconds or by rates."""
+    """Return the schema of a curve over amounts, by seconds or by rates."""
     schema = _record(
         {**about, "amounts": _VALUES, "seconds": _VALUES, "rates": _VALUES, "source": _TEXT},
         ("seconds", "rates", "source"),

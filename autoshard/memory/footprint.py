@@ -72,7 +72,7 @@ def bytes_by_kind(allocations: Iterable[Allocation], moment: int) -> dict[Alloca
 
 def live_bytes(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
     """Return the bytes held at each of the moments `0` to `moments - 1`."""
-    change = np.zeros(moments + 1)
+    change = np.zeros(moments + 1)  # one entry more, for what is held to the end
     for allocation in allocations:
         change[min(allocation.start, moments)] += allocation.bytes
         change[min(allocation.end, moments)] -= allocation.bytes
@@ -127,7 +127,7 @@ class Memory:
         lasting = ("parameter", "gradient", "optimizer", "buffer")
         most, moment = peak(allocations)
         live = [allocation for allocation in allocations if allocation.start <= moment < allocation.end]
-        live.sort(key=lambda allocation: -allocation.bytes)
+        live.sort(key=lambda allocation: -allocation.bytes)  # stable: equal ones stay in the order of the step
         phase, module, operator = ("", "", "") if place is None else place(moment)
         return Memory(
             parameters=total("parameter"),

@@ -55,6 +55,7 @@ class Settings:
     @property
     def runs_per_reduction(self) -> int:
         """Runs of the step for each reduction of a gradient, as the search counts them."""
+        # Gradients of one stage may be reduced with every microbatch, which then count in full.
         return self.gradient_steps if self.reduced == "step" else 1
 
 

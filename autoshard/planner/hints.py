@@ -246,8 +246,8 @@ def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], m
             )
         if not _divides(size, {axis: pin.placement for axis, pin in sharding.items()}, mesh):
             raise HintError(
-                f"{text}, as {placements}: {size} does not divide evenly. Only a plain Shard over one axis alone may be "
-                "uneven."
+                f"{text}, as {placements}: {size} does not divide evenly. Only a plain Shard over one axis alone may "
+                "be uneven."
             )
 
 

@@ -158,10 +158,16 @@ class CapturedCall:
 
 @freeze_older_objects()
 def planner_for(
-    module: nn.Module, graph: JointGraph, mesh: MeshShape, target: Target, like: Planner | None = None
+    module: nn.Module,
+    graph: JointGraph,
+    mesh: MeshShape,
+    target: Target,
+    placed: PlacementsByName | None = None,
+    placed_inputs: PlacementsByName | None = None,
+    like: Planner | None = None,
 ) -> Planner:
-    """Return a planner for the first call of a module; arguments as for `constraints_for` and `Planner`."""
-    constraints = constraints_for(module, graph, mesh, target)
+    """Return a planner for a call of a module; arguments as for `constraints_for` and `Planner`."""
+    constraints = constraints_for(module, graph, mesh, target, placed, placed_inputs)
     return Planner(graph, mesh, target.cluster, constraints, target.settings, like=like)
 
 
@@ -178,7 +184,6 @@ class PlannerCache:
         self.mesh = mesh
         self._first_planners: list[Planner] = []  # the first planner at every set of prices
 
-    @freeze_older_objects()
     def of(
         self,
         graph: JointGraph,
@@ -187,10 +192,9 @@ class PlannerCache:
         placed_inputs: PlacementsByName | None = None,
     ) -> Planner:
         """Return a new planner for a graph; arguments as for `constraints_for`."""
-        constraints = constraints_for(self.module, graph, self.mesh, target, placed, placed_inputs)
-        prices = constraints.shared, target.cluster, target.settings
+        prices = shared_axis(graph, self.mesh, target), target.cluster, target.settings
         like = next((planner for planner in self._first_planners if planner.price_key == prices), None)
-        planner = Planner(graph, self.mesh, target.cluster, constraints, target.settings, like=like)
+        planner = planner_for(self.module, graph, self.mesh, target, placed, placed_inputs, like)
         if like is None:
             self._first_planners.append(planner)
         return planner

@@ -51,33 +51,32 @@ class ProgramEstimate:
     """Time and memory of the program of some decisions, each computed on first use since that takes long.
 
     Args:
-        make_program: makes the program.
-        measure_times: returns the values of `times` for a program.
-        measure_memory: returns the values of `footprint` for a program.
+        context: prices the program.
+        flow: the graph and the decisions.
     """
 
-    def __init__(
-        self,
-        make_program: Callable[[], PredictedProgram],
-        measure_times: Callable[[PredictedProgram], tuple[float, float, float]],
-        measure_memory: Callable[[PredictedProgram], tuple[Memory, np.ndarray]],
-    ) -> None:
-        self._make_program, self._measure_times, self._measure_memory = make_program, measure_times, measure_memory
+    def __init__(self, context: PlanningContext, flow: Flow) -> None:
+        self._context, self._flow = context, flow
         self._program: PredictedProgram | None = None
 
     @cached_property
     def times(self) -> tuple[float, float, float]:
         """Seconds of the step, its seconds of exposed communication, and seconds of the optimizer's update."""
-        return self._measure_times(self._take_program())
+        program = self._take_program()
+        return (*self._context.replay(program, self._context.prices), self._context.update_seconds(program))
 
     @cached_property
     def footprint(self) -> tuple[Memory, np.ndarray]:
         """Bytes of one device, and those at every moment of the step."""
-        return self._measure_memory(self._take_program())
+        program, context, settings = self._take_program(), self._context, self._context.settings
+        with context.time_phase("account"):
+            allocated = list(allocations(self._flow, program, settings.optimizer, settings.under_way))
+            held = live_bytes(allocated, len(context.rules.operators) + 1)
+            return Memory.of(allocated, context.operation_at), held
 
     def _take_program(self) -> PredictedProgram:
         # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
-        program = self._program or self._make_program()
+        program = self._program or self._context.program(self._flow, self._context.settings.left_unreduced)
         self._program = None if self._program else program
         return program
 
@@ -492,24 +491,11 @@ class PlanningContext(ABC):
         for known in self._candidates:
             if known.decisions == decisions:
                 return replace(known, cost=cost, lower_bound=lower_bound, method=method)
-        flow = Flow(self.rules, decisions, self.mesh)
-
-        def make_program() -> PredictedProgram:
-            return self.program(flow, self.settings.left_unreduced)
-
-        def measure_times(program: PredictedProgram) -> tuple[float, float, float]:
-            return (*self.replay(program, self.prices), self.update_seconds(program))
-
-        def measure_memory(program: PredictedProgram) -> tuple[Memory, np.ndarray]:
-            with self.time_phase("account"):
-                allocated = list(allocations(flow, program, self.settings.optimizer, self.settings.under_way))
-                return Memory.of(allocated, self._operation_at), live_bytes(allocated, len(self.rules.operators) + 1)
-
-        estimate = ProgramEstimate(make_program, measure_times, measure_memory)
+        estimate = ProgramEstimate(self, Flow(self.rules, decisions, self.mesh))
         self._candidates.append(CandidatePlan(decisions, cost, lower_bound, method, estimate))
         return self._candidates[-1]
 
-    def _operation_at(self, moment: int) -> tuple[str, str, str]:
+    def operation_at(self, moment: int) -> tuple[str, str, str]:
         """Return phase, module path and operator at a moment of the step."""
         if moment >= len(self.rules.operators):
             return "optimizer", "", "optimizer's step"
