@@ -157,13 +157,7 @@ def stretch_of(data: dict[str, Any]) -> Hosts:
 
 def _device_data(device: Device) -> dict[str, Any]:
     """Return a device as JSON data; figures that have their default are left out."""
-    data: dict[str, Any] = {
-        "name": device.name,
-        "memory": device.memory,
-        "peak_flops": device.peak_flops,
-        "memory_bandwidth": device.memory_bandwidth,
-        "kernel_overhead": device.kernel_overhead,
-    }
+    data: dict[str, Any] = {name: getattr(device, name) for name in _DEVICE["required"]}
     for name in ("dispatch", "compiled_dispatch"):
         if getattr(device, name) != Dispatch():
             data[name] = asdict(getattr(device, name))

@@ -41,6 +41,7 @@ class Allocation:
     kind: AllocationKind
 
     def __post_init__(self) -> None:
+        # Assertions, since no user makes allocations.
         assert self.bytes >= 0, f"allocation {self.name!r} of {self.bytes} bytes"
         assert self.start <= self.end, f"allocation {self.name!r} ends at {self.end}, before its start {self.start}"
         assert self.kind in KINDS, f"allocation {self.name!r} of unknown kind {self.kind!r}"
@@ -56,7 +57,7 @@ def peak(allocations: Iterable[Allocation]) -> tuple[int, int]:
     if not changes:
         return 0, 0
     moments = sorted(changes)
-    held = list(accumulate(changes[moment] for moment in moments))
+    held = list(accumulate(changes[moment] for moment in moments))  # from each moment to the next
     most = max(held)
     return most, moments[held.index(most)]
 
@@ -134,6 +135,7 @@ class Memory:
             gradients=total("gradient"),
             optimizer=total("optimizer"),
             buffers=total("buffer"),
+            # The activations have a peak of their own, which may be at another moment than the whole peak.
             activations=peak(allocation for allocation in allocations if allocation.kind not in lasting)[0],
             peak=most,
             held={kind: held for kind, held in bytes_by_kind(live, moment).items() if held},

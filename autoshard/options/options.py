@@ -273,7 +273,7 @@ class _EntryPoint:
 _ENTRY_POINTS = {
     "plan": _EntryPoint(refused=frozenset({"overlap"})),
     "parallelize": _EntryPoint(),
-    # A frontier is of all limits, and its plans are compared by one memory: that of equal shares.
+    # A frontier has plans for all limits of memory.
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},

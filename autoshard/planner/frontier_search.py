@@ -22,6 +22,7 @@ from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan, PlanningContext
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
+from autoshard.plans.frontier import pareto_front
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver import Edge, Problem, cost_frontier
 from autoshard.solver.problem import blend
@@ -297,12 +298,7 @@ def _gap_area(lean: FrontierCandidate, fast: FrontierCandidate) -> float:
 
 def _pareto_front(candidates: Sequence[FrontierCandidate]) -> list[FrontierCandidate]:
     """Return the candidates that no other one beats, from the smallest peak to the shortest step."""
-    kept: list[FrontierCandidate] = []
-    # In the order of memory, a candidate is beaten by one before it or by none.
-    for candidate in sorted(candidates, key=lambda candidate: (candidate.peak, candidate.step_seconds)):
-        if not kept or candidate.step_seconds < kept[-1].step_seconds:
-            kept.append(candidate)
-    return kept
+    return pareto_front(candidates, lambda candidate: (candidate.peak, candidate.step_seconds))
 
 
 def recombine_plans(

@@ -90,6 +90,7 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     """
     globs: dict[str, str] = {}  # the first glob of every module, for errors
     graphs: dict[str, TaskGraph] = {}
+    # `resolve` raises the error of hints that are no mapping.
     for glob, value in hints.items() if isinstance(hints, Mapping) else ():
         if not isinstance(value, Primitive):
             continue
@@ -186,6 +187,7 @@ def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]
     if not reached:
         known = {*names, *modules} - {""}
         raise HintError(f"the hint {glob!r} matches no parameter and no module. {suggestion(glob, known)}")
+    # A glob may match several names of one tied parameter.
     return tuple(dict.fromkeys(reached))
 
 
@@ -259,5 +261,6 @@ def _divides(size: int, sharding: Mapping[int, Placement], mesh: MeshShape) -> b
     for axis, placement in sharding.items():
         if size % (mesh.axes[axis].size * split_factor_of(placement)):
             return False
+        # The next axis splits the shards of this one.
         size //= mesh.axes[axis].size
     return True

@@ -111,6 +111,7 @@ class ModulePlanner:
             (counts,) = plan.shares.values()
             graph = call.graph_in_parts(plan.parts, part_count(counts))
         planner = call.planner_of(self.target, graph)
+        # A plan of this planner has the shares of the options by construction.
         if given:
             _check_shares(plan, planner, self.requested)
         flow = checked_flow(planner, plan)

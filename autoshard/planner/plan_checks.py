@@ -180,6 +180,7 @@ class _Checks:
         shape = value.meta.shape
         shards = [placement for placement in spec if is_shard(placement)]
         steps = [step for placement in shards for step in (split_factor_of(placement), block_of(placement))]
+        # In an empty tensor, stretches and blocks are empty too.
         if 0 not in shape and any(step is not None and step < 1 for step in steps):
             return "stretches and blocks have one element at least"
         try:
@@ -247,6 +248,7 @@ def _unreachable_uses(flow: Flow, resharder: Resharder) -> Iterator[str]:
     for use in value_uses(flow):
         value, meta, unreduced = use.value, at(use.value.meta, generic), use.value in flow.rules.unreduced
         for _, source, spec in flow.reshards(value, use.phase, use.target):
+            # Equal layers have equal reshards, of which one is searched.
             key = (meta.shape, source, spec, unreduced)
             if key in seen:
                 continue

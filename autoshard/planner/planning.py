@@ -228,10 +228,12 @@ def run_planner(
 
 def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float, target: Target) -> ShardingPlan:
     """Return a plan with the record of the capture, the hints and the options that it was made with."""
+    # A primitive of one device has no axes.
     task_graphs = {
         str(primitive): " x ".join(planner.mesh.names[axis] for axis in axes) or "one device"
         for primitive, axes in planner.constraints.task_graphs.items()
     }
+    # `PlanContents` reads the shares and the limit; the rest is for people.
     options: dict[str, Any] = {
         "inputs": target.inputs,
         "memory_limit": target.settings.memory_limit,

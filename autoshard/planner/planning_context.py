@@ -470,6 +470,7 @@ class PlanningContext(ABC):
         """Return the seconds of a step of a program, and those of them in which communication is exposed."""
         with self.time_phase("schedule"):
             replayed, later = timeline(program, prices), reduction_timeline(program, prices)
+            # A reduction that several runs of the step share counts in parts.
             steps, contention = self.settings.gradient_steps, self.cluster.contention
             seconds = replayed.seconds_with_contention(contention) + later.seconds_with_contention(contention) / steps
             return seconds, replayed.exposed + later.exposed / steps

@@ -41,6 +41,7 @@ from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.layout import local_shape as spec_shape
 from autoshard.specs.spec import Spec
 
+# Kind of an exchange in a rule -> the collective that it is priced as; other exchanges have the names of collectives.
 _COLLECTIVES = {
     "gather_of_each": "all_gather",
     "exchange_of_each": "all_to_all",
@@ -91,6 +92,7 @@ class SpecList:
 
     def bytes(self, meta: TensorMeta, mesh: MeshShape) -> np.ndarray:
         """Return the bytes of one rank's shard of a tensor under every strategy."""
+        # Equal layers share their lists, and ask for tensors of one shape.
         key = (meta.shape, meta.dtype.itemsize)
         if key not in self._bytes:
             distinct = [math.prod(spec_shape(meta.shape, spec, mesh)) * meta.dtype.itemsize for spec in self.distinct]
@@ -183,6 +185,7 @@ class StrategyTables:
     def _all_seconds(
         self, call: OpCall, rule: Rule, options: OperatorStrategies, zeros: tuple[bool, ...]
     ) -> np.ndarray:
+        # The reshape gives an operator without strategies a second dim too.
         table = np.array(options.choices, dtype=np.int64).reshape(-1, self.mesh.ndim)
         # Strategies without padding and exchanges are priced together, since many have equal work and bytes.
         simple = np.zeros(len(table), dtype=np.bool_)
