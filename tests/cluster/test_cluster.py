@@ -1,4 +1,4 @@
-"""The cluster of the GPU that is there, with stand-ins of what torch tells of it."""
+"""Clusters: presets, files, texts, and the GPU that is there, with stand-ins of the properties that torch reports."""
 
 from __future__ import annotations
 

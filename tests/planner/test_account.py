@@ -1,8 +1,6 @@
-"""The collectives of a plan's account are those of its programs.
+"""The account of a plan: its collectives are those of its programs, its memory is what ranks allocate.
 
-The step that a plan predicts is the replay of its program, which torch's partitioner splits in halves.
-
-The predicted memory of a device is what ranks allocate.
+The step that it predicts is the replay of its program, which torch's partitioner splits in halves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Planners of the calls of one module: what one works out serves the others, and changes none of their plans.
+"""Planners of the calls of one module: they share tables, and none changes the plans of the others.
 
-Cycles that planning makes are freed while it runs; those of what was there before are freed later.
-
-Which layers a plan recomputes: as its settings say, and no more than the memory limit asks for.
+Cycles that planning makes are freed while it runs; those of older objects are freed later. A plan recomputes layers as
+its settings say, and no more of them than the memory limit asks for.
 """
 
 from __future__ import annotations
