@@ -213,7 +213,7 @@ class ShortfallError(BudgetError):
         planner, constraints, least = self._planner, self._constraints, self._least.peak
         parameters = [source.name for source in planner.graph.parameters]
         pinned = [name for name in parameters if name in constraints.pinned]
-        # Each remedy is tried at the same prices as the smallest peak, so that the peaks compare.
+        # Remedies are tried at the prices that led to the smallest peak: a whole search for each would take long.
         if pinned:
             free = {name: pins for name, pins in constraints.pinned.items() if name not in pinned}
             unpinned = replace(constraints, pinned=free, forced=frozenset(parameters))

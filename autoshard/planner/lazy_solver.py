@@ -201,7 +201,8 @@ class LazySolver:
         # Without a known cost no option can be left out; with a small gap there is no need to.
         if interrupted or not np.isfinite(slack) or slack <= CLOSE * abs(upper):
             return result_of_messages(relaxed, interrupted)
-        whole.run(1, upper=upper)  # the bounds of options are read from messages of a complete pass
+        # What an option adds to the bound is read from a pass, and holds for the bound before it, as the slack does.
+        whole.run(1, upper=upper)
         # Equal layers keep the same options, and go on sharing their tables.
         kept_of: dict[int, IntArray] = {}
         for leader, within in zip(follows, whole.strategies_within(slack), strict=True):

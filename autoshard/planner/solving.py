@@ -116,7 +116,7 @@ def solve_problem(built: BuiltProblem, tiling: Tiling | None, options: SolveOpti
     if best.interrupted or best.gap <= enough or monotonic() > options.deadline:
         return best
     start = None
-    # Messages that come close need no better start; segments are good where messages circle.
+    # Segments take time, and help only where messages leave a gap.
     if best.gap > CLOSE:
         by_segments = solve_by_segments(problem, built.program_positions, tiling, options)
         best = better_result(best, by_segments)
