@@ -7,7 +7,7 @@ import dataclasses
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.memory.footprint import Memory
-from autoshard.plans.contents import Collective, Decision
+from autoshard.plans.plan_data import Collective, Decision
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement

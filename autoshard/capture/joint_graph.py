@@ -99,6 +99,21 @@ class JointGraph:
         return self.graph_module.graph
 
     @property
+    def parameters(self) -> tuple[JointInput, ...]:
+        """The placeholders of parameters."""
+        return tuple(item for item in self.inputs if item.kind == "parameter")
+
+    @property
+    def tensor_outputs(self) -> dict[str, fx.Node]:
+        """The nodes that make the outputs of the module, by name; without outputs of None."""
+        return {item.name: item.node for item in self.outputs if item.kind == "output" and item.node is not None}
+
+    @property
+    def gradients(self) -> dict[str, fx.Node]:
+        """The nodes that make the gradients, by the name of the parameter or input; without gradients of None."""
+        return {item.name: item.node for item in self.outputs if item.kind == "gradient" and item.node is not None}
+
+    @property
     def tangent_outputs(self) -> tuple[str, ...]:
         """Names of the outputs that have a tangent, in the order of the tangents."""
         return tuple(item.name for item in self.inputs if item.kind == "tangent")
@@ -114,11 +129,7 @@ class JointGraph:
                 operands = [sources[operand] for operand in node.all_input_nodes if operand in sources]
                 if operands:
                     sources[node] = operands[0].union(*operands[1:])
-        return {
-            item.name: sources.get(item.node, frozenset())
-            for item in self.outputs
-            if item.kind == "gradient" and item.node is not None
-        }
+        return {name: sources.get(node, frozenset()) for name, node in self.gradients.items()}
 
     def phase(self, node: fx.Node) -> Phase:
         """Return the half of the step that the node belongs to."""

@@ -1,8 +1,7 @@
-"""Seconds of work that all processes do at once, so that they contend for shared hardware as in a step.
+"""Measurement of the devices that a mesh runs on: their collectives, their operators, and the contention of both.
 
-Measurements of the devices of a job: operators, collectives, and both at once.
-
-Measuring the machine that a mesh runs on: its collectives, its operators, and the contention of both.
+All processes do the same work at once, so that they contend for shared hardware as in a step: a `Stopwatch` times it, a
+`Bench` makes the measurements, and `calibrate` makes a cluster of them.
 """
 
 from __future__ import annotations
@@ -53,6 +52,14 @@ _TRIES = 3
 _COPIES = 8
 # Bytes that the copies take together.
 _COPY_BYTES = 2**26
+# Power of two of the bytes of the smallest collective.
+_SMALLEST_POWER = 8
+# Least part of the time of compute and collective together that is left to the collective by noise.
+_LEAST_SHARE = 0.01
+# Bytes of the collective that is timed beside compute, so that latency hardly counts.
+_OVERLAP_BYTES = 2**22
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class Rotation:
@@ -143,14 +150,6 @@ def robust_mean(timings: Sequence[float]) -> float:
     """Return the mean of timings, each of which counts as three medians at most."""
     most = _OUTLIER_FACTOR * statistics.median(timings)
     return statistics.mean(min(timing, most) for timing in timings)
-
-
-# Power of two of the bytes of the smallest collective.
-_SMALLEST_POWER = 8
-# Least part of the time of compute and collective together that is left to the collective by noise.
-_LEAST_SHARE = 0.01
-# Bytes of the collective that is timed beside compute, so that latency hardly counts.
-_OVERLAP_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +305,6 @@ def _make_blocking_collective(
     return make_blocking(make_collective(kind, size, group, device))
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-
-
 def calibrate(
     mesh: DeviceMesh,
     *,
@@ -445,7 +441,7 @@ def fit_links(
     """
     rows: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for (kind, grouping), curve in collectives.items():
-        spans = _spans_hosts(grouping, devices, devices_per_host)
+        spans = grouping.spans_hosts(devices, lambda rank: rank // devices_per_host)
         for bytes, seconds in zip(curve.amounts, curve.seconds, strict=True):
             messages, volume = _terms(kind, bytes, grouping.size)
             # Each equation is divided by its measured seconds, so that the squares are those of relative errors.
@@ -474,10 +470,3 @@ def _link(rows: list[tuple[float, float]]) -> Link:
         alone = [float(column.sum() / (column * column).sum()) for column in terms.T]
         latency, per_byte = max(float(latency), alone[0] * 1e-3), max(float(per_byte), alone[1] * 1e-3)
     return Link(bandwidth=1 / float(per_byte), latency=float(latency))
-
-
-def _spans_hosts(grouping: Grouping, devices: int, devices_per_host: int) -> bool:
-    """Return True if any group holds ranks of different hosts."""
-    reach = grouping.stride * (grouping.size - 1)
-    firsts = (rank for rank in range(devices) if rank // grouping.stride % grouping.size == 0)
-    return any(rank // devices_per_host != (rank + reach) // devices_per_host for rank in firsts)

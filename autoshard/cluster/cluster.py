@@ -1,9 +1,11 @@
-"""`Cluster`: the devices and the links under a mesh, from a preset or a JSON file."""
+"""`Cluster`: the devices and the links under a mesh, from a preset, a text, a JSON file, or the GPU at hand."""
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -11,15 +13,35 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from autoshard.cluster import cluster_file
 from autoshard.cluster.device import Device, Hosts, Link, RankPlace, place_of, stretches_of
-from autoshard.cluster.measurements import Measurements
+from autoshard.cluster.measurements import Measurements, scaled_curves
 from autoshard.errors import BudgetError, MeshError
 from autoshard.units import parse_bytes
 
 _PRESETS = resources.files("autoshard.cluster") / "presets"
+_LOGGER = logging.getLogger("autoshard")
+_PART = re.compile(r"(?P<count>\d+)\s*[xX*×]\s*(?P<kind>[A-Za-z]\w*)(?:-(?P<memory>[\d.]+\s*\w+))?")
+
+_PRESET_OF_NAME = (
+    (r"B200", "b200"),
+    (r"H200", "h200"),
+    (r"H100.*(HBM2e|9[4-6]GB)", "h100_500w"),
+    (r"H100 80GB HBM3", "h100"),
+    (r"A100-SXM.-40GB", "a100_40gb"),
+    (r"A100-SXM.-80GB", "a100"),
+    (r"V100S", "v100s"),
+    (r"V100-SXM", "v100"),
+    (r"P100-SXM", "p100"),
+    (r"\bT4\b", "t4"),
+    (r"\bL40S\b", "l40s"),
+    (r"MI300X", "mi300x"),
+)
+"""Pattern of the names that drivers report -> preset. The first match counts: narrower patterns come first."""
 
 CONTENTION = 0.58
 """Seconds that a second of communication adds to compute that runs at once: both want processors and bandwidth.
@@ -78,7 +100,7 @@ class Cluster:
                 f"cluster={cluster!r} is {type(cluster).__name__}: pass a Cluster, a preset's name such as "
                 f'"h100" ({", ".join(Cluster.presets())}), or the path of a file that Cluster.save wrote.'
             )
-        # A text that is no file name is a preset or a list of devices: the path of a file must say so by its suffix.
+        # A text that is no file name is a preset or a list of devices: the path of a file must show it by its suffix.
         if isinstance(cluster, str) and not cluster.endswith(".json"):
             return Cluster.parse(cluster) if is_devices(cluster) else Cluster.preset(cluster)
         return Cluster.load(cluster)
@@ -291,9 +313,6 @@ def _join_stretches(stretches: tuple[Hosts, ...], source: str, contention: float
     )
 
 
-_PART = re.compile(r"(?P<count>\d+)\s*[xX*×]\s*(?P<kind>[A-Za-z]\w*)(?:-(?P<memory>[\d.]+\s*\w+))?")
-
-
 @dataclass(frozen=True, slots=True)
 class Devices:
     """Some devices of one kind, as a text names them.
@@ -339,3 +358,87 @@ def _parse_part(part: str, text: str) -> Devices:
         raise MeshError(f"{part!r} in the cluster {text!r}: {error}") from error
     name = match["kind"] if match["memory"] is None else f"{match['kind']}-{match['memory']}"
     return Devices(count, match["kind"].lower(), memory, name)
+
+
+class Properties(Protocol):
+    """The result of `torch.cuda.get_device_properties`; older versions lack clock and width of the memory."""
+
+    name: str
+    total_memory: int
+    multi_processor_count: int
+
+
+def default_cluster(device_type: str | None) -> Cluster:
+    """Return the cluster of a mesh whose user names no cluster.
+
+    Args:
+        device_type: of the mesh; None where a plan is made for devices that are not there.
+    """
+    if device_type == "cpu":
+        return Cluster.preset("cpu")
+    # Plans for devices that are not there are for a data centre; its most usual device stands for the unknown one.
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return Cluster.preset("h100")
+    return cluster_of(torch.cuda.get_device_properties(torch.cuda.current_device()))
+
+
+def cluster_of(properties: Properties) -> Cluster:
+    """Return the preset of a GPU; without one, the nearest preset with the GPU's memory and rates, and log a warning.
+
+    Rates of operations are scaled by the number of multiprocessors, those of bytes by clock and width of the memory,
+    where the device reports them. Links are the preset's.
+    """
+    named = next((preset for pattern, preset in _PRESET_OF_NAME if re.search(pattern, properties.name)), None)
+    if named is not None:
+        return Cluster.preset(named)
+    bandwidth = _bandwidth(properties)
+    presets = [Cluster.preset(name) for name in Cluster.presets()]
+    # Presets of CPUs have no multiprocessors to scale by.
+    candidates = [preset for preset in presets if preset.device.multiprocessors]
+    nearest = min(candidates, key=lambda preset: _distance(preset, properties, bandwidth))
+    scaled = _scale_preset(nearest, properties, bandwidth)
+    speed = "" if bandwidth is None else f", {bandwidth / 1e9:.0f} GB/s"
+    _LOGGER.warning(
+        f"no preset knows {properties.name} ({properties.total_memory / 2**30:.0f} GiB{speed}, "
+        f"{properties.multi_processor_count} multiprocessors): prices are those of {nearest.name}, scaled. Measure "
+        "yours by autoshard.calibrate, or name a preset by cluster=."
+    )
+    return scaled
+
+
+def _bandwidth(properties: Properties) -> float | None:
+    """Return bytes per second of the device's memory; None where the device does not report its clock and width."""
+    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    # Kilohertz and bits; the memory moves data twice a clock.
+    return 2.0 * clock * 1e3 * width / 8 if clock and width else None
+
+
+def _distance(preset: Cluster, properties: Properties, bandwidth: float | None) -> float:
+    """Return the distance of a preset from a device: by compute capability, then by the logarithms of ratios."""
+    device = preset.device
+    major, minor = getattr(properties, "major", 0), getattr(properties, "minor", 0)
+    distance = abs(math.log(properties.multi_processor_count / device.multiprocessors))
+    # Memory says less than rates.
+    distance += abs(math.log(properties.total_memory / device.memory)) / 2
+    if major:
+        # Another generation outweighs any difference in size, and the minor version a difference of a factor of e.
+        distance += 10.0 * (int(device.capability) != major) + (device.capability != major + minor / 10)
+    return distance + (abs(math.log(bandwidth / device.memory_bandwidth)) if bandwidth else 0.0)
+
+
+def _scale_preset(preset: Cluster, properties: Properties, bandwidth: float | None) -> Cluster:
+    device = preset.device
+    compute = properties.multi_processor_count / device.multiprocessors
+    # Without a figure of the memory, a larger device is taken to have more of both.
+    memory = compute if bandwidth is None else bandwidth / device.memory_bandwidth
+    scaled = replace(
+        device,
+        name=f"{properties.name}, scaled from {device.name}",
+        memory=properties.total_memory,
+        peak_flops={name: rate * compute for name, rate in device.peak_flops.items()},
+        memory_bandwidth=device.memory_bandwidth * memory,
+        operators=scaled_curves(device.operators, compute, memory),
+        multiprocessors=properties.multi_processor_count,
+    )
+    source = f"{preset.name}, scaled by multiprocessors and bandwidth; {preset.source}"
+    return replace(preset, name=f"{preset.name} scaled", device=scaled, source=source)

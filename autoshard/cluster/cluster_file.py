@@ -21,7 +21,7 @@ _NAME = {"type": "string", "minLength": 1}
 
 
 def _record(properties: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Schema of an object that has these properties and no others; all but the `optional` ones must be there."""
+    """Return the schema of an object of these properties alone, of which all but the `optional` ones are required."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -33,7 +33,7 @@ _SOURCES = {"type": "object", "additionalProperties": _TEXT}
 
 
 def _curve(**about: Any) -> dict[str, Any]:
-    """Schema of a curve over amounts, by seconds or by rates."""
+    """Return the schema of a curve over amounts, by seconds or by rates."""
     schema = _record(
         {**about, "amounts": _VALUES, "seconds": _VALUES, "rates": _VALUES, "source": _TEXT},
         ("seconds", "rates", "source"),
@@ -157,13 +157,7 @@ def stretch_of(data: dict[str, Any]) -> Hosts:
 
 def _device_data(device: Device) -> dict[str, Any]:
     """Return a device as JSON data; figures that have their default are left out."""
-    data: dict[str, Any] = {
-        "name": device.name,
-        "memory": device.memory,
-        "peak_flops": device.peak_flops,
-        "memory_bandwidth": device.memory_bandwidth,
-        "kernel_overhead": device.kernel_overhead,
-    }
+    data: dict[str, Any] = {name: getattr(device, name) for name in _DEVICE["required"]}
     for name in ("dispatch", "compiled_dispatch"):
         if getattr(device, name) != Dispatch():
             data[name] = asdict(getattr(device, name))

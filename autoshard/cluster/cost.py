@@ -1,6 +1,6 @@
 """Seconds of operators and collectives on a cluster: the prices of every strategy and every reshard.
 
-Floating-point operations of the operators whose time is compute, not memory traffic.
+`flops` counts the floating-point operations of the operators whose time is compute, not memory traffic.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class CostModel:
         self.mesh = mesh
         axes = range(mesh.ndim)
         self._groupings = tuple(Grouping(mesh.sizes[axis], math.prod(mesh.sizes[axis + 1 :])) for axis in axes)
-        self._spanning = tuple(map(self._any_group_spans_hosts, self._groupings))
+        host_of = self.cluster.host_of
+        self._spanning = tuple(grouping.spans_hosts(mesh.size, host_of) for grouping in self._groupings)
         self._links = tuple(self.cluster.between if spans else self.cluster.inside for spans in self._spanning)
-        hosts = tuple(map(self._hosts_of_first_group, self._groupings))
+        # Hosts of the first group of every axis, which stands for the others.
+        hosts = tuple(len(set(map(host_of, grouping.groups(mesh.size)[0]))) for grouping in self._groupings)
         # A ring leaves a host as seldom as it can: once for every host but the last.
         self._ring_latencies = tuple(
             self._hop_latencies(size, max(1, count - 1) if spans else 0)
@@ -58,16 +60,6 @@ class CostModel:
         self._operators = self.cluster.device.operators if measured is None else measured.operators
         if measured is not None:
             self._warn_of_estimates(measured)
-
-    def _any_group_spans_hosts(self, grouping: Grouping) -> bool:
-        """Return True if the first and the last rank of some group sit on different hosts."""
-        reach = grouping.stride * (grouping.size - 1)
-        host_of = self.cluster.host_of
-        firsts = (rank for rank in range(self.mesh.size) if rank // grouping.stride % grouping.size == 0)
-        return any(host_of(rank) != host_of(rank + reach) for rank in firsts)
-
-    def _hosts_of_first_group(self, grouping: Grouping) -> int:
-        return len({self.cluster.host_of(rank * grouping.stride) for rank in range(grouping.size)})
 
     def _hop_latencies(self, size: int, outside: int) -> float:
         """Return seconds of a trip around a ring of `size` devices, `outside` of whose hops leave a host."""
@@ -221,7 +213,7 @@ class CostModel:
 
         Returns:
             Seconds: those of operators of its family where there are curves of them, measured ones or those of the
-            device (`operator_curves.operator_seconds`), else max(flops / peak, bytes / memory bandwidth) + kernel
+            device (`measurements.operator_seconds`), else max(flops / peak, bytes / memory bandwidth) + kernel
             overhead.
 
         Source: Whale 3.3 profiles a TaskGraph by its operations and bytes against those of the device; the roofline is
@@ -245,7 +237,7 @@ class CostModel:
 
 
 def _levels(size: int) -> int:
-    """Height of a binary tree of so many devices."""
+    """Return the height of a binary tree of so many devices."""
     return math.ceil(math.log2(size))
 
 
@@ -284,50 +276,43 @@ def _product(position: int) -> _Count:
     return count
 
 
-def _attention(causal: int) -> _Count:
+def _attention(causal: int, captured: bool = False) -> _Count:
     """Count scores, and the weighted sum of values; `causal` is the position of the flag `is_causal`."""
-    return _fused_attention(0, causal, 1, 1)
+    return _attention_products(0, causal, captured, 1, 1)
 
 
-def _attention_backward(causal: int) -> _Count:
+def _attention_backward(causal: int, captured: bool = False) -> _Count:
     """Count scores again and gradients of queries and keys, as wide as keys; gradients of values and weights."""
-    return _fused_attention(1, causal, 3, 2)
+    return _attention_products(1, causal, captured, 3, 2)
 
 
-def _fused_attention(first: int, causal: int, by_key: int, by_value: int) -> _Count:
+def _attention_products(first: int, causal: int, captured: bool, by_key: int, by_value: int) -> _Count:
     """Count attention: operands from `first` on; `by_key` products as wide as keys, `by_value` as wide as values."""
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
         queries, keys, values = operands[first : first + 3]
         rows, columns = queries[-2], keys[-2]
         scores = rows * columns
-        if _is_set(args, causal):
-            # Kernels leave out the blocks above the diagonal. A mask given as a tensor is not known to be causal.
-            scores -= columns * columns // 2 if rows > columns else rows * columns - rows * rows // 2
+        # A mask given as a tensor is not known to be causal.
+        if len(args) > causal and args[causal] is True:
+            scores = (_captured_scores if captured else _causal_scores)(rows, columns, args[causal + 1 :])
         return 2 * math.prod(queries[:-2]) * scores * (by_key * queries[-1] + by_value * values[-1])
 
     return count
 
 
-def _captured_attention(first: int, causal: int, by_key: int, by_value: int) -> _Count:
-    """Count attention of captured graphs; a flag at `causal` and a window behind it leave keys out."""
-
-    def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-        queries, keys, values = operands[first : first + 3]
-        rows, columns = queries[-2], keys[-2]
-        scores = rows * columns
-        # Fewer queries than keys may be the last ones, as with a cache of keys: they see all keys.
-        if _is_set(args, causal) and rows == columns:
-            window = args[causal + 1]
-            width = min(window or columns, columns) if isinstance(window, int) else columns
-            scores = rows * width - width * width // 2
-        return 2 * math.prod(queries[:-2]) * scores * (by_key * queries[-1] + by_value * values[-1])
-
-    return count
+def _causal_scores(rows: int, columns: int, _: Sequence[object]) -> int:
+    # Kernels leave out the blocks above the diagonal.
+    return rows * columns - columns * columns // 2 if rows > columns else rows * rows // 2
 
 
-def _is_set(args: Sequence[object], position: int) -> bool:
-    return len(args) > position and args[position] is True
+def _captured_scores(rows: int, columns: int, further: Sequence[object]) -> int:
+    """Return the scores of attention in a captured graph, whose first argument behind the flag is a window."""
+    # Fewer queries than keys may be the last ones, as with a cache of keys: they see all keys.
+    if rows != columns:
+        return rows * columns
+    width = min(further[0] or columns, columns) if isinstance(further[0], int) else columns
+    return rows * width - width * width // 2
 
 
 def _convolution(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
@@ -386,8 +371,8 @@ _COUNTS: dict[str, _Count] = {
     **dict.fromkeys(("lstm_steps", "gru_steps", "rnn_steps"), _steps),
     **dict.fromkeys(("lstm_steps_backward", "rnn_steps_backward"), _steps_backward(1)),
     "gru_steps_backward": _steps_backward(2),
-    "attention": _captured_attention(0, 5, 1, 1),
-    "attention_backward": _captured_attention(1, 8, 3, 2),
+    "attention": _attention(causal=5, captured=True),
+    "attention_backward": _attention_backward(causal=8, captured=True),
     "scaled_dot_product_attention": _attention(causal=5),
     "_scaled_dot_product_attention_math": _attention(causal=_NEVER),
     "_scaled_dot_product_flash_attention": _attention(causal=4),

@@ -1,7 +1,4 @@
-"""One device, and the link that joins it to others: their figures, and the worst figures of several.
-
-The places of ranks on hosts that differ: stretches of ranks on hosts that are alike.
-"""
+"""Devices, the links that join them, and their hosts: the figures of each, and the worst figures of several."""
 
 from __future__ import annotations
 
@@ -86,6 +83,7 @@ class Device:
 
     def rate(self, name: str) -> float:
         """Return `peak` of a dtype by its name."""
+        # Data sheets list few dtypes; an integer runs as float32 does.
         if name not in self.peak_flops:
             name = _RUNS_AS.get(name, "float32")
         return self.peak_flops[name]

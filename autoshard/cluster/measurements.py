@@ -1,15 +1,14 @@
-"""Measured seconds at some amounts of work, interpolated for all others.
+"""Measured seconds: curves over amounts of work, of operators by families and of collectives by groups of devices.
 
-Seconds of operators by curves over their work: curves of a device's preset, or measured ones.
-
-Measurements of a cluster: collectives by the groups of devices, operators by their work.
+A curve is interpolated between the amounts that were measured. The curves of operators are those of a device's preset,
+or `Measurements` of a job's own devices.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -288,6 +287,16 @@ class Grouping:
     size: int
     stride: int
 
+    def groups(self, devices: int) -> list[range]:
+        """Return the ranks of every group of so many devices."""
+        reach = self.stride * self.size
+        return [range(rank, rank + reach, self.stride) for rank in range(devices) if rank % reach < self.stride]
+
+    def spans_hosts(self, devices: int, host_of: Callable[[int], int]) -> bool:
+        """Return True if any group holds ranks of different hosts, given the host of every rank."""
+        # Hosts hold consecutive ranks: the ends of a group are the farthest apart.
+        return any(host_of(ranks[0]) != host_of(ranks[-1]) for ranks in self.groups(devices))
+
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
@@ -296,7 +305,7 @@ class Measurements:
     Attributes:
         devices: number of devices that took part.
         collectives: by kind and grouping, seconds by the bytes that one rank holds before; all groups at once.
-        operators: seconds on one device while all others do the same (`operator_curves.OperatorCurves`).
+        operators: seconds on one device while all others do the same (`OperatorCurves`).
     """
 
     devices: int

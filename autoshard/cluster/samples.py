@@ -1,7 +1,4 @@
-"""Calls of operators of every family, in growing sizes, to be timed.
-
-The collectives that programs issue, on groups of a mesh axis, to be timed.
-"""
+"""Pieces of work to be timed: calls of operators of every family in growing sizes, and collectives of groups."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class Sample:
     """Calls of one family.
 
     Attributes:
-        family: as in `operator_curves`.
+        family: as in `measurements`.
         amounts_are: unit of the curve: `FLOPS`, `BYTES` or `INTENSITY`.
         sizes: of the calls, rising; larger ones take longer.
         make: returns the call of a size.
@@ -76,18 +73,26 @@ def samples(dtype: torch.dtype, device: torch.device) -> list[Sample]:
     powers = [2**power for power in range(2, 14)]
     # Up to tensors in memory behind all caches. Accelerators need larger ones than CPUs to be busy.
     elements = [4**power for power in range(5, 12 if device.type == "cpu" else 14)]
+
+    def shallow(make: Callable[..., SampleCall]) -> Callable[[int], SampleCall]:
+        return lambda channels: make(channels, side=32, images=256 // channels)
+
+    def short(make: Callable[..., SampleCall]) -> Callable[[int], SampleCall]:
+        return lambda length: make(length, batch=2048 // length, width=32)
+
+    # By intensity, the samples keep about the same bytes, and do ever more operations with each.
     products = [
-        Sample("mm", FLOPS, powers, maker.square_product),
-        Sample("mm", INTENSITY, powers[:7], maker.narrow_product),
-        Sample("bmm", FLOPS, powers[:9], maker.batched_product),
+        Sample("mm", FLOPS, powers, lambda size: maker.product((size, size), (size, size))),
+        Sample("mm", INTENSITY, powers[:7], lambda size: maker.product((_NARROW, size), (size, _NARROW))),
+        Sample("bmm", FLOPS, powers[:9], lambda size: maker.product((16, size, size), (16, size, size))),
         Sample("convolution", FLOPS, powers[:5], maker.convolution),
-        Sample("convolution", INTENSITY, powers[1:6], maker.shallow_convolution),
+        Sample("convolution", INTENSITY, powers[1:6], shallow(maker.convolution)),
         Sample("convolution_backward", FLOPS, powers[:5], maker.convolution_backward),
-        Sample("convolution_backward", INTENSITY, powers[1:6], maker.shallow_convolution_backward),
+        Sample("convolution_backward", INTENSITY, powers[1:6], shallow(maker.convolution_backward)),
         Sample("attention", FLOPS, powers[2:10], maker.attention),
-        Sample("attention", INTENSITY, powers[1:7], maker.short_attention),
+        Sample("attention", INTENSITY, powers[1:7], short(maker.attention)),
         Sample("attention_backward", FLOPS, powers[2:10], maker.attention_backward),
-        Sample("attention_backward", INTENSITY, powers[1:7], maker.short_attention_backward),
+        Sample("attention_backward", INTENSITY, powers[1:7], short(maker.attention_backward)),
     ]
     return products + [Sample(family, BYTES, elements, make) for family, make in maker.by_bytes().items()]
 
@@ -110,26 +115,15 @@ class _Maker:
 
     # By operations
 
-    def square_product(self, size: int) -> SampleCall:
-        return SampleCall(aten.mm.default, (self.tensor(size, size), self.tensor(size, size)))
-
-    def narrow_product(self, size: int) -> SampleCall:
-        return SampleCall(aten.mm.default, (self.tensor(_NARROW, size), self.tensor(size, _NARROW)))
-
-    def batched_product(self, size: int) -> SampleCall:
-        return SampleCall(aten.bmm.default, (self.tensor(16, size, size), self.tensor(16, size, size)))
+    def product(self, left: Sequence[int], right: Sequence[int]) -> SampleCall:
+        op = aten.mm.default if len(left) == 2 else aten.bmm.default
+        return SampleCall(op, (self.tensor(*left), self.tensor(*right)))
 
     def convolution(self, size: int, side: int | None = None, images: int = 4) -> SampleCall:
         """Return a convolution of images of `size` channels and `side` pixels a row, by default `size`."""
         side = side or size
         source, weight = self.tensor(images, size, side, side), self.tensor(size, size, 3, 3)
         return SampleCall(aten.convolution.default, (source, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
-
-    def shallow_convolution(self, size: int) -> SampleCall:
-        return self.convolution(size, side=32, images=256 // size)
-
-    def shallow_convolution_backward(self, size: int) -> SampleCall:
-        return self.convolution_backward(size, side=32, images=256 // size)
 
     def convolution_backward(self, size: int, side: int | None = None, images: int = 4) -> SampleCall:
         # The result of the forward has the shape of its gradient, and stands for it.
@@ -143,12 +137,6 @@ class _Maker:
         op = aten._scaled_dot_product_flash_attention_for_cpu if on_cpu else aten._scaled_dot_product_flash_attention
         query, key, value = (self.tensor(batch, 4, size, width) for _ in range(3))
         return SampleCall(op.default, (query, key, value))
-
-    def short_attention(self, size: int) -> SampleCall:
-        return self.attention(size, batch=2048 // size, width=32)
-
-    def short_attention_backward(self, size: int) -> SampleCall:
-        return self.attention_backward(size, batch=2048 // size, width=32)
 
     def attention_backward(self, size: int, batch: int = 4, width: int = 64) -> SampleCall:
         forward = self.attention(size, batch, width)
@@ -266,17 +254,10 @@ def groupings(devices: int) -> list[Grouping]:
     ]
 
 
-def groups_of(grouping: Grouping, devices: int) -> list[list[int]]:
-    """Return the ranks of every group."""
-    size, stride = grouping.size, grouping.stride
-    firsts = [rank for rank in range(devices) if rank // stride % size == 0]
-    return [[first + place * stride for place in range(size)] for first in firsts]
-
-
 @contextlib.contextmanager
 def group(grouping: Grouping) -> Iterator[dist.ProcessGroup]:
     """Context with this process's group of a grouping of all processes, which enter and leave it together."""
-    local, _ = dist.new_subgroups_by_enumeration(groups_of(grouping, dist.get_world_size()))
+    local, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in grouping.groups(dist.get_world_size())])
     assert local is not None
     try:
         yield local

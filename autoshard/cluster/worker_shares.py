@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.cluster.measurements import scaled_curves
@@ -37,16 +35,16 @@ class Worker:
                 raise ValueError(f"{name}={getattr(self, name)!r} of a worker: it must be above 0.")
 
 
-def workers_of(cluster: Cluster, ranks: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[Worker, ...]:
-    """Return the devices of some ranks as workers, with their memory and their rate of operations in `dtype`.
+def workers_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[Worker, ...]:
+    """Return the devices of some ranks as workers, with their memory and their rate of operations in single precision.
 
     Raises:
         MeshError: the cluster has no such rank.
 
-    Source: Whale 3.3.1, which compares devices by their operations per second in single precision.
+    Source: Whale 3.3.1, which compares devices by these.
     """
     devices = [cluster.device_of(rank) for rank in ranks]
-    return tuple(Worker(device.peak(dtype), device.memory) for device in devices)
+    return tuple(Worker(device.rate("float32"), device.memory) for device in devices)
 
 
 def shares(total: int, workers: Sequence[Worker], memory_of: Callable[[int], float]) -> tuple[int, ...]:
@@ -133,6 +131,7 @@ def _allocate_greedily(total: int, capacities: Sequence[int], price: Callable[[i
     for _ in range(total):
         _, place = heapq.heappop(heap)
         counts[place] += 1
+        # A place that is full gets no further price.
         if counts[place] < capacities[place]:
             heapq.heappush(heap, (price(place, counts[place] + 1), place))
     return counts

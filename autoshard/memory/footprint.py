@@ -41,6 +41,7 @@ class Allocation:
     kind: AllocationKind
 
     def __post_init__(self) -> None:
+        # Assertions, since no user makes allocations.
         assert self.bytes >= 0, f"allocation {self.name!r} of {self.bytes} bytes"
         assert self.start <= self.end, f"allocation {self.name!r} ends at {self.end}, before its start {self.start}"
         assert self.kind in KINDS, f"allocation {self.name!r} of unknown kind {self.kind!r}"
@@ -56,7 +57,7 @@ def peak(allocations: Iterable[Allocation]) -> tuple[int, int]:
     if not changes:
         return 0, 0
     moments = sorted(changes)
-    held = list(accumulate(changes[moment] for moment in moments))
+    held = list(accumulate(changes[moment] for moment in moments))  # from each moment to the next
     most = max(held)
     return most, moments[held.index(most)]
 
@@ -72,7 +73,7 @@ def bytes_by_kind(allocations: Iterable[Allocation], moment: int) -> dict[Alloca
 
 def live_bytes(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
     """Return the bytes held at each of the moments `0` to `moments - 1`."""
-    change = np.zeros(moments + 1)
+    change = np.zeros(moments + 1)  # one entry more, for what is held to the end
     for allocation in allocations:
         change[min(allocation.start, moments)] += allocation.bytes
         change[min(allocation.end, moments)] -= allocation.bytes
@@ -127,13 +128,14 @@ class Memory:
         lasting = ("parameter", "gradient", "optimizer", "buffer")
         most, moment = peak(allocations)
         live = [allocation for allocation in allocations if allocation.start <= moment < allocation.end]
-        live.sort(key=lambda allocation: -allocation.bytes)
+        live.sort(key=lambda allocation: -allocation.bytes)  # stable: equal ones stay in the order of the step
         phase, module, operator = ("", "", "") if place is None else place(moment)
         return Memory(
             parameters=total("parameter"),
             gradients=total("gradient"),
             optimizer=total("optimizer"),
             buffers=total("buffer"),
+            # The activations have a peak of their own, which may be at another moment than the whole peak.
             activations=peak(allocation for allocation in allocations if allocation.kind not in lasting)[0],
             peak=most,
             held={kind: held for kind, held in bytes_by_kind(live, moment).items() if held},

@@ -66,6 +66,7 @@ class OptimizerMemory:
 
     def step_bytes(self, held: Sequence[int]) -> int:
         """Return the bytes of temporaries during a step, given the bytes of every trained parameter on the device."""
+        # One call for each operator has results for all parameters at once.
         if self.foreach:
             return self.together * sum(held)
         updates = pairwise((0, *held))  # a parameter, after the one whose temporaries are still there

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
+# A context variable and not a global: threads compile for meshes of their own.
 _mesh: ContextVar[DeviceMesh | None] = ContextVar("autoshard_mesh", default=None)
 
 
@@ -22,7 +23,7 @@ def use_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
     try:
         yield mesh
     finally:
-        _mesh.reset(token)
+        _mesh.reset(token)  # to the mesh of the outer context, if there is one
 
 
 def mesh_in_use() -> DeviceMesh | None:

@@ -194,12 +194,14 @@ class Options:
             raise PlanError(
                 f'output_placements={self.output_placements!r}: pass "planned" or a mapping of output names.'
             )
+        # A dict in place of an object is a likely mistake, and would fail late, in the planner.
         for name, group in (("search", Search), ("pipeline", Pipeline)):
             if not isinstance(getattr(self, name), group):
                 raise PlanError(
                     f"{name}={getattr(self, name)!r}: pass an autoshard.{group.__name__}, such as "
                     f"autoshard.{group.__name__}({', '.join(f'{item.name}=...' for item in fields(group)[:2])})."
                 )
+        # Parsed for its errors: a wrong unit is reported before the module is captured.
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         _check_policy(self.mp_policy)
@@ -232,6 +234,7 @@ class OptionKeywords(TypedDict, total=False):
     overlap: str
     search: Search
     pipeline: Pipeline
+    # Earlier spellings.
     method: str
     time_limit: float
     effort: str
@@ -270,6 +273,7 @@ class _EntryPoint:
 _ENTRY_POINTS = {
     "plan": _EntryPoint(refused=frozenset({"overlap"})),
     "parallelize": _EntryPoint(),
+    # A frontier has plans for all limits of memory.
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
@@ -294,6 +298,7 @@ def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
         TypeError: the function takes no keyword of that name; the message names the close ones.
         PlanError, InputError, BudgetError: a value is not valid.
     """
+    # Functions take keywords as `**options`, so that Python does not check their names.
     rules = _ENTRY_POINTS[function]
     known = {item.name for item in fields(Options)} - rules.refused
     grouped: dict[str, dict[str, Any]] = {"search": {}, "pipeline": {}}
@@ -312,6 +317,7 @@ def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
             _warn_of_earlier_keywords(function, group, grouped[group])
             values[group] = replace(values.get(group, kind()), **grouped[group])
     options = Options(**values)
+    # An explicit group without a limit, `Search(method="ilp")`, gets the function's limit too.
     if options.search.time_limit is None:
         options = replace(options, search=replace(options.search, time_limit=rules.time_limit))
     return options
@@ -334,6 +340,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_shares(shares: object, output_placements: Placements) -> None:
     if shares is None or shares == "auto":
         return
+    # Names of axes and numbers of ranks are checked where the mesh is known.
     if not isinstance(shares, Mapping) or len(shares) != 1:
         raise PlanError(
             f'shares={shares!r}: name one mesh axis and what each of its ranks takes: {{"dp": (4, 2)}}; or say "auto", '
@@ -349,6 +356,7 @@ def _check_shares(shares: object, output_placements: Placements) -> None:
 def _check_policy(policy: object) -> None:
     if policy is None:
         return
+    # torch's class checks nothing itself.
     if not isinstance(policy, MixedPrecisionPolicy):
         raise InputError(
             f"mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, such as MixedPrecisionPolicy("

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autoshard.capture.dynamic import Dynamic
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.nearest import default_cluster
+from autoshard.cluster.cluster import Cluster, default_cluster
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.options.options import Hints, Options, Placements, Shares
 from autoshard.reshard.deferred_reductions import DeferredReduction
@@ -56,6 +55,7 @@ class Settings:
     @property
     def runs_per_reduction(self) -> int:
         """Runs of the step for each reduction of a gradient, as the search counts them."""
+        # Gradients of one stage may be reduced with every microbatch, which then count in full.
         return self.gradient_steps if self.reduced == "step" else 1
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from autoshard.capture.joint import JointInput, JointOutput
+from autoshard.capture.joint import JointInput
 from autoshard.patterns.graph_rules import GraphRules, Value, value_of
 from autoshard.patterns.rule import Rule
 from autoshard.planner.planning_problem import Constraints
@@ -48,6 +49,7 @@ class BoundarySpecs:
                 return [constraints.outputs[name]]
             specs = self._open_specs(rule, constraints.planned_outputs)
             return [spec for spec in specs if is_boundary_spec(value, spec, self.mesh)]
+        # The last resort, where no spec of the rule keeps the pins: whole on all other axes.
         pinned = constraints.pinned.get(name, (None,) * self.mesh.ndim)
         pinned_spec = Spec.of(*(placement or Replicate() for placement in pinned))
         if None not in pinned:
@@ -67,37 +69,34 @@ class BoundarySpecs:
             if all(pin is None or pin == placement for pin, placement in zip(pinned, spec, strict=True))
         ]
         sharding = self.restrictions.sharded_parameters.get(name, ())
-        # A restriction that no spec meets is dropped.
+        # A restriction is a wish, unlike a pin: one that no spec meets is dropped.
         allowed = [spec for spec in allowed if all(axis in spec.shard_axes for axis in sharding)] or allowed
         allowed = allowed or [pinned_spec]
-        if name in constraints.forced:
-            sharded = [spec for spec in allowed if spec.shard_axes]
-            allowed = sharded or self._uneven_specs(value) or allowed
-        return allowed
+        if name not in constraints.forced:
+            return allowed
+        # A parameter that nothing can shard stays whole: memory is then saved by other means.
+        return [spec for spec in allowed if spec.shard_axes] or self._uneven_specs(value) or allowed
 
-    def of_output(self, output: JointOutput) -> list[Spec]:
+    def of_output(self, name: str, node: fx.Node) -> list[Spec]:
         """Return the specs in which an output may come back."""
-        assert output.node is not None
-        value = value_of(output.node)
-        if output.name in self.constraints.outputs:
-            return [self.constraints.outputs[output.name]]
+        value = value_of(node)
+        if name in self.constraints.outputs:
+            return [self.constraints.outputs[name]]
         if not self.constraints.planned_outputs:
             return [Spec.all_replicated(self.mesh.ndim)]
         specs = self.tables.options(self.rules.rules[value.node]).results[value.result].distinct
         return [spec for spec in specs if not spec.partial_axes and is_boundary_spec(value, spec, self.mesh)]
 
     def _has_uneven_shares(self, value: Value, spec: Spec) -> bool:
-        """Return True if ranks would hold shares of a tensor, or blocks that do not divide the shared size.
-
-        No `DTensor` has such shards.
-        """
+        """Return True if ranks would hold shares of a tensor, or blocks that do not divide the shared size."""
+        # No `DTensor` has such shards, and what lies outside the step are DTensors.
         shared, shape = self.constraints.shared, value.meta.shape
         if shared is None:
             return False
         blocks: dict[int, int] = {}
         for axis in spec.shard_axes:
             dim = dim_of(spec[axis], len(shape))
-            strided = split_factor_of(spec[axis]) > 1  # the factor may be the shared size
+            strided = split_factor_of(spec[axis]) > 1  # its factor may be the shared size, which calls change
             if shared.is_of_whole(shape[dim]) and (strided or axis == shared.axis):
                 return True
             blocks[dim] = blocks.get(dim, 1) * self.mesh.sizes[axis]
@@ -120,7 +119,8 @@ class BoundarySpecs:
         return list(self.tables.options(rule).results[0].distinct)
 
     def _leading_specs(self, value: Value) -> list[Spec]:
-        """Return shards of dim 0 over some of the axes, which a data loader can yield."""
+        """Return shards of dim 0 over some of the axes."""
+        # A data loader yields samples: it has no part of one to give.
         specs = [Spec.all_replicated(self.mesh.ndim)]
         for axis in range(self.mesh.ndim):
             specs += [spec.replace(axis, Shard(0)) for spec in specs if self.mesh.sizes[axis] > 1]
@@ -137,18 +137,16 @@ def is_storage_spec(value: Value, spec: Spec, mesh: MeshShape) -> bool:
     """Return True if a tensor can have a spec outside the step: torch can say it, and no rank has an empty shard."""
     shape = value.meta.shape
     long = all(shape[dim_of(spec[axis], len(shape))] >= mesh.sizes[axis] for axis in spec.shard_axes)
-    return _is_plain_nest(spec) and not spec.has_blocks and (long or is_even(shape, spec, mesh))
-
-
-def _is_plain_nest(spec: Spec) -> bool:
-    """Return True unless several axes split a dim, one of them strided: `DTensor.full_tensor` gathers that wrongly."""
     splits = [(placement.dim, split_factor_of(placement)) for placement in spec if is_shard(placement)]  # type: ignore[attr-defined]
     dims = [dim for dim, _ in splits]
-    return all(factor == 1 or dims.count(dim) == 1 for dim, factor in splits)
+    # `DTensor.full_tensor` gathers a dim wrongly that several axes split, one of them strided.
+    is_plain = all(factor == 1 or dims.count(dim) == 1 for dim, factor in splits)
+    return is_plain and not spec.has_blocks and (long or is_even(shape, spec, mesh))
 
 
 def _with_plain_shards(specs: Sequence[Spec]) -> list[Spec]:
-    """Return the specs, and their variants with plain shards for strided ones: to gather these takes no copy."""
+    """Return the specs, and their variants with plain shards for strided ones."""
+    # A strided shard needs a copy to be gathered, a plain one does not: at rest the plain one may be cheaper.
     known = dict.fromkeys(specs)
     for spec in specs:
         dims = [placement.dim for placement in spec if is_shard(placement)]  # type: ignore[attr-defined]

@@ -1,12 +1,14 @@
-"""The error of a memory limit that no plan fits: the smallest peak, its parts, and what would make it smaller.
+"""Plans within a memory limit: parameters are forced to be sharded, and memory gets a price where most is held.
 
-Plans within a memory limit: parameters are forced to be sharded, and memory gets a price where most is held.
+`BudgetSearch` searches for the fastest plan that fits. If none does, `ShortfallError` names the smallest peak, its
+parts, and what would make it smaller. The functions at the end also serve the search for a frontier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from torch.distributed.tensor import Replicate
@@ -14,24 +16,149 @@ from torch.distributed.tensor import Replicate
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
-from autoshard.memory.budget import (
-    MEMORY_ONLY_STRENGTH,
-    drop_negligible,
-    first_that_fits,
-    largest_names,
-    memory_prices,
-    peak_weights,
-)
 from autoshard.memory.footprint import Memory
 from autoshard.patterns.graph_rules import Value
-from autoshard.planner.candidate_plan import CandidatePlan
-from autoshard.planner.planning_context import PlanningContext
+from autoshard.planner.planning_context import CandidatePlan, PlanningContext
 from autoshard.planner.planning_problem import Constraints
 from autoshard.plans.plan_text import memory_parts
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_placeable
 from autoshard.specs.spec import Spec
 from autoshard.units import format_bytes
+
+Plan = TypeVar("Plan")
+
+_ROUNDS = 6  # plans made where memory alone has a price, at most
+_MIN_GAIN = 0.01  # part of the peak by which such a plan must be leaner than the last one for another to be made
+_STEP_TOLERANCE = 0.002  # part of a step's time by which two plans may differ without a search between them
+_FORCED_LEVELS = 10  # levels on which ever more parameters are forced to be sharded
+_PRICED_LEVELS = 20  # levels on which memory has ever higher prices
+_MAX_CORRECTIONS = 7  # times that the memory rows of the integer program are tightened
+
+# All the memory of a plan, in costs of a step:
+_MIN_STRENGTH = 1e-3  # where memory hardly counts
+_MEMORY_ONLY_STRENGTH = 1e3  # where memory alone counts
+
+# A moment that holds a tenth less than the peak weighs exp(-3), a twentieth, of it. A guess that works.
+_SHARPNESS = 30.0
+_NEGLIGIBLE_SHARE = 1e-2  # of all bytes; a guess that works
+
+
+class BudgetSearch:
+    """Searches for the fastest plan whose peak is within a limit.
+
+    Levels lead from the plan without a limit to the leanest one. On the lower levels the largest parameters are forced
+    to be sharded, more from level to level (Rhino 4.4); on the upper ones all are, and memory gets a price at the
+    moments at which most is held. The plan of a level does not depend on the limit. `first_that_fits` searches for a
+    level between plans where less memory takes more time, and takes the fastest plan met that fits.
+
+    With `method="ilp"`, rows of memory in the problem itself (Rhino 4.2) are tried too; with `method="force"`, only the
+    lower levels.
+
+    Args:
+        planner: solves problems.
+        limit: the memory limit in bytes per device.
+        cheapest: the plan of the problem without a limit.
+        fastest: the fastest plan without a limit; it holds too much.
+    """
+
+    def __init__(self, planner: PlanningContext, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> None:
+        self.planner = planner
+        self.limit = limit
+        self.cheapest = cheapest
+        self.fastest = fastest
+        self.sizes = drop_negligible(forceable_parameters(planner.graph, planner.constraints))
+        # Other methods are too slow, or need too narrow a problem, where everything is forced.
+        self.method = "alternate" if planner.settings.method == "alternate" else "auto"
+        self.all_forced = replace(planner.constraints, forced=frozenset(self.sizes))
+
+    def run(self) -> CandidatePlan:
+        """Return the plan.
+
+        Raises:
+            ShortfallError: no plan found fits. The smallest peak, which it names, is the same at every limit, so that a
+                limit of that size can be met.
+        """
+        method = self.planner.settings.method
+        if method == "force":
+            leanest = min(self.cheapest, self._forced_plan(1.0), key=lambda plan: plan.memory.peak)
+            weights, levels, begin = peak_weights(leanest.held_bytes), _FORCED_LEVELS, None
+        else:
+            leanest, weights = self._find_leanest()
+            # The level at which all are forced is solved well; plans at low prices next to it may be slower and larger.
+            levels, begin = 1 + _FORCED_LEVELS + _PRICED_LEVELS, 1 + _FORCED_LEVELS
+        if leanest.memory.peak > self.limit:
+            prices = self._memory_prices(weights, _MEMORY_ONLY_STRENGTH)
+            late = self.planner.is_past_deadline
+            raise ShortfallError(self.planner, self.limit, leanest.memory, self.all_forced, prices, late)
+
+        def make(level: int) -> CandidatePlan:
+            return leanest if self.planner.is_past_deadline else self._plan_at_level(level, weights)
+
+        def measure(plan: CandidatePlan) -> tuple[float, int]:
+            return plan.step_seconds, plan.memory.peak
+
+        plan = first_that_fits(self.fastest, leanest, levels, make, measure, self.limit, _STEP_TOLERANCE, begin)
+        rows = self._solve_with_memory_rows() if method == "ilp" else None
+        return plan if rows is None or rows.cost > plan.cost else rows
+
+    def _plan_at_level(self, level: int, weights: np.ndarray) -> CandidatePlan:
+        """Return the plan of a level from 1 up; `weights` are those of the moments at which memory has a price."""
+        if level == 1:
+            return self.cheapest
+        if level <= 1 + _FORCED_LEVELS:
+            return self._forced_plan((level - 1) / _FORCED_LEVELS)
+        share = (level - 1 - _FORCED_LEVELS) / (_PRICED_LEVELS + 1)
+        return self._priced_plan(weights, _MIN_STRENGTH * (_MEMORY_ONLY_STRENGTH / _MIN_STRENGTH) ** share)
+
+    def _find_leanest(self) -> tuple[CandidatePlan, np.ndarray]:
+        plans: list[CandidatePlan] = []
+
+        def solve(weights: np.ndarray) -> CandidatePlan | None:
+            if plans and self.planner.is_past_deadline:
+                return None
+            plans.append(self._priced_plan(weights, _MEMORY_ONLY_STRENGTH))
+            return plans[-1]
+
+        return find_leanest(self.cheapest, solve, _ROUNDS, _MIN_GAIN)
+
+    def _forced_plan(self, share: float) -> CandidatePlan:
+        """Return the cheapest plan with the largest parameters forced to be sharded; all of them at a share of 1."""
+        forced = largest_names(self.sizes, share)
+        plan = self._solve_cached(forced, replace(self.planner.constraints, forced=forced))
+        return replace(plan, method=f"{plan.method}, the {len(forced)} largest parameters forced to be sharded")
+
+    def _priced_plan(self, weights: np.ndarray, strength: float) -> CandidatePlan:
+        """Return the cheapest plan with all parameters forced and memory priced at some moments."""
+        prices = self._memory_prices(weights, strength)
+        plan = self._solve_cached(prices.tobytes(), self.all_forced, prices)
+        return replace(plan, method=f"{plan.method}, all parameters forced to be sharded, memory priced")
+
+    def _memory_prices(self, weights: np.ndarray, strength: float) -> np.ndarray:
+        return memory_prices(weights, strength, self.cheapest.cost, self.cheapest.memory.peak)
+
+    def _solve_cached(self, key: Hashable, constraints: Constraints, prices: np.ndarray | None = None) -> CandidatePlan:
+        plans = self.planner.plan_cache
+        if key not in plans:
+            plans[key] = self.planner.solve(constraints, method=self.method, prices=prices)
+        return plans[key]
+
+    def _solve_with_memory_rows(self) -> CandidatePlan | None:
+        """Return the fastest plan found with rows of memory in the problem (Rhino 4.2); None if no plan fits."""
+        # The rows leave out copies that a reshard makes: their limit is lowered by what the account finds too much.
+        rows = float(self.limit)
+        for _ in range(_MAX_CORRECTIONS):
+            try:
+                plan = self.planner.solve(self.planner.constraints, method="ilp", limit=rows)
+            except BudgetError:
+                return None
+            if plan.memory.peak <= self.limit:
+                return replace(plan, method=f"{plan.method}, memory bounded")
+            # At least a hundredth, so that a few corrections are enough.
+            rows -= max(plan.memory.peak - self.limit, 0.01 * self.limit)
+            if rows <= 0 or self.planner.is_past_deadline:
+                return None
+        return None
 
 
 class ShortfallError(BudgetError):
@@ -84,8 +211,9 @@ class ShortfallError(BudgetError):
     def _find_remedies(self) -> Iterator[str]:
         """Return texts of changes that make the peak smaller, with the peaks that they were seen to lead to."""
         planner, constraints, least = self._planner, self._constraints, self._least.peak
-        parameters = [source.name for source in planner.graph.inputs if source.kind == "parameter"]
+        parameters = [source.name for source in planner.graph.parameters]
         pinned = [name for name in parameters if name in constraints.pinned]
+        # Remedies are tried at the prices that led to the smallest peak: a whole search for each would take long.
         if pinned:
             free = {name: pins for name, pins in constraints.pinned.items() if name not in pinned}
             unpinned = replace(constraints, pinned=free, forced=frozenset(parameters))
@@ -98,8 +226,11 @@ class ShortfallError(BudgetError):
             peak = _recompute_peak(planner, [layer.name for layer in layers], constraints) if layers else float("inf")
             if peak < least:
                 yield f'allow recomputation (recompute="full" needs {format_bytes(peak)})'
-        # The cluster may be a list of devices, of which there are no more.
-        mesh = _double_largest_axis(planner.mesh)
+        mesh = planner.mesh
+        longest = max(range(mesh.ndim), key=lambda axis: mesh.sizes[axis])
+        sizes = [size * 2 if axis == longest else size for axis, size in enumerate(mesh.sizes)]
+        mesh = MeshShape.of(dict(zip(mesh.names, sizes, strict=True)))
+        # The cluster may be a list of devices, of which there are no more; and pins may not fit the larger mesh.
         if (planner.cluster.count is not None and mesh.size > planner.cluster.count) or not _pins_fit(
             planner, constraints, mesh
         ):
@@ -120,7 +251,7 @@ def _recompute_peak(planner: PlanningContext, layers: Sequence[str], constraints
     except AutoshardError:
         return float("inf")
     peak = fastest.memory.peak
-    prices = memory_prices(peak_weights(fastest.held_bytes), MEMORY_ONLY_STRENGTH, fastest.cost, peak)
+    prices = memory_prices(peak_weights(fastest.held_bytes), _MEMORY_ONLY_STRENGTH, fastest.cost, peak)
     return min(peak, _smallest_peak(recomputing, constraints, prices))
 
 
@@ -137,137 +268,6 @@ def _pins_fit(planner: PlanningContext, constraints: Constraints, mesh: MeshShap
     shapes = {source.name: source.node.meta["val"].shape for source in planner.graph.inputs}
     specs = {name: Spec.of(*(pin or Replicate() for pin in pins)) for name, pins in constraints.pinned.items()}
     return all(is_placeable(shapes[name], spec, mesh) for name, spec in specs.items())
-
-
-def _double_largest_axis(mesh: MeshShape) -> MeshShape:
-    longest = max(range(mesh.ndim), key=lambda axis: mesh.sizes[axis])
-    sizes = [size * 2 if axis == longest else size for axis, size in enumerate(mesh.sizes)]
-    return MeshShape.of(dict(zip(mesh.names, sizes, strict=True)))
-
-
-_ROUNDS = 6  # plans made where memory alone has a price, at most
-_MIN_GAIN = 0.01  # part of the peak by which such a plan must be leaner than the last one for another to be made
-_STEP_TOLERANCE = 0.002  # part of a step's time by which two plans may differ without a search between them
-_MIN_STRENGTH = 1e-3  # all the memory of a plan, in costs of a step, where memory hardly counts
-_FORCED_LEVELS = 10  # levels on which ever more parameters are forced to be sharded
-_PRICED_LEVELS = 20  # levels on which memory has ever higher prices
-_MAX_CORRECTIONS = 7  # times that the memory rows of the integer program are tightened
-
-
-class BudgetSearch:
-    """Searches for the fastest plan whose peak is within a limit.
-
-    Levels lead from the plan without a limit to the leanest one. On the lower levels the largest parameters are forced
-    to be sharded, more from level to level (Rhino 4.4); on the upper ones all are, and memory gets a price at the
-    moments at which most is held. The plan of a level does not depend on the limit. `first_that_fits` searches for a
-    level between plans where less memory takes more time, and takes the fastest plan met that fits.
-
-    With `method="ilp"`, rows of memory in the problem itself (Rhino 4.2) are tried too; with `method="force"`, only the
-    lower levels.
-
-    Args:
-        planner: solves problems.
-        limit: the memory limit in bytes per device.
-        cheapest: the plan of the problem without a limit.
-        fastest: the fastest plan without a limit; it holds too much.
-    """
-
-    def __init__(self, planner: PlanningContext, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> None:
-        self.planner = planner
-        self.limit = limit
-        self.cheapest = cheapest
-        self.fastest = fastest
-        self.sizes = drop_negligible(forceable_parameters(planner.graph, planner.constraints))
-        # Other methods are too slow, or need too narrow a problem, where everything is forced.
-        self.method = "alternate" if planner.settings.method == "alternate" else "auto"
-        self.all_forced = replace(planner.constraints, forced=frozenset(self.sizes))
-
-    def run(self) -> CandidatePlan:
-        """Return the plan.
-
-        Raises:
-            ShortfallError: no plan found fits. The smallest peak, which it names, is the same at every limit, so that a
-                limit of that size can be met.
-        """
-        method = self.planner.settings.method
-        if method == "force":
-            leanest = min(self.cheapest, self._forced_plan(1.0), key=lambda plan: plan.memory.peak)
-            weights, levels, begin = peak_weights(leanest.held_bytes), _FORCED_LEVELS, None
-        else:
-            leanest, weights = self._find_leanest()
-            # The level at which all are forced is solved well; plans at low prices next to it may be slower and larger.
-            levels, begin = 1 + _FORCED_LEVELS + _PRICED_LEVELS, 1 + _FORCED_LEVELS
-        if leanest.memory.peak > self.limit:
-            prices = self._memory_prices(weights, MEMORY_ONLY_STRENGTH)
-            late = self.planner.is_past_deadline
-            raise ShortfallError(self.planner, self.limit, leanest.memory, self.all_forced, prices, late)
-
-        def make(level: int) -> CandidatePlan:
-            return leanest if self.planner.is_past_deadline else self._plan_at_level(level, weights)
-
-        def measure(plan: CandidatePlan) -> tuple[float, int]:
-            return plan.step_seconds, plan.memory.peak
-
-        plan = first_that_fits(self.fastest, leanest, levels, make, measure, self.limit, _STEP_TOLERANCE, begin)
-        rows = self._solve_with_memory_rows() if method == "ilp" else None
-        return plan if rows is None or rows.cost > plan.cost else rows
-
-    def _plan_at_level(self, level: int, weights: np.ndarray) -> CandidatePlan:
-        """Return the plan of a level from 1 up; `weights` are those of the moments at which memory has a price."""
-        if level == 1:
-            return self.cheapest
-        if level <= 1 + _FORCED_LEVELS:
-            return self._forced_plan((level - 1) / _FORCED_LEVELS)
-        share = (level - 1 - _FORCED_LEVELS) / (_PRICED_LEVELS + 1)
-        return self._priced_plan(weights, _MIN_STRENGTH * (MEMORY_ONLY_STRENGTH / _MIN_STRENGTH) ** share)
-
-    def _find_leanest(self) -> tuple[CandidatePlan, np.ndarray]:
-        plans: list[CandidatePlan] = []
-
-        def solve(weights: np.ndarray) -> CandidatePlan | None:
-            if plans and self.planner.is_past_deadline:
-                return None
-            plans.append(self._priced_plan(weights, MEMORY_ONLY_STRENGTH))
-            return plans[-1]
-
-        return find_leanest(self.cheapest, solve, _ROUNDS, _MIN_GAIN)
-
-    def _forced_plan(self, share: float) -> CandidatePlan:
-        """Return the cheapest plan with the largest parameters forced to be sharded; all of them at a share of 1."""
-        forced = largest_names(self.sizes, share)
-        plan = self._solve_cached(forced, replace(self.planner.constraints, forced=forced))
-        return replace(plan, method=f"{plan.method}, the {len(forced)} largest parameters forced to be sharded")
-
-    def _priced_plan(self, weights: np.ndarray, strength: float) -> CandidatePlan:
-        """Return the cheapest plan with all parameters forced and memory priced at some moments."""
-        prices = self._memory_prices(weights, strength)
-        plan = self._solve_cached(prices.tobytes(), self.all_forced, prices)
-        return replace(plan, method=f"{plan.method}, all parameters forced to be sharded, memory priced")
-
-    def _memory_prices(self, weights: np.ndarray, strength: float) -> np.ndarray:
-        return memory_prices(weights, strength, self.cheapest.cost, self.cheapest.memory.peak)
-
-    def _solve_cached(self, key: Hashable, constraints: Constraints, prices: np.ndarray | None = None) -> CandidatePlan:
-        plans = self.planner.plan_cache
-        if key not in plans:
-            plans[key] = self.planner.solve(constraints, method=self.method, prices=prices)
-        return plans[key]
-
-    def _solve_with_memory_rows(self) -> CandidatePlan | None:
-        """Return the fastest plan found with rows of memory in the problem (Rhino 4.2); None if no plan fits."""
-        # The rows leave out copies that a reshard makes: their limit is lowered by what the account finds too much.
-        rows = float(self.limit)
-        for _ in range(_MAX_CORRECTIONS):
-            try:
-                plan = self.planner.solve(self.planner.constraints, method="ilp", limit=rows)
-            except BudgetError:
-                return None
-            if plan.memory.peak <= self.limit:
-                return replace(plan, method=f"{plan.method}, memory bounded")
-            rows -= max(plan.memory.peak - self.limit, 0.01 * self.limit)
-            if rows <= 0 or self.planner.is_past_deadline:
-                return None
-        return None
 
 
 def find_leanest(
@@ -293,11 +293,13 @@ def find_leanest(
         plan = solve(weights)
         if plan is None:
             break
+        # A plan that is hardly leaner is kept, and ends the game.
         gained = min_gain is None or plan.memory.peak < (1.0 - min_gain) * best.memory.peak
         if plan.memory.peak < best.memory.peak:
             best, best_weights = plan, weights
         if not gained:
             break
+        # The opponent answers the average of all plans, not the last one, or both would go round in circles.
         average = (average * count + plan.held_bytes) / (count + 1)
         weights = peak_weights(average)
     return best, best_weights
@@ -305,12 +307,97 @@ def find_leanest(
 
 def forceable_parameters(graph: JointGraph, constraints: Constraints) -> dict[str, int]:
     """Return the bytes of the parameters that are not pinned on every mesh axis."""
-
-    def is_fully_pinned(name: str) -> bool:
-        return name in constraints.pinned and None not in constraints.pinned[name]
-
     return {
         source.name: Value(source.node).meta.bytes
-        for source in graph.inputs
-        if source.kind == "parameter" and not is_fully_pinned(source.name)
+        for source in graph.parameters
+        if None in constraints.pinned.get(source.name, (None,))
     }
+
+
+def names_by_size(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the names from the largest size to the smallest, equal sizes in the order of their names."""
+    return tuple(sorted(sizes, key=lambda name: (-sizes[name], name)))
+
+
+def drop_negligible(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes without the smallest, which together are less than a hundredth: sharding them frees little."""
+    left, kept = _NEGLIGIBLE_SHARE * sum(sizes.values()), dict(sizes)
+    for name in reversed(names_by_size(sizes)):
+        left -= sizes[name]
+        if left < 0:
+            break
+        del kept[name]
+    return kept
+
+
+def largest_names(sizes: Mapping[str, int], share: float) -> frozenset[str]:
+    """Return the names of the k largest sizes; k grows geometrically from 1 at `share` 0 to all at 1.
+
+    Source: Rhino 4.4, "Memory Constraints": "We choose the smallest k that provides a feasible solution."
+    """
+    # Few of the parameters are large, so steps of equal factors in k are steps of about equal bytes.
+    return frozenset(names_by_size(sizes)[: round(max(len(sizes), 1) ** share)])
+
+
+def peak_weights(held: np.ndarray) -> np.ndarray:
+    """Return weights of the moments, summing to one, from the bytes held at each: most where most is held."""
+    weights = np.exp(_SHARPNESS * (held / held.max() - 1.0))
+    return np.asarray(weights / weights.sum())
+
+
+def memory_prices(weights: np.ndarray, strength: float, cost: float, peak: float) -> np.ndarray:
+    """Return seconds per byte at every moment.
+
+    Args:
+        weights: of the moments; they sum to one.
+        strength: cost of a plan's whole memory, in costs of a step.
+        cost: of a step, in seconds.
+        peak: bytes of a plan's whole memory.
+    """
+    return weights * strength * cost / peak
+
+
+def first_that_fits(
+    fastest: Plan,
+    leanest: Plan,
+    levels: int,
+    make: Callable[[int], Plan],
+    measure: Callable[[Plan], tuple[float, int]],
+    limit: int,
+    tolerance: float = 0.0,
+    begin: int | None = None,
+) -> Plan:
+    """Return the fastest plan within a limit among those of several levels, making few of them.
+
+    A plan made at the middle of an interval is left out unless it lies between the interval's two ends, both in
+    seconds and in bytes. The plans that remain form one row for all limits, in which bytes fall and seconds rise,
+    whatever `make` returns, and no limit gives a slower plan than this row has for it.
+
+    Args:
+        fastest: a plan that does not fit.
+        leanest: a plan that fits.
+        levels: number of plans that can be made between these.
+        make: makes the plan of a level, from 1, next to the fastest, to `levels`, next to the leanest.
+        measure: seconds and bytes of a plan.
+        limit: bytes that a plan may hold.
+        tolerance: share of a plan's seconds by which two may differ and no plan between them is made.
+        begin: the first level to make, by default the middle: a good first plan rules out worse ones near it.
+    """
+    low, high, left, right = fastest, leanest, 0, levels + 1
+    fitting = [leanest]
+    while right - left > 1 and measure(high)[0] > (1.0 + tolerance) * measure(low)[0]:
+        middle = (left + right) // 2 if begin is None or not left < begin < right else begin
+        plan = make(middle)
+        seconds, held = measure(plan)
+        if held <= limit:
+            fitting.append(plan)
+        if seconds < measure(low)[0] or held >= measure(low)[1]:
+            left = middle  # outside the interval at the fast end: left out for every limit
+        elif seconds > measure(high)[0] or held <= measure(high)[1]:
+            right = middle  # outside it at the lean end
+        elif held <= limit:
+            high, right = plan, middle
+        else:
+            low, left = plan, middle
+    # A plan that was left out is taken where it fits and is faster than the row's.
+    return min((high, *fitting), key=lambda plan: measure(plan)[0])

@@ -1,6 +1,7 @@
-"""Plans that decide in each operator as one or another of some plans.
+"""The frontier of step time and peak memory: the plans that no other plan beats in both (TensorOpt, section 3).
 
-The frontier of step time and peak memory: the plans that no other plan beats in both (TensorOpt, section 3).
+`FrontierSearch` collects candidates and evaluates them; `recombine_plans` makes plans that decide in every operator as
+one or another of some plans.
 """
 
 from __future__ import annotations
@@ -15,89 +16,16 @@ import numpy as np
 
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import BudgetError, PlanError
-from autoshard.memory.budget import names_by_size, peak_weights
 from autoshard.patterns.decisions import Decisions
-from autoshard.planner.budget_search import find_leanest, forceable_parameters
-from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.budget_search import find_leanest, forceable_parameters, names_by_size, peak_weights
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning_context import PlanningContext
+from autoshard.planner.planning_context import CandidatePlan, PlanningContext
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
+from autoshard.plans.frontier import pareto_front
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver import Edge, Problem, cost_frontier
 from autoshard.solver.problem import blend
-
-_EPSILON = 0.01  # accuracy of the frontier: its points are proposals
-_LIMIT = 1  # partial assignments that one combination of strategies may keep for every gap of it
-_CELLS = 5_000  # combinations of strategies of one table
-_UNRESTRICTED_CELLS = 60_000  # the same if all strategies are open, and a fixed strategy would lose much
-
-
-def recombine_plans(
-    planner: PlanningContext,
-    constraints: Constraints,
-    plans: Sequence[Decisions] | None,
-    weights: np.ndarray,
-    count: int,
-) -> list[tuple[Decisions, float]]:
-    """Return decisions on the frontier of cost and weighted memory, in which every node decides as one of the plans.
-
-    Args:
-        planner: the planner of the graph.
-        constraints: the constraints of all the plans.
-        plans: the plans; None if all strategies are open.
-        weights: weights of the moments [operators + 1].
-        count: the most decisions, spread evenly over the frontier without its ends.
-
-    Returns:
-        Decisions and their cost in seconds. There are none on meshes of more than two axes, or of more than one if all
-        strategies are open: these have too many strategies.
-    """
-    axes = frozenset(planner.axes)
-    if len(axes) > (1 if plans is None else 2):
-        return []
-    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, constraints)
-    built = builder.build(axes, reuse="all")
-    kept = [np.arange(len(costs)) for costs in built.problem.costs]
-    if plans is not None:
-        kept = [np.unique(chosen) for chosen in np.transpose([built.encode(plan) for plan in plans])]
-    plain = _restrict_strategies(built.problem, kept)
-    # The memory of a strategy is what a price adds to its seconds, which includes the copies that reshards make.
-    priced = _restrict_strategies(built.with_memory_prices(weights).problem, kept)
-    usages = tuple(_price_difference(*costs) for costs in zip(priced.costs, plain.costs, strict=True))
-    tables = [
-        _price_difference(*(edge.costs for edge in edges)) for edges in zip(priced.edges, plain.edges, strict=True)
-    ]
-    problem = replace(plain, usages=usages, intervals=((0, 1),) * len(usages))
-    cells = _UNRESTRICTED_CELLS if plans is None else _CELLS
-    frontier = cost_frontier(problem, edge_usages=tables, epsilon=_EPSILON, limit=_LIMIT, cells=cells)
-    # The ends of the frontier are most often known: the fastest and the leanest of the plans.
-    points = np.unique(np.linspace(0, len(frontier) - 1, count + 2).round().astype(int))[1:-1]
-    recombined = []
-    for point in points:
-        chosen = zip(kept, frontier.assignments[point], strict=True)
-        assignment = [int(strategies[place]) for strategies, place in chosen]
-        recombined.append((built.decode(assignment), built.problem.cost(assignment)))
-    return recombined
-
-
-def _restrict_strategies(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
-    """Return the problem with only the kept strategies of every node."""
-    ends = [(edge, np.ix_(kept[edge.source], kept[edge.target])) for edge in problem.edges]
-    edges = (
-        Edge(edge.source, edge.target, blend((factor, table[at]) for factor, table in edge.parts).table)
-        for edge, at in ends
-    )
-    costs = tuple(costs[strategies] for costs, strategies in zip(problem.costs, kept, strict=True))
-    # An edge between single strategies costs the same in all assignments.
-    return Problem(costs, tuple(edge for edge in edges if edge.costs.size > 1))
-
-
-def _price_difference(priced: np.ndarray, plain: np.ndarray) -> np.ndarray:
-    """Return what the price added; zero where the plain costs are infinite."""
-    finite = np.isfinite(plain)
-    return np.maximum(0.0, np.where(finite, priced, 0.0) - np.where(finite, plain, 0.0))
-
 
 _ROUNDS = 8  # plans made where memory alone has a price
 _MEMORY_ONLY_PRICE = 1e3  # all the memory of a plan, in costs of a step, where memory alone counts
@@ -107,6 +35,12 @@ _ROWS_WORK = 200_000_000  # work limit of the solver on a problem with rows of m
 _MAX_HALVINGS = 2  # bisections of the number of forced parameters in one gap
 _POOL_SIZE = 4  # plans that are recombined at a time
 _MAX_RECOMBINED = 8  # recombinations of them that are evaluated
+
+# Of the frontier of a problem with few strategies, see `solver.cost_frontier`.
+_EPSILON = 0.01  # accuracy: its points are proposals
+_LIMIT = 1  # partial assignments that one combination of strategies may keep for every gap of it
+_CELLS = 5_000  # combinations of strategies of one table
+_UNRESTRICTED_CELLS = 60_000  # the same if all strategies are open, and a fixed strategy would lose much
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,17 +136,13 @@ class FrontierSearch:
             self._add_intermediate_plans(forced, self._add_lean_plans(forced))
         self._recombine_families()
         self._search_widest_gaps()
-        return [self._plan(candidate, fastest) for candidate in self.frontier()]
-
-    def frontier(self) -> list[FrontierCandidate]:
-        """Return the candidates that no other one beats, from the smallest peak to the shortest step."""
-        return _pareto_front(self.candidates)
-
-    def _plan(self, candidate: FrontierCandidate, fastest: ShardingPlan) -> ShardingPlan:
-        if candidate is self.fastest:
-            return fastest
         # A bound of the problem holds with less memory too.
-        return self.planner.describe(replace(candidate.plan, lower_bound=fastest.lower_bound))
+        return [
+            fastest
+            if candidate is self.fastest
+            else self.planner.describe(replace(candidate.plan, lower_bound=fastest.lower_bound))
+            for candidate in _pareto_front(self.candidates)
+        ]
 
     # Candidates between the ends
 
@@ -220,22 +150,22 @@ class FrontierSearch:
         """Add plans of a small peak; return the weights of the moments that led to the smallest."""
 
         def solve(weights: np.ndarray) -> CandidatePlan | None:
-            candidate = self._solve_priced(forced.constraints, weights, _unit_price(forced) * _MEMORY_ONLY_PRICE)
+            candidate = self._solve(forced.constraints, weights * (_unit_price(forced) * _MEMORY_ONLY_PRICE))
             return None if candidate is None else candidate.plan
 
         return find_leanest(forced.plan, solve, _ROUNDS)[1]
 
     def _add_intermediate_plans(self, forced: FrontierCandidate, weights: np.ndarray) -> None:
         """Add plans at lower prices of memory, and plans with fewer parameters forced."""
-        # Lean plans have most parameters forced, fast ones none.
+        # Lean plans have most parameters forced, fast ones none: both ends have a frontier of sums of their own.
         peak = peak_weights(self.fastest.plan.held_bytes)
         if not self._add_sum_plans(forced.constraints, weights) or not self._add_sum_plans(
             self.planner.constraints, peak
         ):
             for strength in _LOWER_PRICES:
-                self._solve_priced(forced.constraints, weights, _unit_price(forced) * strength)
+                self._solve(forced.constraints, weights * (_unit_price(forced) * strength))
             for strength in _LOWER_PRICES[:-1]:
-                self._solve_priced(self.planner.constraints, peak, _unit_price(self.fastest) * strength)
+                self._solve(self.planner.constraints, peak * (_unit_price(self.fastest) * strength))
         count = 1
         while count < len(self.sizes):
             self._solve(self._force_largest(count))
@@ -253,6 +183,7 @@ class FrontierSearch:
 
     def _recombine_families(self) -> None:
         """Recombine plans that are spread over the frontier, separately for every set of forced parameters."""
+        # Plans under other constraints are plans of another problem, in which a strategy may be missing.
         for forced in dict.fromkeys(candidate.constraints.forced for candidate in self.candidates):
             family = _pareto_front(_with_forced(self.candidates, forced))
             places = np.unique(np.linspace(0, len(family) - 1, _POOL_SIZE).round().astype(int))
@@ -263,7 +194,7 @@ class FrontierSearch:
         """Add plans that decide in every operator as one or another of some plans of one problem."""
         if len(pool) < 2 or frozenset(map(id, pool)) in self.recombined_pools:
             return
-        self.recombined_pools.add(frozenset(map(id, pool)))
+        self.recombined_pools.add(frozenset(map(id, pool)))  # `candidates` keeps them alive
         constraints, plans = pool[0].constraints, [candidate.plan.decisions for candidate in pool]
         for decisions, cost in recombine_plans(self.planner, constraints, plans, weights, _MAX_RECOMBINED):
             if self.planner.is_past_deadline:
@@ -275,24 +206,26 @@ class FrontierSearch:
     def _search_widest_gaps(self) -> None:
         seen: set[tuple[int, int]] = set()
         for _ in range(self.gaps):
-            pairs = itertools.pairwise(self.frontier())
+            pairs = itertools.pairwise(_pareto_front(self.candidates))
             gaps = [(lean, fast) for lean, fast in pairs if (id(lean), id(fast)) not in seen]
             if not gaps or self.planner.is_past_deadline:
                 return
-            lean, fast = max(gaps, key=_gap_area)
+            lean, fast = max(gaps, key=lambda gap: _gap_area(*gap))
             seen.add((id(lean), id(fast)))
             self._search_gap(lean, fast)
 
     def _search_gap(self, lean: FrontierCandidate, fast: FrontierCandidate) -> None:
         """Add plans that may lie between two others."""
+        # Memory and time are compared by ratios, hence geometric means.
         middle = math.sqrt(lean.peak * fast.peak)
         self._solve_with_memory_rows(middle)
         weights = _mean_weights(lean, fast)
+        # The seconds that the ends trade for a byte: a plan below the line between them is cheapest at this price.
         rate = max(lean.plan.cost - fast.plan.cost, lean.step_seconds - fast.step_seconds) / (fast.peak - lean.peak)
         for forced in dict.fromkeys((lean.constraints.forced, fast.constraints.forced)):
-            self._solve_priced(replace(self.planner.constraints, forced=forced), weights, rate)
+            self._solve(replace(self.planner.constraints, forced=forced), weights * rate)
         self._bisect_forced(lean, fast)
-        near = sorted(self.frontier(), key=lambda candidate: abs(math.log(candidate.peak / middle)))
+        near = sorted(_pareto_front(self.candidates), key=lambda candidate: abs(math.log(candidate.peak / middle)))
         for forced in dict.fromkeys((lean.constraints.forced, fast.constraints.forced)):
             self._recombine(_with_forced(near, forced)[:_POOL_SIZE], weights)
 
@@ -324,12 +257,13 @@ class FrontierSearch:
     def _force_largest(self, count: int) -> Constraints:
         return replace(self.planner.constraints, forced=frozenset(names_by_size(self.sizes)[:count]))
 
-    def _solve_priced(self, constraints: Constraints, weights: np.ndarray, price: float) -> FrontierCandidate | None:
-        """Add the plan at a price in seconds of a byte that is held at all moments, with weighted moments."""
-        return self._solve(constraints, weights * price)
-
     def _solve(self, constraints: Constraints, prices: np.ndarray | None = None) -> FrontierCandidate | None:
-        """Add the cheapest plan under some constraints and prices of memory; return None if time is up."""
+        """Add the cheapest plan under some constraints; return None if time is up.
+
+        Args:
+            constraints: the constraints.
+            prices: seconds per byte of memory at every moment.
+        """
         plan = self.planner.try_solve(constraints, method=self.method, prices=prices)
         if plan is None:
             return None
@@ -357,16 +291,77 @@ def _mean_weights(lean: FrontierCandidate, fast: FrontierCandidate) -> np.ndarra
     return (peak_weights(lean.plan.held_bytes) + peak_weights(fast.plan.held_bytes)) / 2
 
 
-def _gap_area(gap: tuple[FrontierCandidate, FrontierCandidate]) -> float:
+def _gap_area(lean: FrontierCandidate, fast: FrontierCandidate) -> float:
     """Return the area between the frontier as it is known and as it may be, relative to the ends of the gap."""
-    lean, fast = gap
     return (fast.peak / lean.peak - 1.0) * (lean.step_seconds / fast.step_seconds - 1.0)
 
 
 def _pareto_front(candidates: Sequence[FrontierCandidate]) -> list[FrontierCandidate]:
     """Return the candidates that no other one beats, from the smallest peak to the shortest step."""
-    kept: list[FrontierCandidate] = []
-    for candidate in sorted(candidates, key=lambda candidate: (candidate.peak, candidate.step_seconds)):
-        if not kept or candidate.step_seconds < kept[-1].step_seconds:
-            kept.append(candidate)
-    return kept
+    return pareto_front(candidates, lambda candidate: (candidate.peak, candidate.step_seconds))
+
+
+def recombine_plans(
+    planner: PlanningContext,
+    constraints: Constraints,
+    plans: Sequence[Decisions] | None,
+    weights: np.ndarray,
+    count: int,
+) -> list[tuple[Decisions, float]]:
+    """Return decisions on the frontier of cost and weighted memory, in which every node decides as one of the plans.
+
+    Args:
+        planner: the planner of the graph.
+        constraints: the constraints of all the plans.
+        plans: the plans; None if all strategies are open.
+        weights: weights of the moments [operators + 1].
+        count: the most decisions, spread evenly over the frontier without its ends.
+
+    Returns:
+        Decisions and their cost in seconds. There are none on meshes of more than two axes, or of more than one if all
+        strategies are open: these have too many strategies.
+    """
+    axes = frozenset(planner.axes)
+    if len(axes) > (1 if plans is None else 2):
+        return []
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, constraints)
+    built = builder.build(axes, reuse="all")
+    kept = [np.arange(len(costs)) for costs in built.problem.costs]
+    if plans is not None:
+        kept = [np.unique(chosen) for chosen in np.transpose([built.encode(plan) for plan in plans])]
+    plain = _restrict_strategies(built.problem, kept)
+    # The memory of a strategy is what a price adds to its seconds, which includes the copies that reshards make.
+    priced = _restrict_strategies(built.with_memory_prices(weights).problem, kept)
+    usages = tuple(_price_difference(*costs) for costs in zip(priced.costs, plain.costs, strict=True))
+    tables = [
+        _price_difference(*(edge.costs for edge in edges)) for edges in zip(priced.edges, plain.edges, strict=True)
+    ]
+    problem = replace(plain, usages=usages, intervals=((0, 1),) * len(usages))
+    cells = _UNRESTRICTED_CELLS if plans is None else _CELLS
+    frontier = cost_frontier(problem, edge_usages=tables, epsilon=_EPSILON, limit=_LIMIT, cells=cells)
+    # The ends of the frontier are most often known: the fastest and the leanest of the plans.
+    points = np.unique(np.linspace(0, len(frontier) - 1, count + 2).round().astype(int))[1:-1]
+    recombined = []
+    for point in points:
+        chosen = zip(kept, frontier.assignments[point], strict=True)
+        assignment = [int(strategies[place]) for strategies, place in chosen]
+        recombined.append((built.decode(assignment), built.problem.cost(assignment)))
+    return recombined
+
+
+def _restrict_strategies(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
+    """Return the problem with only the kept strategies of every node."""
+    ends = [(edge, np.ix_(kept[edge.source], kept[edge.target])) for edge in problem.edges]
+    edges = (
+        Edge(edge.source, edge.target, blend((factor, table[at]) for factor, table in edge.parts).table)
+        for edge, at in ends
+    )
+    costs = tuple(costs[strategies] for costs, strategies in zip(problem.costs, kept, strict=True))
+    # An edge between single strategies costs the same in all assignments.
+    return Problem(costs, tuple(edge for edge in edges if edge.costs.size > 1))
+
+
+def _price_difference(priced: np.ndarray, plain: np.ndarray) -> np.ndarray:
+    """Return what the price added; zero where the plain costs are infinite."""
+    finite = np.isfinite(plain)
+    return np.maximum(0.0, np.where(finite, priced, 0.0) - np.where(finite, plain, 0.0))

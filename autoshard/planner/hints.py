@@ -19,6 +19,14 @@ Pins = tuple[Placement | None, ...]
 """A placement per mesh axis; None where the planner decides."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """A placement and the hint that asks for it."""
+
+    glob: str
+    placement: Placement
+
+
 def resolve(
     hints: Mapping[str, HintValue] | None,
     parameters: Mapping[str, Sequence[int]],
@@ -80,8 +88,9 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     Raises:
         HintError: a glob matches no module, or two hints contradict each other.
     """
-    globs: dict[str, str] = {}
+    globs: dict[str, str] = {}  # the first glob of every module, for errors
     graphs: dict[str, TaskGraph] = {}
+    # `resolve` raises the error of hints that are no mapping.
     for glob, value in hints.items() if isinstance(hints, Mapping) else ():
         if not isinstance(value, Primitive):
             continue
@@ -104,14 +113,6 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
 def describe(hints: Mapping[str, HintValue] | None) -> dict[str, str]:
     """Return every hint as text, such as `{"layers.*.mlp": "tp: S(0)"}`, for the record in a plan."""
     return {glob: _value_text(value) for glob, value in (hints or {}).items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Pin:
-    """A placement and the hint that asks for it."""
-
-    glob: str
-    placement: Placement
 
 
 def _value_text(value: HintValue) -> str:
@@ -186,6 +187,7 @@ def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]
     if not reached:
         known = {*names, *modules} - {""}
         raise HintError(f"the hint {glob!r} matches no parameter and no module. {suggestion(glob, known)}")
+    # A glob may match several names of one tied parameter.
     return tuple(dict.fromkeys(reached))
 
 
@@ -241,13 +243,13 @@ def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], m
         strided = any(split_factor_of(pin.placement) > 1 for pin in sharding.values())
         if strided and sum(mesh.axes[axis].size > 1 for axis in sharding) > 1:
             raise HintError(
-                f"{text}, as {placements}: torch gathers a "
-                f"dim wrongly that several axes split, one of them strided. Use plain Shards, or one axis."
+                f"{text}, as {placements}: torch gathers a dim wrongly that several axes split, one of them strided. "
+                "Use plain Shards, or one axis."
             )
         if not _divides(size, {axis: pin.placement for axis, pin in sharding.items()}, mesh):
             raise HintError(
-                f"{text}, as {placements}: {size} does not "
-                f"divide evenly. Only a plain Shard over one axis alone may be uneven."
+                f"{text}, as {placements}: {size} does not divide evenly. Only a plain Shard over one axis alone may "
+                "be uneven."
             )
 
 
@@ -259,5 +261,6 @@ def _divides(size: int, sharding: Mapping[int, Placement], mesh: MeshShape) -> b
     for axis, placement in sharding.items():
         if size % (mesh.axes[axis].size * split_factor_of(placement)):
             return False
+        # The next axis splits the shards of this one.
         size //= mesh.axes[axis].size
     return True

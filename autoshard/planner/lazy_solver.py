@@ -1,20 +1,25 @@
-"""Solves a problem at lower bounds of its prices: scans all options, and makes the prices of the near ones exact."""
+"""Solves a problem at lower bounds of its prices: scans all options, and makes the prices of the near ones exact.
+
+On three axes and more there are too many pairs of specs to find a path for each, but few of them matter. A problem at
+lower bounds of the prices has an optimum that bounds that of the exact problem. If its solution counts on a price that
+is too low, the exact one takes its place, and the problem is solved again. A solution all of whose prices are exact is
+the best of the exact problem too, up to the gap that is proved.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import numpy as np
 
-from autoshard.planner.planning_problem import BuiltProblem, OverlapDiscount
+from autoshard.planner.planning_problem import BuiltProblem, HideableKind, OverlapDiscount, ReshardEdge
 from autoshard.planner.solving import (
     CLOSE,
     ITERATIONS,
     REPAIR_ITERATIONS,
-    LazyCosts,
     SolveOptions,
     SolveResult,
     better_result,
@@ -25,7 +30,7 @@ from autoshard.planner.solving import (
 )
 from autoshard.planner.tiling import Tiling
 from autoshard.reshard.path import Resharder
-from autoshard.solver import Problem
+from autoshard.solver import Edge, Problem
 from autoshard.solver.problem import IntArray
 from autoshard.solver.trws import Messages, restrict_messages, restrict_problem
 
@@ -41,6 +46,7 @@ _PROPOSAL_GAP = 2e-2  # the search for a proposal ends: few passes do not bound 
 UNTIED_ITERATIONS = 3  # passes at full depth before options are left out that are proved to be of no use
 _PROPOSAL_ITERATIONS = 5  # passes before a proposal is searched among near options
 _ROUNDING = 1e-9  # relative slack within which an option may be as good as a known assignment
+_PRICE_TOLERANCE = 1e-9  # relative difference up to which two prices are equal
 
 # An option is near if it raises the bound by less than this part of it when all layers choose it; on three axes about
 # ten options of an operator are near. An option of one layer may raise it by as much less as there are layers.
@@ -95,6 +101,7 @@ class LazySolver:
             if self._is_within(enough, bound) or self._is_finished():
                 break
             self._solve_near_options(near)
+            # The bound of a scan is of all options at prices that were too low: it holds, and may be enough.
             if self._is_within(enough, bound) or self._is_finished():
                 break
         if self.discount is not None:
@@ -105,6 +112,7 @@ class LazySolver:
             if self.best.gap <= CLOSE or self._is_finished():
                 break
             result = solve_by_segments(self._problem(), self.order, self.tiling, self.options)
+            # Without changed prices, the segments would find the same assignment.
             if not self._update(result, result.assignment):
                 break
         return self.best
@@ -128,14 +136,17 @@ class LazySolver:
         if self.lazy_costs.messages is not None:
             messages.start_from(*self.lazy_costs.messages)
         known, iterations = self.best.cost, ITERATIONS if self.discount is None else _PROPOSAL_ITERATIONS
+        # Before exact prices are known, a first result says little: the scan need not go on for it.
         close = _EXACT_GAP if np.isfinite(known) else _FIRST_SCAN_GAP
         relaxed, interrupted = run_messages(messages, iterations, self.options, known, close)
         result = result_of_messages(relaxed, interrupted)
         near = messages.strategies_within(_NEAR_MARGIN * abs(relaxed.bound) * self._repeat_shares())
-        self.lazy_costs = self.lazy_costs.with_scan(self.discount, near, messages)
+        scans = (*self.lazy_costs.scans, OptionScan(self.discount, near))
+        self.lazy_costs = replace(self.lazy_costs, messages=(messages.along, messages.against), scans=scans)
         if self.tiling is None and self.discount is None:
             # The costs may be too low; the bound holds.
             self.best = better_result(self.best, replace(result, assignment=(), cost=float("inf")))
+        # The first scan only finds near options; its assignment counts if nothing better can follow.
         if interrupted or np.isfinite(known) or self._is_finished():
             self._update(replace(result, lower_bound=-np.inf), self._spread(relaxed.assignment))
         return near, relaxed.bound
@@ -161,6 +172,7 @@ class LazySolver:
             messages.start_from(*(warm if attempt else restrict_messages(messages.problem, *warm, near)))
             relaxed, interrupted = run_messages(messages, ITERATIONS, self.options)
             warm, result = (messages.along, messages.against), result_of_messages(relaxed, interrupted)
+            # Messages among few options may stall; segments of the small problem are quick.
             if result.gap > CLOSE and not interrupted:
                 leaders = self.order if self.tiling is None else [self.order[leader] for leader in self.tiling.leaders]
                 result = better_result(result, solve_by_segments(messages.problem, leaders, None, self.options))
@@ -186,8 +198,10 @@ class LazySolver:
         upper, options = self.best.cost, self.options
         relaxed, interrupted = run_messages(whole, UNTIED_ITERATIONS, options, upper, CLOSE)
         slack = upper - relaxed.bound + _ROUNDING * abs(upper)
+        # Without a known cost no option can be left out; with a small gap there is no need to.
         if interrupted or not np.isfinite(slack) or slack <= CLOSE * abs(upper):
             return result_of_messages(relaxed, interrupted)
+        # What an option adds to the bound is read from a pass, and holds for the bound before it, as the slack does.
         whole.run(1, upper=upper)
         # Equal layers keep the same options, and go on sharing their tables.
         kept_of: dict[int, IntArray] = {}
@@ -210,3 +224,129 @@ class LazySolver:
         result = replace(result, assignment=assignment if np.isfinite(cost) else (), cost=cost)
         self.best = better_result(self.best, result)
         return exact is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptionScan:
+    """The options near the best at one discount.
+
+    Attributes:
+        discount: the price of hidden seconds; None if they count in full.
+        near: per variable of the problem, or of its tied layers, the options that are near the best.
+    """
+
+    discount: OverlapDiscount | None
+    near: Sequence[np.ndarray]
+
+    def price(self, kind: HideableKind) -> float | None:
+        """Return the price of a hidden second of a kind; None if the discount is on another kind."""
+        if self.discount is None:
+            return 1.0
+        return self.discount.price if self.discount.kind == kind else None
+
+
+@dataclass(frozen=True, eq=False)
+class LazyCosts:
+    """A problem at prices that may be too low.
+
+    Attributes:
+        built: the problem, with the exact prices that are known.
+        messages: the last messages along its edges and against them (of its tied layers, if there are any). They are a
+            good start for the next messages.
+        scans: scans of all options at several discounts, in the order in which they were made.
+    """
+
+    built: BuiltProblem
+    messages: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
+    scans: tuple[OptionScan, ...] = ()
+
+    def near_options(self, discount: OverlapDiscount) -> list[np.ndarray] | None:
+        """Return the options near the best at any price of a kind; None without scans at a lower and a higher price."""
+        scans = [scan for scan in self.scans if scan.price(discount.kind) is not None]
+        prices = [price for scan in scans if (price := scan.price(discount.kind)) is not None]
+        if not prices or not min(prices) <= discount.price <= max(prices):
+            return None
+        return [np.unique(np.concatenate(options)) for options in zip(*(scan.near for scan in scans), strict=True)]
+
+    def with_exact_costs(self, assignment: Sequence[int], resharder: Resharder) -> LazyCosts | None:
+        """Return the problem with the exact prices of an assignment's reshards; None if they were exact already."""
+        exact_costs: dict[int, list[_ExactCosts]] = {}  # by identity of the edge's table
+        seen: set[tuple[int, int, int]] = set()
+        edges = self.built.problem.edges
+        used: dict[tuple[int, int, int], int] = {}  # equal layers use the same entries of the same tables
+        for number in self.built.reshard_edges:
+            edge = edges[number]
+            used.setdefault((id(edge.costs), assignment[edge.source], assignment[edge.target]), number)
+        for (_, row, column), number in used.items():
+            edge, reshard = edges[number], self.built.reshard_edges[number]
+            source, target = reshard.sources.index[row], reshard.targets.index[column]
+            if (id(edge.costs), source, target) in seen:
+                continue
+            seen.add((id(edge.costs), source, target))
+            known = exact_costs.setdefault(id(edge.costs), [])
+            # An earlier search for paths has found this price too.
+            if any(exact.covers(source, target) for exact in known):
+                continue
+            exact = _find_exact_costs(reshard, int(source), int(target), resharder)
+            if exact.price(source, target) > edge.costs[row, column] + _PRICE_TOLERANCE * abs(edge.costs[row, column]):
+                known.append(exact)
+        if not any(exact_costs.values()):
+            return None
+        return replace(self, built=self._replace_costs(exact_costs))
+
+    def _replace_costs(self, exact_costs: dict[int, list[_ExactCosts]]) -> BuiltProblem:
+        edges, hideable = list(self.built.problem.edges), dict(self.built.hideable)
+        raised = _memoize_by_identity(_raise_to_exact_costs)
+        for number, reshard in self.built.reshard_edges.items():
+            edge = edges[number]
+            known = exact_costs.get(id(edge.costs))
+            if known:
+                edges[number] = Edge(edge.source, edge.target, raised(edge.costs, reshard, known))
+                if number in hideable:
+                    seconds = raised(hideable[number].seconds, reshard, known)
+                    hideable[number] = replace(hideable[number], seconds=seconds)
+        return replace(self.built, problem=replace(self.built.problem, edges=tuple(edges)), hideable=hideable)
+
+
+@dataclass(frozen=True, eq=False)
+class _ExactCosts:
+    """Exact prices from some of the distinct specs of an edge's source to some of its target."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    seconds: np.ndarray
+
+    def covers(self, row: int, column: int) -> bool:
+        return row in self.rows and column in self.columns
+
+    def price(self, row: int, column: int) -> float:
+        return float(self.seconds[np.searchsorted(self.rows, row), np.searchsorted(self.columns, column)])
+
+
+def _find_exact_costs(reshard: ReshardEdge, row: int, column: int, resharder: Resharder) -> _ExactCosts:
+    """Return the exact prices from one spec to another, and to all specs whose paths one search finds together."""
+    exact = resharder.gradients if reshard.gradient else resharder
+    meta, source, targets = reshard.meta, reshard.sources.distinct[row], reshard.targets.distinct
+    columns = np.array(exact.same_graph_positions(meta.shape, targets, column))
+    seconds = exact.seconds(meta.shape, meta.dtype.itemsize, [source], [targets[column] for column in columns])
+    return _ExactCosts(np.array([row]), columns, seconds)
+
+
+def _raise_to_exact_costs(costs: np.ndarray, reshard: ReshardEdge, exact_costs: Sequence[_ExactCosts]) -> np.ndarray:
+    known = np.zeros((len(reshard.sources.distinct), len(reshard.targets.distinct)))
+    for exact in exact_costs:
+        known[np.ix_(exact.rows, exact.columns)] = exact.seconds
+    # The maximum leaves forbidden pairs infinite.
+    return np.maximum(costs, known[np.ix_(reshard.sources.index, reshard.targets.index)])
+
+
+def _memoize_by_identity(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Return a function with one result per first argument, so that equal layers go on sharing their tables."""
+    results: dict[int, np.ndarray] = {}
+
+    def lookup(first: np.ndarray, *others: object) -> np.ndarray:
+        if id(first) not in results:
+            results[id(first)] = function(first, *others)
+        return results[id(first)]
+
+    return lookup

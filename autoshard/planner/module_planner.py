@@ -82,7 +82,7 @@ class ModulePlanner:
 
     def check(self, call: CapturedCall) -> None:
         """Raise the error of options that do not fit the module or the mesh."""
-        call.planner_of(self.target)
+        call.planner_of(self.target)  # constraints are checked as they are made
 
     def plan(self, call: CapturedCall) -> ShardingPlan:
         """Return the plan of a call: the placements of parameters, and the split of every operator.
@@ -111,6 +111,7 @@ class ModulePlanner:
             (counts,) = plan.shares.values()
             graph = call.graph_in_parts(plan.parts, part_count(counts))
         planner = call.planner_of(self.target, graph)
+        # A plan of this planner has the shares of the options by construction.
         if given:
             _check_shares(plan, planner, self.requested)
         flow = checked_flow(planner, plan)

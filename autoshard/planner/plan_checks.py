@@ -103,18 +103,19 @@ class _Checks:
         """Return decisions that are missing, and those of something that the graph lacks."""
         graph, free = self.rules.graph, {node.name for node in self.free}
         sources = {source.node.name for source in graph.inputs}
-        outputs = {output.name for output in graph.outputs if output.kind == "output" and output.node is not None}
+        outputs = set(graph.tensor_outputs)
         yield from _missing_or_unknown(
             "the operator", self.decisions.choices, free, {node.name for node in self.rules.operators}
         )
         yield from _missing_or_unknown("the input", self.decisions.rest, sources, sources)
         yield from _missing_or_unknown("the output", self.decisions.outputs, outputs, outputs)
+        # A graph need not have any shared copy: none of them must be decided, but all that are must exist.
         copies = {f"{value.name}{phase}" for value in self.rules.values() for phase in ("", "@forward", "@backward")}
         yield from _missing_or_unknown("the shared copy of", self.decisions.hubs, set(), copies)
 
     def strategies(self) -> Iterator[str]:
         """Return operators whose choices are not one of their strategies."""
-        known: dict[tuple[int, Choices], str] = {}  # layers share their rules
+        known: dict[tuple[int, Choices], str] = {}  # layers share their rules: most choices are checked once
         for node in self.free:
             rule, choices = self.rules.rules[node], self.decisions.choices[node.name]
             key = (id(rule), choices)
@@ -160,14 +161,13 @@ class _Checks:
                 problem = self._input_problem(source.name, spec)
             if problem:
                 yield f"the {source.kind} {source.name} is to lie as {spec}: {problem}"
-        for output in self.rules.graph.outputs:
-            if output.kind == "output" and output.node is not None:
-                value, spec = value_of(output.node), self.decisions.outputs[output.name]
-                problem = self._spec_problem(value, spec)
-                if not problem and not is_boundary_spec(value, spec, self.mesh):
-                    problem = "nothing can be handed back so, in blocks, partial or as the data says"
-                if problem:
-                    yield f"the output {output.name} is to lie as {spec}: {problem}"
+        for name, node in self.rules.graph.tensor_outputs.items():
+            value, spec = value_of(node), self.decisions.outputs[name]
+            problem = self._spec_problem(value, spec)
+            if not problem and not is_boundary_spec(value, spec, self.mesh):
+                problem = "nothing can be handed back so, in blocks, partial or as the data says"
+            if problem:
+                yield f"the output {name} is to lie as {spec}: {problem}"
         for value in self.rules.values():
             for phase in ("", "@forward", "@backward"):
                 spec_or_none = self.decisions.hubs.get(f"{value.name}{phase}")
@@ -180,6 +180,7 @@ class _Checks:
         shape = value.meta.shape
         shards = [placement for placement in spec if is_shard(placement)]
         steps = [step for placement in shards for step in (split_factor_of(placement), block_of(placement))]
+        # In an empty tensor, stretches and blocks are empty too.
         if 0 not in shape and any(step is not None and step < 1 for step in steps):
             return "stretches and blocks have one element at least"
         try:
@@ -212,6 +213,7 @@ class _Checks:
                     )
         for node in self.free:
             drawn = self.rules.original_draw(node)
+            # A random operator draws as its shards lie, by a seed that both runs share.
             if drawn is not None and self._split(drawn) != self._split(node):
                 yield f"{node.name} runs {drawn.name} again and is split otherwise: it would draw other numbers"
             seeded = self.rules.first_with_seed(node)
@@ -246,6 +248,7 @@ def _unreachable_uses(flow: Flow, resharder: Resharder) -> Iterator[str]:
     for use in value_uses(flow):
         value, meta, unreduced = use.value, at(use.value.meta, generic), use.value in flow.rules.unreduced
         for _, source, spec in flow.reshards(value, use.phase, use.target):
+            # Equal layers have equal reshards, of which one is searched.
             key = (meta.shape, source, spec, unreduced)
             if key in seen:
                 continue

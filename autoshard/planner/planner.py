@@ -1,8 +1,7 @@
-"""Plans that hide more collectives behind compute: a hidden second counts less than one that the step waits for.
+"""The search for the plan of one joint graph: fast, and within the memory limit.
 
-Problems of three mesh axes and more: all axes at once if that is possible, or else some at a time, in turn.
-
-The search for the plan of one joint graph: fast, and within the memory limit.
+`Planner` solves problems, on three mesh axes and more by `MultiAxisSolver`. Of the plans that are cheapest at some
+price of hidden seconds, `OverlapSearch` finds the fastest.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ from autoshard.patterns.graph_rules import Value
 from autoshard.patterns.strategy import axis_choices
 from autoshard.planner.account import StepAccount
 from autoshard.planner.budget_search import BudgetSearch
-from autoshard.planner.candidate_plan import CandidatePlan
-from autoshard.planner.lazy_solver import LazySolver
-from autoshard.planner.planning_context import BlockSolution, PlanningContext, SolveRequest
+from autoshard.planner.lazy_solver import LazyCosts, LazySolver
+from autoshard.planner.planning_context import BlockSolution, CandidatePlan, PlanningContext, SolveRequest
 from autoshard.planner.planning_problem import Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
-from autoshard.planner.solving import CLOSE, LazyCosts, SolveOptions, is_large
+from autoshard.planner.solving import CLOSE, SolveOptions, is_large
 from autoshard.planner.tiling import Tiling
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
@@ -39,6 +37,11 @@ _MAX_SOLVES = 4  # problems solved for one kind of collectives, at prices below 
 # Shares of a step's time.
 _MIN_GAIN = 1e-3  # plans that hide more are searched only if this much is exposed
 _TIE_TOLERANCE = 1e-9  # plans that differ by less are equally fast, and the cheapest of them is taken
+
+# Of three axes and more.
+_MOST_STRATEGIES = 3000  # strategies of one operator over all axes that a bound may list
+MOST_PAIRS = 100_000_000  # pairs of strategies in tables of different edges over all axes, 8 bytes each
+_ROUNDS = 4  # passes over the axes, and over the pairs of axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,8 @@ class OverlapSearch:
 
     A problem adds up the seconds of a plan's parts, while a device reduces gradients and gathers parameters beside its
     compute. How much of that is hidden depends on the whole plan, and is no sum. But a plan that hides its collectives
-    well is cheapest if a hidden second counts less than others. Reductions run in the backward half and most gathers in
-    the forward half, of which one may have compute left where the other has none. So the two kinds have separate
-    prices, and are searched one after the other.
-
-    If all parameters are sharded, a few joined collectives gather and reduce them, which no sum knows either: that plan
-    is a candidate too. The timeline chooses among all candidates.
+    well is cheapest if a hidden second counts less than others. The plan in which all parameters are sharded is a
+    candidate too. The timeline chooses among all candidates.
 
     Args:
         planner: solves problems.
@@ -89,6 +88,9 @@ class OverlapSearch:
         self.planner = planner
         self.first = first
         account, contention = planner.account(first.decisions), planner.cluster.contention
+        # Reductions run in the backward half and most gathers in the forward half, of which one may have compute left
+        # where the other has none. So the two kinds have separate prices, and are searched one after the other. What is
+        # hidden is not free: it slows the compute beside it down.
         discounts = (
             OverlapDiscount("reductions", compute_after(account), contention),
             OverlapDiscount("gathers", compute_before(account), contention * _joined_gather_ratio(account)),
@@ -101,12 +103,15 @@ class OverlapSearch:
             return self.first
         for curve in self.curves:
             curve.explore()
+        # All curves begin at the first plan: it has no note.
         plans = [
             (point.plan, "" if point.plan is self.first else f", {curve.full_discount.kind} hidden")
             for curve in self.curves
             for point in curve.promising
         ]
-        sharded = self._solve_fully_sharded()
+        # A few joined collectives gather and reduce the parameters if all are sharded, which no sum knows.
+        names = frozenset(source.name for source in self.planner.graph.parameters)
+        sharded = self.planner.try_solve(replace(self.planner.constraints, forced=names)) if names else None
         if sharded is not None and sharded.step_seconds < (1 - _MIN_GAIN) * min(plan.step_seconds for plan, _ in plans):
             plans.append((sharded, ", parameters sharded"))
         shortest = min(plan.step_seconds for plan, _ in plans)
@@ -116,12 +121,6 @@ class OverlapSearch:
             return fastest
         # Without discounts no plan costs less than the first plan's bound.
         return replace(fastest, lower_bound=self.first.lower_bound, method=fastest.method + note)
-
-    def _solve_fully_sharded(self) -> CandidatePlan | None:
-        """Return the cheapest plan in which all parameters are sharded; None without one, or if time is up."""
-        planner = self.planner
-        names = frozenset(source.name for source in planner.graph.inputs if source.kind == "parameter")
-        return planner.try_solve(replace(planner.constraints, forced=names)) if names else None
 
 
 class _TradeoffCurve:
@@ -219,6 +218,7 @@ def _lower_bound(left: _TradeoffPoint, right: _TradeoffPoint, price: float) -> f
 def compute_after(account: StepAccount) -> np.ndarray:
     """Return for every moment of the step the seconds of compute after a reduction of a gradient that starts there."""
     seconds = [account.seconds(node) for node in account.rules.operators]
+    # Two more moments: that of the optimizer's step, and its end.
     after = np.append(np.cumsum(seconds[::-1])[::-1], [0.0, 0.0])
     # Gradients are reduced in buckets (`reshard.bucket`) when the last one of a bucket exists, so that the compute
     # after that one hides the whole bucket.
@@ -248,20 +248,14 @@ def _joined_gather_ratio(account: StepAccount) -> float:
     """Return the seconds of gathering parameters a layer at a time, relative to those of gathering each alone."""
     # The step gathers the parameters of a layer in one collective, so that the latency counts once.
     cost, layers = account.tables.cost, defaultdict[str, list[int]](list)
-    for source in account.flow.graph.inputs:
-        if source.kind == "parameter":
-            layers[account.rules.parameter_layers[source.name]].append(Value(source.node).meta.bytes)
+    for source in account.flow.graph.parameters:
+        layers[account.rules.parameter_layers[source.name]].append(Value(source.node).meta.bytes)
     alone, together = 0.0, 0.0
     for axis, size in enumerate(account.mesh.sizes):
         for held in layers.values():
             alone += sum(cost.collective("all_gather", bytes // size, axis) for bytes in held)
             together += cost.collective("all_gather", sum(held) // size, axis)
     return min(1.0, together / alone) if alone else 1.0
-
-
-_MOST_STRATEGIES = 3000  # strategies of one operator over all axes that a bound may list
-MOST_PAIRS = 100_000_000  # pairs of strategies in tables of different edges over all axes, 8 bytes each
-_ROUNDS = 4  # passes over the axes, and over the pairs of axes
 
 
 class MultiAxisSolver:
@@ -350,6 +344,7 @@ class MultiAxisSolver:
     def _solve_in_turn(self, request: SolveRequest, start: Decisions | None) -> BlockSolution:
         """Open some axes while the others stay, in turn, until no block improves the solution."""
         planner = self.planner
+        # The largest axis first: while it is closed, its devices all do the same.
         order = sorted(planner.axes, key=lambda axis: -planner.mesh.sizes[axis])
         # Without a start, one axis after the other, each solved exactly, is quick and comes near. Pairs of axes then
         # make the changes that only two axes can make together.
@@ -358,7 +353,7 @@ class MultiAxisSolver:
         best: BlockSolution | None = None
         for width in widths:
             blocks = [frozenset(block) for block in itertools.combinations(order, width)]
-            idle = 0
+            idle = 0  # blocks since the last improvement: all of them in a row mean that none improves the solution
             for block in itertools.islice(itertools.cycle(blocks), rounds * len(blocks)):
                 if best is not None and (idle == len(blocks) or best.interrupted or planner.is_past_deadline):
                     break

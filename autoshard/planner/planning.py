@@ -1,11 +1,6 @@
-"""Garbage collection that looks only at the objects that planning makes.
+"""The planners of captured calls of a module, and the plans that they make, with recomputed layers where asked for.
 
-A captured step, and torch itself, are millions of objects that stay. To traverse them again each time that planning has
-made many more would take a good part of the time of planning, and would find nothing.
-
-Planners of captured steps, and the plans that they make.
-
-A captured call of a module, and the planners of its graph.
+Planning collects garbage among the objects that it makes alone: see `freeze_older_objects`.
 """
 
 from __future__ import annotations
@@ -14,26 +9,33 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
 
 from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.recomputation import Recomputable, recomputable, recompute_layers
+from autoshard.errors import BudgetError
 from autoshard.options.target import Target
+from autoshard.patterns.graph_rules import value_of
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner import hints as hint_rules
-from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.budget_search import ShortfallError
 from autoshard.planner.planner import Planner
+from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, show_progress
-from autoshard.planner.recompute_search import plan_with_recompute
 from autoshard.planner.target_constraints import PlacementsByName, constraints_for, shared_axis
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import local_shape
 
 _YOUNG_THRESHOLD = 10_000  # new objects between two collections of the youngest generation: most of them stay
 _MIDDLE_THRESHOLD = 400  # collections of the youngest generation between two of the middle one
+
+_MAX_BISECTIONS = 3  # numbers of layers that are tried between none and all
+_PROVED_GAP = 0.01  # a plan within this gap of its bound is taken: recomputation can hardly be faster
 
 
 @contextlib.contextmanager
@@ -43,6 +45,8 @@ def freeze_older_objects() -> Iterator[None]:
     Nothing changes where objects are frozen already (`gc.freeze`), by an outer one of these contexts too, or where
     collections are rare already, or off.
     """
+    # A captured step, and torch itself, are millions of objects that stay. To traverse them again each time that
+    # planning has made many more would take a good part of the time of planning, and would find nothing.
     young, middle, old = gc.get_threshold()
     # The threshold tells an inner context by itself: `get_freeze_count` counts all frozen objects one by one.
     if not 0 < young < _YOUNG_THRESHOLD or gc.get_freeze_count():
@@ -55,98 +59,6 @@ def freeze_older_objects() -> Iterator[None]:
     finally:
         gc.set_threshold(young, middle, old)
         gc.unfreeze()
-
-
-@freeze_older_objects()
-def planner_for(
-    module: nn.Module, graph: JointGraph, mesh: MeshShape, target: Target, like: Planner | None = None
-) -> Planner:
-    """Return a planner for the first call of a module; arguments as for `constraints_for` and `Planner`."""
-    constraints = constraints_for(module, graph, mesh, target)
-    return Planner(graph, mesh, target.cluster, constraints, target.settings, like=like)
-
-
-class PlannerCache:
-    """Planners of the calls of one module on one mesh, which share their tables of operators and tensors.
-
-    Args:
-        module: the module.
-        mesh: the mesh axes.
-    """
-
-    def __init__(self, module: nn.Module, mesh: MeshShape) -> None:
-        self.module = module
-        self.mesh = mesh
-        self._first_planners: list[Planner] = []  # the first planner at every set of prices
-
-    @freeze_older_objects()
-    def of(
-        self,
-        graph: JointGraph,
-        target: Target,
-        placed: PlacementsByName | None = None,
-        placed_inputs: PlacementsByName | None = None,
-    ) -> Planner:
-        """Return a new planner for a graph; arguments as for `constraints_for`."""
-        constraints = constraints_for(self.module, graph, self.mesh, target, placed, placed_inputs)
-        prices = constraints.shared, target.cluster, target.settings
-        alike = (
-            planner
-            for planner in self._first_planners
-            if (planner.constraints.shared, planner.cluster, planner.settings) == prices
-        )
-        like = next(alike, None)
-        planner = Planner(graph, self.mesh, target.cluster, constraints, target.settings, like=like)
-        if like is None:
-            self._first_planners.append(planner)
-        return planner
-
-    def forget(self) -> None:
-        """Drop the results of searches, which hold much memory; keep the tables that serve other planners."""
-        for planner in self._first_planners:
-            planner.forget()
-
-
-@freeze_older_objects()
-def run_planner(
-    planner: Planner,
-    capture_seconds: float,
-    target: Target,
-    unlimited: CandidatePlan | None = None,
-    *,
-    explained: bool = True,
-) -> ShardingPlan:
-    """Return the plan of a planner, with a line about the search on a terminal.
-
-    Args:
-        planner, unlimited, explained: as for `plan_with_recompute`.
-        capture_seconds: the time of the graph's capture.
-        target: the target of the planner.
-    """
-    with show_progress(target.options.search.verbose) as planner.progress:
-        plan = plan_with_recompute(planner, unlimited, explained=explained)
-    return with_provenance(plan, planner, capture_seconds, target)
-
-
-def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float, target: Target) -> ShardingPlan:
-    """Return a plan with the record of the capture, the hints and the options that it was made with."""
-    task_graphs = {
-        str(primitive): " x ".join(planner.mesh.names[axis] for axis in axes) or "one device"
-        for primitive, axes in planner.constraints.task_graphs.items()
-    }
-    options: dict[str, Any] = {
-        "inputs": target.inputs,
-        "memory_limit": target.settings.memory_limit,
-        "method": target.settings.method,
-    }
-    if isinstance(target.shares, Mapping):
-        options["shares"] = {axis: list(counts) for axis, counts in target.shares.items()}
-    return replace(
-        plan,
-        timings={"capture": capture_seconds, **plan.timings},
-        hints={**hint_rules.describe(target.hints), **task_graphs},
-        options=options,
-    )
 
 
 def capture_with_progress(
@@ -238,8 +150,229 @@ class CapturedCall:
         # A planner depends on nothing else of a target: the other options are those of the call.
         prices = shared_axis(graph, self.mesh, target), target.cluster, target.settings
         for planner in self._planners:
-            known_prices = planner.constraints.shared, planner.cluster, planner.settings
-            if planner.graph is graph and known_prices == prices:
+            if planner.graph is graph and planner.price_key == prices:
                 return planner
         self._planners.append(self.planner_cache.of(graph, target, self.placed, self.placed_inputs))
         return self._planners[-1]
+
+
+@freeze_older_objects()
+def planner_for(
+    module: nn.Module,
+    graph: JointGraph,
+    mesh: MeshShape,
+    target: Target,
+    placed: PlacementsByName | None = None,
+    placed_inputs: PlacementsByName | None = None,
+    like: Planner | None = None,
+) -> Planner:
+    """Return a planner for a call of a module; arguments as for `constraints_for` and `Planner`."""
+    constraints = constraints_for(module, graph, mesh, target, placed, placed_inputs)
+    return Planner(graph, mesh, target.cluster, constraints, target.settings, like=like)
+
+
+class PlannerCache:
+    """Planners of the calls of one module on one mesh, which share their tables of operators and tensors.
+
+    Args:
+        module: the module.
+        mesh: the mesh axes.
+    """
+
+    def __init__(self, module: nn.Module, mesh: MeshShape) -> None:
+        self.module = module
+        self.mesh = mesh
+        self._first_planners: list[Planner] = []  # the first planner at every set of prices
+
+    def of(
+        self,
+        graph: JointGraph,
+        target: Target,
+        placed: PlacementsByName | None = None,
+        placed_inputs: PlacementsByName | None = None,
+    ) -> Planner:
+        """Return a new planner for a graph; arguments as for `constraints_for`."""
+        prices = shared_axis(graph, self.mesh, target), target.cluster, target.settings
+        like = next((planner for planner in self._first_planners if planner.price_key == prices), None)
+        planner = planner_for(self.module, graph, self.mesh, target, placed, placed_inputs, like)
+        if like is None:
+            self._first_planners.append(planner)
+        return planner
+
+    def forget(self) -> None:
+        """Drop the results of searches, which hold much memory; keep the tables that serve other planners."""
+        for planner in self._first_planners:
+            planner.forget()
+
+
+@freeze_older_objects()
+def run_planner(
+    planner: Planner,
+    capture_seconds: float,
+    target: Target,
+    unlimited: CandidatePlan | None = None,
+    *,
+    explained: bool = True,
+) -> ShardingPlan:
+    """Return the plan of a planner, with a line about the search on a terminal.
+
+    Args:
+        planner, unlimited, explained: as for `plan_with_recompute`.
+        capture_seconds: the time of the graph's capture.
+        target: the target of the planner.
+    """
+    with show_progress(target.options.search.verbose) as planner.progress:
+        plan = plan_with_recompute(planner, unlimited, explained=explained)
+    return with_provenance(plan, planner, capture_seconds, target)
+
+
+def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float, target: Target) -> ShardingPlan:
+    """Return a plan with the record of the capture, the hints and the options that it was made with."""
+    # A primitive of one device has no axes.
+    task_graphs = {
+        str(primitive): " x ".join(planner.mesh.names[axis] for axis in axes) or "one device"
+        for primitive, axes in planner.constraints.task_graphs.items()
+    }
+    # `PlanContents` reads the shares and the limit; the rest is for people.
+    options: dict[str, Any] = {
+        "inputs": target.inputs,
+        "memory_limit": target.settings.memory_limit,
+        "method": target.settings.method,
+    }
+    if isinstance(target.shares, Mapping):
+        options["shares"] = {axis: list(counts) for axis, counts in target.shares.items()}
+    return replace(
+        plan,
+        timings={"capture": capture_seconds, **plan.timings},
+        hints={**hint_rules.describe(target.hints), **task_graphs},
+        options=options,
+    )
+
+
+def plan_with_recompute(
+    planner: Planner, unlimited: CandidatePlan | None = None, *, explained: bool = True
+) -> ShardingPlan:
+    """Return the plan of a graph, with layers recomputed as the planner's settings say.
+
+    With `recompute="auto"` and a memory limit, the fastest of these is taken: the plan that keeps the limit without
+    recomputation; the one that recomputes the fewest layers, first those that free most memory per second, such that
+    nothing else is needed to keep the limit; and, if all layers are not enough, the one that recomputes all and keeps
+    the limit by other means.
+
+    Args:
+        planner: the planner of the graph.
+        unlimited: the plan without the memory limit and without recomputation, if it is known.
+        explained: True to find out what would help, if no plan fits; that takes time.
+
+    Raises:
+        BudgetError: no plan that was found fits the memory limit; the message names the smallest peak, and what would
+            make it smaller.
+    """
+    try:
+        return _plan_with_recompute(planner, unlimited)
+    except ShortfallError as shortfall:
+        if not explained:
+            raise
+        raise shortfall.with_remedies() from None
+
+
+def _plan_with_recompute(planner: Planner, unlimited: CandidatePlan | None) -> ShardingPlan:
+    recompute, limit = planner.settings.recompute, planner.settings.memory_limit
+    # Without a limit, recomputation only takes time.
+    is_useful = recompute == "full" or (recompute == "auto" and limit is not None)
+    layers = recomputable(planner.graph) if is_useful else ()
+    if not layers:
+        return planner.plan(unlimited)
+    if recompute == "full" or limit is None:
+        return recomputing_planner(planner, [layer.name for layer in layers]).plan()
+    return _RecomputeSearch(planner, layers, limit).run(unlimited)
+
+
+def recomputing_planner(planner: Planner, layers: Collection[str]) -> Planner:
+    """Return a planner of the same step in which the layers of these names run again."""
+    start = time.perf_counter()
+    graph = recompute_layers(planner.graph, layers)
+    recomputing = Planner(graph, planner.mesh, planner.cluster, planner.constraints, planner.settings, like=planner)
+    planner.timings["patterns"] = planner.timings.get("patterns", 0.0) + time.perf_counter() - start
+    recomputing.timings = planner.timings  # one plan comes of both
+    return recomputing
+
+
+class _RecomputeSearch:
+    """Chooses the layers that run again under a memory limit.
+
+    Args:
+        planner: the planner of the graph.
+        layers: the layers that can run again.
+        limit: the memory limit in bytes per device.
+    """
+
+    def __init__(self, planner: Planner, layers: tuple[Recomputable, ...], limit: int) -> None:
+        self.planner = planner
+        self.layers = layers
+        self.limit = limit
+        self.plans: list[ShardingPlan] = []
+        self.errors: list[BudgetError] = []
+
+    def run(self, unlimited: CandidatePlan | None) -> ShardingPlan:
+        self._try(self.planner, unlimited)
+        unlimited = self.planner.unlimited
+        assert unlimited is not None
+        if not self.plans or (unlimited.memory.peak > self.limit and self.plans[0].gap > _PROVED_GAP):
+            try:
+                self._recompute(unlimited)
+            except KeyboardInterrupt:
+                if not self.plans:
+                    raise
+                self.planner.warn_of_interruption(self.plans[0].cost)
+        if not self.plans:
+            raise min(self.errors, key=lambda error: math.inf if error.peak is None else error.peak)
+        return min(self.plans, key=lambda plan: plan.step_seconds)
+
+    def _try(self, planner: Planner, unlimited: CandidatePlan | None) -> None:
+        try:
+            self.plans.append(planner.plan(unlimited))
+        except BudgetError as error:
+            self.errors.append(error)
+
+    def _recompute(self, unlimited: CandidatePlan) -> None:
+        """Add the plan that recomputes as few layers as keep the limit, or else all of them."""
+        ranked = self._rank_layers(unlimited)
+        full = recomputing_planner(self.planner, [layer.name for layer in ranked])
+        best = full.solve(full.constraints)
+        if best.memory.peak > self.limit:
+            # To plan for a limit takes long: only where that may beat the plan without recomputation.
+            if not self.plans or full.fastest(best).step_seconds < self.plans[0].step_seconds:
+                self._try(full, best)
+            return
+        planner, high, low, above = full, len(ranked), 0, unlimited.memory.peak
+        for _ in range(_MAX_BISECTIONS):
+            if high - low <= 1:
+                break
+            # Layers free about as much each: the number of layers lies between as the limit does between the peaks.
+            share = (above - self.limit) / max(above - best.memory.peak, 1)
+            count = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+            fewer = recomputing_planner(self.planner, [layer.name for layer in ranked[:count]])
+            plan = fewer.solve(fewer.constraints)
+            if plan.memory.peak <= self.limit:
+                planner, best, high = fewer, plan, count
+            else:
+                low, above = count, plan.memory.peak
+        self._try(planner, best)
+
+    def _rank_layers(self, unlimited: CandidatePlan) -> list[Recomputable]:
+        """Return the layers, those first that free most bytes per second of running them again."""
+        account = self.planner.account(unlimited.decisions)
+        operators = set(account.rules.operators)
+
+        def freed_per_second(layer: Recomputable) -> float:
+            freed = 0
+            for node in layer.freed:
+                value = value_of(node)
+                shape = local_shape(value.meta.shape, account.flow.produced_spec(value), self.planner.mesh)
+                freed += math.prod(shape) * value.meta.dtype.itemsize
+            seconds = sum(account.seconds(node) for node in layer.rerun if node in operators)
+            return freed / max(seconds, 1e-12)
+
+        # Rounding lets equal layers keep their order, the earlier one first.
+        return sorted(self.layers, key=lambda layer: -round(freed_per_second(layer), -3))

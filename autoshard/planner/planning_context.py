@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,9 +26,7 @@ from autoshard.memory.footprint import Memory, live_bytes
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules, Value
-from autoshard.planner.account import OperatorPrices, StepAccount, reduction_timeline, timeline
-from autoshard.planner.allocations import allocations
-from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate
+from autoshard.planner.account import OperatorPrices, StepAccount, allocations, reduction_timeline, timeline
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.progress_line import Progress
@@ -43,10 +41,88 @@ from autoshard.program.walk import LocalPrograms
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.reshard.path import Resharder
 from autoshard.solver.eliminate import WidthError
-from autoshard.specs.axes import MeshShape
+from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.version import __version__
 
 _MAX_ACCOUNTS = 3  # accounts that are kept: the final plan is most often one of the last candidates
+
+
+class ProgramEstimate:
+    """Time and memory of the program of some decisions, each computed on first use since that takes long.
+
+    Args:
+        context: prices the program.
+        flow: the graph and the decisions.
+    """
+
+    def __init__(self, context: PlanningContext, flow: Flow) -> None:
+        self._context, self._flow = context, flow
+        self._program: PredictedProgram | None = None
+
+    @cached_property
+    def times(self) -> tuple[float, float, float]:
+        """Seconds of the step, its seconds of exposed communication, and seconds of the optimizer's update."""
+        program = self._take_program()
+        return (*self._context.replay(program, self._context.prices), self._context.update_seconds(program))
+
+    @cached_property
+    def footprint(self) -> tuple[Memory, np.ndarray]:
+        """Bytes of one device, and those at every moment of the step."""
+        program, context, settings = self._take_program(), self._context, self._context.settings
+        with context.time_phase("account"):
+            allocated = list(allocations(self._flow, program, settings.optimizer, settings.under_way))
+            held = live_bytes(allocated, len(context.rules.operators) + 1)
+            return Memory.of(allocated, context.operation_at), held
+
+    def _take_program(self) -> PredictedProgram:
+        # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
+        program = self._program or self._context.program(self._flow, self._context.settings.left_unreduced)
+        self._program = None if self._program else program
+        return program
+
+
+@dataclass(frozen=True, slots=True)
+class CandidatePlan:
+    """A solved plan.
+
+    Attributes:
+        decisions: the decisions.
+        cost: seconds of the step without overlap: the sum of compute and collectives.
+        lower_bound: a lower bound of the cost of every plan of the problem.
+        method: the method that found it.
+        estimate: time and memory of its program.
+    """
+
+    decisions: Decisions
+    cost: float
+    lower_bound: float
+    method: str
+    estimate: ProgramEstimate = field(compare=False, repr=False)
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes of one device."""
+        return self.estimate.footprint[0]
+
+    @property
+    def held_bytes(self) -> np.ndarray:
+        """Bytes of one device at every moment of the step."""
+        return self.estimate.footprint[1]
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of the step, with communication that slows down the compute beside it."""
+        return self.estimate.times[0]
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of the step in which a device communicates and does not compute."""
+        return self.estimate.times[1]
+
+    @property
+    def update_seconds(self) -> float:
+        """Predicted seconds of the optimizer's update, which follows the step."""
+        return self.estimate.times[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +236,7 @@ class PlanningContext(ABC):
         with self.time_phase("patterns"):
             self.rules = GraphRules(graph, mesh)
             if like is not None:
-                self.rules.reuse_from(like.rules)
+                self.rules.reuse_from(like.rules)  # tables are found by the identity of rules and calls
 
     def _forget_results(self) -> None:
         self.unlimited: CandidatePlan | None = None
@@ -176,12 +252,18 @@ class PlanningContext(ABC):
     def forget(self) -> None:
         """Drop the results of searches, which hold much memory; keep the tables that serve other planners."""
         self._forget_results()
+        # The `cached_property` would make a builder only to forget its problems.
         if "builder" in self.__dict__:
             self.builder.forget()
 
     def gradient_price(self, kind: str, bytes: int, axis: int) -> float:
         """Return the seconds of a collective that reduces a gradient, for one run of the step."""
         return self.cost.gradient_collective(kind, bytes, axis) / self.settings.runs_per_reduction
+
+    @property
+    def price_key(self) -> tuple[SharedAxis | None, Cluster, Settings]:
+        """The values that the prices of a problem depend on, besides its graph."""
+        return self.constraints.shared, self.cluster, self.settings
 
     @property
     def axes(self) -> list[int]:
@@ -228,10 +310,12 @@ class PlanningContext(ABC):
         request = SolveRequest(builder, method, limit, prices, discount, work or self.settings.work_limit)
         solved = self._solve_all_axes(request)
         bound = solved.lower_bound
+        # Axes that were solved in turn have no bound of the whole problem.
         if len(self.axes) > 2:
             bound = min(bound if np.isfinite(bound) else self._bound, solved.cost)
         plan = self.evaluate(solved.decisions, solved.cost, bound, solved.method)
         self._update_best(plan)
+        # The solver returns what it has when it is interrupted; to end the search is left to the planner.
         if solved.interrupted:
             raise KeyboardInterrupt
         return plan
@@ -345,6 +429,7 @@ class PlanningContext(ABC):
     def warn_of_interruption(self, cost: float) -> None:
         """Warn that the search was interrupted and returns a plan of so many seconds."""
         self.interrupted = True
+        # The caller of a search with recomputed layers knows only the first planner.
         if self._like is not None:
             self._like.interrupted = True
         warnings.warn(
@@ -385,6 +470,7 @@ class PlanningContext(ABC):
         """Return the seconds of a step of a program, and those of them in which communication is exposed."""
         with self.time_phase("schedule"):
             replayed, later = timeline(program, prices), reduction_timeline(program, prices)
+            # A reduction that several runs of the step share counts in parts.
             steps, contention = self.settings.gradient_steps, self.cluster.contention
             seconds = replayed.seconds_with_contention(contention) + later.seconds_with_contention(contention) / steps
             return seconds, replayed.exposed + later.exposed / steps
@@ -392,9 +478,9 @@ class PlanningContext(ABC):
     def update_seconds(self, program: PredictedProgram) -> float:
         """Return the seconds of the optimizer's update, by the bytes that it moves."""
         moved = 0
-        for source in self.graph.inputs:
+        for source in self.graph.parameters:
             gradient = program.outputs.get(("gradient", source.name))
-            if source.kind == "parameter" and gradient is not None:
+            if gradient is not None:
                 part, shape = program.inputs[source.node.name].meta["val"], Value(source.node).meta.shape
                 arrived = gradient.meta["val"].numel() * gradient.meta["val"].element_size()
                 moved += self.settings.optimizer.moved_bytes(shape, tuple(part.shape), part.element_size(), arrived)
@@ -406,24 +492,11 @@ class PlanningContext(ABC):
         for known in self._candidates:
             if known.decisions == decisions:
                 return replace(known, cost=cost, lower_bound=lower_bound, method=method)
-        flow = Flow(self.rules, decisions, self.mesh)
-
-        def make_program() -> PredictedProgram:
-            return self.program(flow, self.settings.left_unreduced)
-
-        def measure_times(program: PredictedProgram) -> tuple[float, float, float]:
-            return (*self.replay(program, self.prices), self.update_seconds(program))
-
-        def measure_memory(program: PredictedProgram) -> tuple[Memory, np.ndarray]:
-            with self.time_phase("account"):
-                allocated = list(allocations(flow, program, self.settings.optimizer, self.settings.under_way))
-                return Memory.of(allocated, self._operation_at), live_bytes(allocated, len(self.rules.operators) + 1)
-
-        estimate = ProgramEstimate(make_program, measure_times, measure_memory)
+        estimate = ProgramEstimate(self, Flow(self.rules, decisions, self.mesh))
         self._candidates.append(CandidatePlan(decisions, cost, lower_bound, method, estimate))
         return self._candidates[-1]
 
-    def _operation_at(self, moment: int) -> tuple[str, str, str]:
+    def operation_at(self, moment: int) -> tuple[str, str, str]:
         """Return phase, module path and operator at a moment of the step."""
         if moment >= len(self.rules.operators):
             return "optimizer", "", "optimizer's step"

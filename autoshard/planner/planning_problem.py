@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -178,6 +178,7 @@ class BuiltProblem:
     @cached_property
     def program_positions(self) -> list[float]:
         """Position of every variable in the order of the program; copies and tensors at rest lie beside operators."""
+        # Prices change no position: problems that are derived from one share its list.
         return _program_positions(self) if self.origin is None else self.origin.program_positions
 
     def with_memory_prices(self, prices: np.ndarray) -> BuiltProblem:
@@ -233,7 +234,7 @@ class BuiltProblem:
 
     def decode(self, assignment: Sequence[int]) -> Decisions:
         """Return the decisions of an assignment."""
-        tables: dict[str, dict[str, Any]] = {"operator": {}, "rest": {}, "output": {}, "hub": {}, "regather": {}}
+        tables: dict[str, dict[str, Any]] = {kind: {} for kind in get_args(VariableKind)}
         for variable, option in zip(self.variables, assignment, strict=True):
             tables[variable.kind][variable.key] = variable.options[option]
         hubs = hubs_from_choices(tables["hub"], tables["regather"])
@@ -255,6 +256,7 @@ class BuiltProblem:
 
 def _program_positions(built: BuiltProblem) -> list[float]:
     variables = built.variables
+    # Variables of operators are added in the order of the program: their numbers are positions.
     positions = {number: float(number) for number, variable in enumerate(variables) if variable.kind == "operator"}
     sources: dict[int, list[int]] = defaultdict(list)
     targets: dict[int, list[int]] = defaultdict(list)
@@ -263,6 +265,7 @@ def _program_positions(built: BuiltProblem) -> list[float]:
             sources[edge.target].append(edge.source)
         if edge.source not in positions:
             targets[edge.source].append(edge.target)
+    # Hubs first: tensors at rest and outputs may have edges to hubs alone.
     for kind in ("hub", "rest", "output"):
         for number, variable in enumerate(variables):
             if variable.kind == kind:

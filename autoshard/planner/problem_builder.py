@@ -11,7 +11,7 @@ import numpy as np
 from torch import fx
 from torch.distributed.tensor import Placement
 
-from autoshard.capture.joint import JointInput, JointOutput
+from autoshard.capture.joint import JointInput
 from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph_rules import GraphRules, Use, Value, value_of
 from autoshard.patterns.strategy import WHOLE
@@ -111,6 +111,7 @@ class ProblemBuilder:
         return built if prices is None else built.with_memory_prices(prices)
 
     def _build_unpriced(self, free: frozenset[int], current: Decisions | None, reuse: Reuse) -> BuiltProblem:
+        # Problems without current decisions are solved at many prices; others change from block to block.
         if current is None:
             if (free, reuse) not in self._plain:
                 self._plain[free, reuse] = _Build(self, free, None, reuse).run()
@@ -186,9 +187,7 @@ class _Build:
         self.positions, self.phases = self.lifetimes.positions, self.lifetimes.phases
         self.input_nodes = {source.name: source.node for source in self.rules.graph.inputs if source.kind != "tangent"}
         self.gradient_positions = {
-            output.name: self.positions.get(value_of(output.node).node, 0)
-            for output in self.rules.graph.outputs
-            if output.kind == "gradient" and output.node is not None
+            name: self.positions.get(value_of(node).node, 0) for name, node in self.rules.graph.gradients.items()
         }
         self.variables: list[Variable] = []
         self.edges: list[Edge] = []
@@ -202,9 +201,8 @@ class _Build:
     def run(self) -> BuiltProblem:
         for source in self.rules.graph.inputs:
             self.variable_of_node[source.node] = self._add(self._rest(source))
-        for output in self.rules.graph.outputs:
-            if output.kind == "output" and output.node is not None:
-                self.variable_of_output[output.name] = self._add(self._output(output))
+        for name, node in self.rules.graph.tensor_outputs.items():
+            self.variable_of_output[name] = self._add(self._output(name, node))
         for node in self.rules.operators:
             self.variable_of_node[node] = self._add(self._operator(node))
         for value in self.rules.values():
@@ -282,17 +280,18 @@ class _Build:
                 [optimizer.state_bytes(value.meta.shape, (int(size) // itemsize,), itemsize) for size in held],
                 dtype=float,
             )
+            # A row of memory has one life for a variable: a gradient counts as if it were there from the start.
             variable.usage = 2.0 * held + state
             variable.live_ranges = (
                 LiveRange(held, self.gradient_positions[source.name], self.end),
                 LiveRange(held + state, *variable.life),
             )
 
-    def _output(self, output: JointOutput) -> Variable:
-        specs = self.builder.boundary_specs.of_output(output)
-        now = None if self.current is None else self.current.outputs[output.name]
+    def _output(self, name: str, node: fx.Node) -> Variable:
+        specs = self.builder.boundary_specs.of_output(name, node)
+        now = None if self.current is None else self.current.outputs[name]
         specs = self._specs_on_free_axes(specs, now)
-        return Variable("output", output.name, specs, np.zeros(len(specs)), (self.builder.intern_specs(specs),))
+        return Variable("output", name, specs, np.zeros(len(specs)), (self.builder.intern_specs(specs),))
 
     # Edges
 
@@ -353,6 +352,7 @@ class _Build:
         ends: dict[str, list[_EdgeEnd]] = {"forward": [], "backward": []}
         for use in self.rules.uses.get(value, ()):
             start = self.positions[use.node]
+            # A view of a copy keeps the copy alive as long as the view is used.
             last = self.lifetimes.last_use(use.node) if self.rules.rules[use.node].free else start
             end = _EdgeEnd(
                 self.variable_of_node[use.node],
@@ -362,7 +362,12 @@ class _Build:
             )
             ends[self.phases[use.node]].append(end)
         for output in self.rules.outputs_of.get(value, ()):
-            user = self._variable_of_output(output)
+            # A gradient, and the new value of a buffer, goes to where the parameter or buffer lies.
+            user = (
+                self.variable_of_output[output.name]
+                if output.kind == "output"
+                else self.variable_of_node[self.input_nodes[output.name]]
+            )
             # An output is resharded as soon as it exists, and held to the end of the step.
             start = self.positions.get(value.node, -1) + 1
             # A gradient's memory is counted with its parameter.
@@ -397,11 +402,6 @@ class _Build:
         fixed = [axis for axis in range(self.mesh.ndim) if axis not in self.free]
         return [spec for spec in specs if spec is now or all(spec[axis] == now[axis] for axis in fixed)] or specs
 
-    def _variable_of_output(self, output: JointOutput) -> int:
-        if output.kind == "output":
-            return self.variable_of_output[output.name]
-        return self.variable_of_node[self.input_nodes[output.name]]
-
     def _add_edges(self, value: Value, source: _EdgeEnd, targets: Iterable[_EdgeEnd]) -> None:
         for target in targets:
             # A tensor may be handed back where it came from (an unchanged buffer), which costs nothing.
@@ -409,7 +409,12 @@ class _Build:
                 self._add_edge(value, source, target)
 
     def _add_edge(self, value: Value, source: _EdgeEnd, target: _EdgeEnd) -> None:
-        meta, forbidden, tables = value.meta, self._forbidden(value), self.builder.edge_tables
+        meta, tables, forbidden = value.meta, self.builder.edge_tables, ""
+        # The precision policy says in which dtype a gradient is reduced.
+        if self.rules.restores_dtype(value.node):
+            forbidden = "reduced before"
+        elif value in self.rules.unreduced:
+            forbidden = "reduced later"
         seconds = tables.reshard_seconds(meta, source.specs, target.specs, target.gradient)
         # Equal layers share a table if nothing is added, or the same is.
         key = (id(seconds), forbidden)
@@ -435,12 +440,6 @@ class _Build:
             return None
         phase = self.phases[self.rules.operators[target.life[0]]]
         return self.rules.first_parameter_uses.get((value.node, phase))
-
-    def _forbidden(self, value: Value) -> str:
-        """Return the key in `FORBIDDEN` of the limit on the reshards of a value; an empty text without a limit."""
-        if self.rules.restores_dtype(value.node):
-            return "reduced before"
-        return "reduced later" if value in self.rules.unreduced else ""
 
     # Ties
 

@@ -17,8 +17,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 log = logging.getLogger("autoshard")
 
-SECONDS = 10.0
-"""Seconds between two records in the log."""
+SECONDS = 10.0  # between two records in the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def show_progress(verbose: bool, title: str = "planning") -> Iterator[Callable[[
             task = bar.add_task(title)
             yield lambda progress: bar.update(task, description=progress_text(progress))
         return
-    last: list[Progress] = []
+    last: list[Progress] = []  # the last report, if there was one
 
     def report(progress: Progress) -> None:
         last[:] = [progress]
@@ -77,6 +76,7 @@ def _call_every(seconds: float, function: Callable[[float], None]) -> Iterator[N
         while not ended.wait(seconds):
             function(time.monotonic() - start)
 
+    # A thread, since a search may stay in compiled code for long; as a daemon it does not keep a process alive.
     thread = threading.Thread(target=run, name="autoshard progress", daemon=True)
     thread.start()
     try:

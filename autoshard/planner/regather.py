@@ -6,8 +6,7 @@ gather (TensorOpt 4.2, tensor reuse; for parameters the first is ZeRO-2, the sec
 
 In the problem the forward half has a hub, whose options are specs, and the backward half has another one, whose options
 are `RegatherChoice`s. Every cost depends on two of three variables: the tensor itself, and the two hubs.
-
-Lifetimes of values in a step, and the values that the backward half may gather again.
+`ValueLifetimes` says which values may be gathered again.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from autoshard.specs.spec import Spec
 
 Reuse = Literal["none", "inputs", "all"]
 """Values whose copies may be gathered again: no values, inputs of the step, or activations too."""
+
+_SMALL_FACTOR = 64  # a gathered activation so many times smaller than the largest tensor of the step is always kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ def choices_from_hubs(
     hubs: Mapping[str, Spec], names: Iterable[str]
 ) -> tuple[dict[str, Spec], dict[str, RegatherChoice]]:
     """Return the arguments of `hubs_from_choices` for its result, given the names of the values."""
+    # `separate` gets the forward hub of every name: the problem has one, also where a kept copy needs only one hub.
     separate, choices = dict(hubs), {}
     for name in names:
         kept = name in separate
@@ -112,9 +114,6 @@ def choices_from_hubs(
         separate[f"{name}@forward"] = forward
         choices[name] = RegatherChoice(forward if kept else separate.pop(f"{name}@backward"), kept)
     return separate, choices
-
-
-_SMALL_FACTOR = 64  # a gathered activation so many times smaller than the largest tensor of the step is always kept
 
 
 class ValueLifetimes:
@@ -170,18 +169,16 @@ class ValueLifetimes:
             # A value that the step returns is held through the backward half in any case.
             phases = {self.phases[use.node] for use in self.rules.uses.get(value, ())}
             returned = any(output.kind != "gradient" for output in self.rules.outputs_of.get(value, ()))
-            self._regatherable[value] = len(phases) == 2 and not returned and self._is_large(value)
+            # Copies of inputs, parameters above all, are always worth a choice.
+            is_large = value.node in self.inputs or (
+                self.reuse == "all" and value.meta.bytes * _SMALL_FACTOR >= self._largest_bytes
+            )
+            self._regatherable[value] = len(phases) == 2 and not returned and is_large
         return self._regatherable[value]
 
     def is_view(self, value: Value) -> bool:
         """Return True if the step allocates no memory for a value: an input, or a view."""
         return value.node in self.inputs or self.rules.rules[value.node].free
-
-    def _is_large(self, value: Value) -> bool:
-        # Copies of inputs, parameters above all, are always worth a choice.
-        return value.node in self.inputs or (
-            self.reuse == "all" and value.meta.bytes * _SMALL_FACTOR >= self._largest_bytes
-        )
 
     @cached_property
     def _largest_bytes(self) -> int:

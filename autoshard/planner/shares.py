@@ -1,6 +1,7 @@
-"""Shares of the batch in proportion to the speed of devices, if they make the step shorter (Whale, 3.3.1).
+"""Shares of the batch, or of other dims that a plan splits along an axis, for devices of different kinds.
 
-Unequal parts of the dims that a plan splits along an axis, for devices of different kinds (Whale, 3.3.1).
+`plan_shares` makes the plan of a call: with the shares that a user asks for, or, where devices differ, in proportion to
+their speed if that makes the step shorter (Whale, 3.3.1).
 """
 
 from __future__ import annotations
@@ -31,33 +32,48 @@ from autoshard.specs.axes import MeshShape
 
 _PERSISTENT_KINDS = ("parameter", "gradient", "optimizer", "buffer")  # memory that does not depend on the batch
 
+_MAX_TOTALS = 2  # numbers of parts that are tried; each is planned once or twice
+
 PlanAndPlanner = tuple[ShardingPlan, Planner]
 
 
-def with_shares(target: Target, mesh: MeshShape, given: Mapping[str, Sequence[int]]) -> Target:
-    """Return a target with these shares, at the prices of a device whose equal share takes as long as the slowest one.
+def plan_shares(call: CapturedCall) -> ShardingPlan:
+    """Return a plan with the requested shares: of the batch of dynamic inputs, or of other dims.
 
-    Args:
-        target: the options of the user.
-        mesh: the mesh axes.
-        given: for one mesh axis by name, the shares of its ranks; empty for equal shares. A single rank takes all.
+    If no dim can be divided into the requested parts, a later call of a module gets equal parts; for the first call
+    that is an error.
 
     Raises:
-        MeshError: the mesh has no such axis.
-        PlanError: there are not as many shares as ranks.
+        AutoshardError: as for `autoshard.plan`.
     """
-    if not given:
-        return replace(target, shares=None)
-    ((name, counts),) = given.items()
-    axis = mesh.index(name)
-    if len(counts) != mesh.sizes[axis]:
-        raise PlanError(f"axis {name!r} has {mesh.sizes[axis]} ranks and {len(counts)} shares: give one to each.")
-    if len(counts) == 1:
-        return replace(target, shares=None)
-    device = equal_share_device(devices_along(target.cluster, mesh, axis), counts)
-    return replace(
-        target, shares={name: tuple(counts)}, cluster=replace(target.cluster.first(mesh.size), device=device)
-    )
+    mesh, target = call.mesh, call.target
+    if target.shares == "auto":
+        axis = heterogeneous_axis(target.cluster, mesh)
+        if target.dynamic or target.inputs == "local" or axis is None:
+            return plan_batch_shares(call)
+        return UnequalParts(call, axis).plan_proportional()
+    shares = target.shares or {}
+    shared_target = with_shares(target, mesh, shares)
+    # Of static sizes, shares are of the dims that a plan splits. A single rank has no shares: it takes all.
+    if target.dynamic or not isinstance(shared_target.shares, Mapping):
+        return plan_with_shares(call, shared_target)[0]
+    if target.inputs == "local":
+        raise PlanError('shares of what is not the batch are for inputs="global", which every rank passes whole.')
+    ((axis_name, counts),) = shared_target.shares.items()
+    try:
+        planned = UnequalParts(call, mesh.index(axis_name)).plan_counts(counts)
+        if planned is not None:
+            return planned[0]
+        raise PlanError(
+            f"shares of axis {axis_name!r} are {list(counts)}, and no dim that is split along it can be divided in "
+            f"{part_count(counts)} equal parts. Choose shares that add up to a divisor of such dims, or, for shares of "
+            'the batch of any size, say which dims of the inputs are the batch: dynamic={"x": {0: "batch"}}.'
+        )
+    except PlanError:
+        # A later call must run on the parameters as they lie: with equal parts it can.
+        if call.placed is None:
+            raise
+    return plan_with_shares(call, with_shares(target, mesh, {}))[0]
 
 
 def plan_batch_shares(call: CapturedCall) -> ShardingPlan:
@@ -109,9 +125,10 @@ def faster_plan(
     devices = devices_along(call.target.cluster, call.mesh, axis)
     speeds = speeds_of(equal_planner, equal_plan, devices)
     workers = [Worker(speeds[device], min(device.memory, limit or device.memory)) for device in devices]
+    # First by speed alone: what a share needs of memory is known only from a plan with shares.
     counts = shares(total, [replace(worker, memory=float("inf")) for worker in workers], lambda _: 0)
     try:
-        # By speed alone, and once more if that is too much for the memory of a device.
+        # Once more if that is too much for the memory of a device.
         for _ in range(2):
             if min(counts) < 1 or len(set(counts)) == 1:
                 return equal_plan
@@ -156,6 +173,7 @@ def plan_with_shares(call: CapturedCall, target: Target, graph: JointGraph | Non
         # The planner's prices are those of the largest share: with equal devices, no rank ends later.
         return plan, planner
     ((name, counts),) = target.shares.items()
+    # The rank with the largest share of each kind of device ends last of its kind.
     most: dict[Device, int] = {}
     for device, count in zip(devices_along(target.cluster, call.mesh, call.mesh.index(name)), counts, strict=True):
         most[device] = max(most.get(device, 0), count)
@@ -209,58 +227,7 @@ def _memory_by_rows(memory: Memory, equal: float) -> Callable[[int], float]:
     With more rows, the largest amount of activations grows. With fewer, the activations at the peak's moment shrink.
     """
     moving = memory.peak - sum(memory.held.get(kind, 0) for kind in _PERSISTENT_KINDS)
-
-    def bytes_with(count: int) -> float:
-        return memory.peak + (count / equal - 1) * (memory.activations if count > equal else moving)
-
-    return bytes_with
-
-
-_MAX_TOTALS = 2  # numbers of parts that are tried; each is planned once or twice
-
-
-def plan_shares(call: CapturedCall) -> ShardingPlan:
-    """Return a plan with the requested shares: of the batch of dynamic inputs, or of other dims.
-
-    If no dim can be divided into the requested parts, a later call of a module gets equal parts; for the first call
-    that is an error.
-
-    Raises:
-        AutoshardError: as for `autoshard.plan`.
-    """
-    mesh, target = call.mesh, call.target
-    if target.shares == "auto":
-        axis = heterogeneous_axis(target.cluster, mesh)
-        if target.dynamic or target.inputs == "local" or axis is None:
-            return plan_batch_shares(call)
-        return UnequalParts(call, axis).plan_proportional()
-    shares = target.shares or {}
-    if shares and not target.dynamic:
-        shared_target = with_shares(target, mesh, shares)
-        # A single rank takes all.
-        if isinstance(shared_target.shares, Mapping):
-            ((axis_name, counts),) = shared_target.shares.items()
-            if target.inputs == "local":
-                raise PlanError(
-                    'shares of what is not the batch are for inputs="global", which every rank passes whole.'
-                )
-            try:
-                planned = UnequalParts(call, mesh.index(axis_name)).plan_counts(counts)
-            except PlanError:
-                if call.placed is None:
-                    raise
-                planned = None
-            if planned is not None:
-                return planned[0]
-            if call.placed is None:
-                raise _indivisible_error(axis_name, counts)
-        shares = {}
-    return plan_with_shares(call, with_shares(target, mesh, shares))[0]
-
-
-def part_count(counts: Sequence[int]) -> int:
-    """Return the number of equal parts into which a dim is divided for shares in proportion to `counts`."""
-    return sum(counts) // math.gcd(*counts)
+    return lambda count: memory.peak + (count / equal - 1) * (memory.activations if count > equal else moving)
 
 
 @dataclass(frozen=True)
@@ -292,17 +259,19 @@ class UnequalParts:
     @cached_property
     def split_loops_in_least_memory(self) -> dict[Loop, int]:
         """The same loops of the plan of equal parts with the smallest peak, whatever the limit."""
+        target = self.call.target
 
-        def with_limit(limit: int) -> Target:
-            target = self.call.target
-            return replace(target, settings=replace(target.settings, memory_limit=limit))
+        def loops_within(limit: int) -> dict[Loop, int]:
+            limited = replace(target, settings=replace(target.settings, memory_limit=limit))
+            return self._loops_split_by(self._plan_equal(limited))
 
         try:
-            return self._loops_split_by(self._plan_equal(with_limit(1)))
+            # No plan fits in a byte: the error names the smallest peak.
+            return loops_within(1)
         except BudgetError as error:
             if error.peak is None:
                 raise
-            return self._loops_split_by(self._plan_equal(with_limit(error.peak)))
+            return loops_within(error.peak)
 
     def _plan_equal(self, target: Target) -> PlanAndPlanner:
         return plan_with_shares(self.call, with_shares(target, self.call.mesh, {}))
@@ -376,7 +345,7 @@ class UnequalParts:
             return planned
 
         plans = [self.equal_plan[0]]
-        # No `DTensor` has unequal parts, so that outputs come back whole.
+        # No `DTensor` has unequal parts: only outputs that come back whole can be made of them.
         if self.call.target.output_placements is None:
             totals = candidate_totals(self.split_loops.values(), self.call.mesh.sizes[self.axis])
             plans += [
@@ -398,9 +367,32 @@ def candidate_totals(sizes: Iterable[int], ranks: int) -> list[int]:
     return sorted(largest.values(), key=lambda total: -sum(size % total == 0 for size in sizes))
 
 
-def _indivisible_error(axis: str, counts: Sequence[int]) -> PlanError:
-    return PlanError(
-        f"shares of axis {axis!r} are {list(counts)}, and no dim that is split along it can be divided in "
-        f"{part_count(counts)} equal parts. Choose shares that add up to a divisor of such dims, or, for shares of the "
-        'batch of any size, say which dims of the inputs are the batch: dynamic={"x": {0: "batch"}}.'
+def part_count(counts: Sequence[int]) -> int:
+    """Return the number of equal parts into which a dim is divided for shares in proportion to `counts`."""
+    return sum(counts) // math.gcd(*counts)
+
+
+def with_shares(target: Target, mesh: MeshShape, given: Mapping[str, Sequence[int]]) -> Target:
+    """Return a target with these shares, at the prices of a device whose equal share takes as long as the slowest one.
+
+    Args:
+        target: the options of the user.
+        mesh: the mesh axes.
+        given: for one mesh axis by name, the shares of its ranks; empty for equal shares. A single rank takes all.
+
+    Raises:
+        MeshError: the mesh has no such axis.
+        PlanError: there are not as many shares as ranks.
+    """
+    if not given:
+        return replace(target, shares=None)
+    ((name, counts),) = given.items()
+    axis = mesh.index(name)
+    if len(counts) != mesh.sizes[axis]:
+        raise PlanError(f"axis {name!r} has {mesh.sizes[axis]} ranks and {len(counts)} shares: give one to each.")
+    if len(counts) == 1:
+        return replace(target, shares=None)
+    device = equal_share_device(devices_along(target.cluster, mesh, axis), counts)
+    return replace(
+        target, shares={name: tuple(counts)}, cluster=replace(target.cluster.first(mesh.size), device=device)
     )

@@ -1,12 +1,4 @@
-"""Solves one problem of the planner: large ones by message passing first, and by the solver where a gap is left.
-
-A problem with lower bounds as prices, which are replaced by exact prices where solutions use them.
-
-On three axes and more there are too many pairs of specs to find a path for each, but few of them matter. A problem at
-lower bounds of the prices has an optimum that bounds that of the exact problem. If its solution counts on a price that
-is too low, the exact one takes its place, and the problem is solved again. A solution all of whose prices are exact is
-the best of the exact problem too, up to the gap that is proved.
-"""
+"""Solves one problem of the planner: large ones by message passing first, and by the solver where a gap is left."""
 
 from __future__ import annotations
 
@@ -15,12 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
-import numpy as np
-
-from autoshard.planner.planning_problem import BuiltProblem, HideableKind, OverlapDiscount, ReshardEdge
+from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.tiling import Tiling
-from autoshard.reshard.path import Resharder
-from autoshard.solver import Edge, Problem, solve
+from autoshard.solver import Problem, solve
 from autoshard.solver.hierarchy import solve_in_segments
 from autoshard.solver.problem import IntArray
 from autoshard.solver.trws import Messages, RelaxationResult, restrict_problem
@@ -127,6 +116,7 @@ def solve_problem(built: BuiltProblem, tiling: Tiling | None, options: SolveOpti
     if best.interrupted or best.gap <= enough or monotonic() > options.deadline:
         return best
     start = None
+    # Segments take time, and help only where messages leave a gap.
     if best.gap > CLOSE:
         by_segments = solve_by_segments(problem, built.program_positions, tiling, options)
         best = better_result(best, by_segments)
@@ -151,9 +141,9 @@ def is_large(problem: Problem) -> bool:
 def better_result(first: SolveResult, second: SolveResult) -> SolveResult:
     """Return the cheaper of two results for one problem, with the higher of their bounds."""
     best = second if second.cost < first.cost else first
+    # Rounding may put a bound above the cost.
     bound = min(max(first.lower_bound, second.lower_bound), best.cost)
-    interrupted = first.interrupted or second.interrupted
-    return SolveResult(best.assignment, best.cost, bound, best.method, best.status, interrupted)
+    return replace(best, lower_bound=bound, interrupted=first.interrupted or second.interrupted)
 
 
 def solve_by_messages(
@@ -204,6 +194,7 @@ def run_messages(
         The result, and True if the search was interrupted.
     """
     report = options.report_progress
+    # The first pass stands outside of `try`: without it there is no result to return.
     best = messages.run(1, upper=upper, close=close, deadline=options.deadline)
     known = min(upper, best.cost)
     if known - best.bound <= close * abs(known):
@@ -248,7 +239,7 @@ def _solve_tied(problem: Problem, tiling: Tiling, options: SolveOptions, start: 
     leading = None if start is None else tuple(start[leader] for leader in tiling.leaders)
     tied = _call_solver(tiling.fold(problem), options, leading)
     if not tied.assignment:
-        return SolveResult(method=tied.method, status=tied.status, interrupted=tied.interrupted)
+        return replace(tied, cost=math.inf, lower_bound=-math.inf)
     # The bound of tied layers is none of the whole problem.
     assignment, cost = _spread(problem, tiling, tied.assignment)
     return SolveResult(assignment, cost, method=f"{tied.method}, layers tied", interrupted=tied.interrupted)
@@ -263,6 +254,7 @@ def _spread(problem: Problem, tiling: Tiling, tied: tuple[int, ...]) -> tuple[tu
 
 
 def _call_solver(problem: Problem, options: SolveOptions, start: tuple[int, ...] | None = None) -> SolveResult:
+    # Without a need for a proof, alternating search is quicker than the methods that bound.
     solution = solve(
         problem,
         method="alternate" if options.method == "auto" and not options.proof else options.method,
@@ -280,137 +272,3 @@ def _call_solver(problem: Problem, options: SolveOptions, start: tuple[int, ...]
         solution.status,
         solution.interrupted,
     )
-
-
-_PRICE_TOLERANCE = 1e-9  # relative difference up to which two prices are equal
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OptionScan:
-    """The options near the best at one discount.
-
-    Attributes:
-        discount: the price of hidden seconds; None if they count in full.
-        near: per variable of the problem, or of its tied layers, the options that are near the best.
-    """
-
-    discount: OverlapDiscount | None
-    near: Sequence[np.ndarray]
-
-    def price(self, kind: HideableKind) -> float | None:
-        """Return the price of a hidden second of a kind; None if the discount is on another kind."""
-        if self.discount is None:
-            return 1.0
-        return self.discount.price if self.discount.kind == kind else None
-
-
-@dataclass(frozen=True, eq=False)
-class LazyCosts:
-    """A problem at prices that may be too low.
-
-    Attributes:
-        built: the problem, with the exact prices that are known.
-        messages: the last messages along its edges and against them (of its tied layers, if there are any). They are a
-            good start for the next messages.
-        scans: scans of all options at several discounts, in the order in which they were made.
-    """
-
-    built: BuiltProblem
-    messages: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
-    scans: tuple[OptionScan, ...] = ()
-
-    def with_scan(self, discount: OverlapDiscount | None, near: Sequence[np.ndarray], messages: Messages) -> LazyCosts:
-        """Return the same problem with one more scan, and the messages that it led to."""
-        scans = (*self.scans, OptionScan(discount, near))
-        return replace(self, messages=(messages.along, messages.against), scans=scans)
-
-    def near_options(self, discount: OverlapDiscount) -> list[np.ndarray] | None:
-        """Return the options near the best at any price of a kind; None without scans at a lower and a higher price."""
-        scans = [scan for scan in self.scans if scan.price(discount.kind) is not None]
-        prices = [price for scan in scans if (price := scan.price(discount.kind)) is not None]
-        if not prices or not min(prices) <= discount.price <= max(prices):
-            return None
-        return [np.unique(np.concatenate(options)) for options in zip(*(scan.near for scan in scans), strict=True)]
-
-    def with_exact_costs(self, assignment: Sequence[int], resharder: Resharder) -> LazyCosts | None:
-        """Return the problem with the exact prices of an assignment's reshards; None if they were exact already."""
-        exact_costs: dict[int, list[_ExactCosts]] = {}  # by identity of the edge's table
-        seen: set[tuple[int, int, int]] = set()
-        edges = self.built.problem.edges
-        used: dict[tuple[int, int, int], int] = {}  # equal layers use the same entries of the same tables
-        for number in self.built.reshard_edges:
-            edge = edges[number]
-            used.setdefault((id(edge.costs), assignment[edge.source], assignment[edge.target]), number)
-        for (_, row, column), number in used.items():
-            edge, reshard = edges[number], self.built.reshard_edges[number]
-            source, target = reshard.sources.index[row], reshard.targets.index[column]
-            if (id(edge.costs), source, target) in seen:
-                continue
-            seen.add((id(edge.costs), source, target))
-            known = exact_costs.setdefault(id(edge.costs), [])
-            # An earlier search for paths has found this price too.
-            if any(exact.covers(source, target) for exact in known):
-                continue
-            exact = _find_exact_costs(reshard, int(source), int(target), resharder)
-            if exact.price(source, target) > edge.costs[row, column] + _PRICE_TOLERANCE * abs(edge.costs[row, column]):
-                known.append(exact)
-        if not any(exact_costs.values()):
-            return None
-        return replace(self, built=self._replace_costs(exact_costs))
-
-    def _replace_costs(self, exact_costs: dict[int, list[_ExactCosts]]) -> BuiltProblem:
-        edges, hideable = list(self.built.problem.edges), dict(self.built.hideable)
-        raised = _memoize_by_identity(_raise_to_exact_costs)
-        for number, reshard in self.built.reshard_edges.items():
-            edge = edges[number]
-            known = exact_costs.get(id(edge.costs))
-            if known:
-                edges[number] = Edge(edge.source, edge.target, raised(edge.costs, reshard, known))
-                if number in hideable:
-                    seconds = raised(hideable[number].seconds, reshard, known)
-                    hideable[number] = replace(hideable[number], seconds=seconds)
-        return replace(self.built, problem=replace(self.built.problem, edges=tuple(edges)), hideable=hideable)
-
-
-@dataclass(frozen=True, eq=False)
-class _ExactCosts:
-    """Exact prices from some of the distinct specs of an edge's source to some of its target."""
-
-    rows: np.ndarray
-    columns: np.ndarray
-    seconds: np.ndarray
-
-    def covers(self, row: int, column: int) -> bool:
-        return row in self.rows and column in self.columns
-
-    def price(self, row: int, column: int) -> float:
-        return float(self.seconds[np.searchsorted(self.rows, row), np.searchsorted(self.columns, column)])
-
-
-def _find_exact_costs(reshard: ReshardEdge, row: int, column: int, resharder: Resharder) -> _ExactCosts:
-    """Return the exact prices from one spec to another, and to all specs whose paths one search finds together."""
-    exact = resharder.gradients if reshard.gradient else resharder
-    meta, source, targets = reshard.meta, reshard.sources.distinct[row], reshard.targets.distinct
-    columns = np.array(exact.same_graph_positions(meta.shape, targets, column))
-    seconds = exact.seconds(meta.shape, meta.dtype.itemsize, [source], [targets[column] for column in columns])
-    return _ExactCosts(np.array([row]), columns, seconds)
-
-
-def _raise_to_exact_costs(costs: np.ndarray, reshard: ReshardEdge, exact_costs: Sequence[_ExactCosts]) -> np.ndarray:
-    known = np.zeros((len(reshard.sources.distinct), len(reshard.targets.distinct)))
-    for exact in exact_costs:
-        known[np.ix_(exact.rows, exact.columns)] = exact.seconds
-    # The maximum leaves forbidden pairs infinite.
-    return np.maximum(costs, known[np.ix_(reshard.sources.index, reshard.targets.index)])
-
-
-def _memoize_by_identity(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Return a function with one result per first argument, so that equal layers go on sharing their tables."""
-    results: dict[int, np.ndarray] = {}
-
-    def lookup(first: np.ndarray, *others: object) -> np.ndarray:
-        if id(first) not in results:
-            results[id(first)] = function(first, *others)
-        return results[id(first)]
-
-    return lookup

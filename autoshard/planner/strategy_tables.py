@@ -1,6 +1,6 @@
-"""Tables of the strategies of operators, their specs and their prices, made once per distinct rule.
+"""Tables of strategies and edges: the specs and prices of an operator's strategies, and of pairs of options of an edge.
 
-Tables of the edges of a problem, made once for equal tensors and equal options, so that all layers share them.
+Each is made once, for every distinct rule and call, or for equal tensors and equal options: all layers share them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.layout import local_shape as spec_shape
 from autoshard.specs.spec import Spec
 
+# Kind of an exchange in a rule -> the collective that it is priced as; other exchanges have the names of collectives.
 _COLLECTIVES = {
     "gather_of_each": "all_gather",
     "exchange_of_each": "all_to_all",
@@ -91,6 +92,7 @@ class SpecList:
 
     def bytes(self, meta: TensorMeta, mesh: MeshShape) -> np.ndarray:
         """Return the bytes of one rank's shard of a tensor under every strategy."""
+        # Equal layers share their lists, and ask for tensors of one shape.
         key = (meta.shape, meta.dtype.itemsize)
         if key not in self._bytes:
             distinct = [math.prod(spec_shape(meta.shape, spec, mesh)) * meta.dtype.itemsize for spec in self.distinct]
@@ -183,6 +185,7 @@ class StrategyTables:
     def _all_seconds(
         self, call: OpCall, rule: Rule, options: OperatorStrategies, zeros: tuple[bool, ...]
     ) -> np.ndarray:
+        # The reshape gives an operator without strategies a second dim too.
         table = np.array(options.choices, dtype=np.int64).reshape(-1, self.mesh.ndim)
         # Strategies without padding and exchanges are priced together, since many have equal work and bytes.
         simple = np.zeros(len(table), dtype=np.bool_)
@@ -206,6 +209,7 @@ class StrategyTables:
                 held *= local[:, list(dim)].prod(axis=1) if dim else int(size)
             moved += held
         work, dtype, name = _work(call)
+        # A dim of size 0 has no shares, and no work: 1 keeps the quotient finite.
         shares = np.prod([max(factor.size, 1) for factor in rule.factors] / np.maximum(local, 1), axis=1)
         # Strategies with equal work and bytes are priced once.
         loads, places = np.unique(np.column_stack([work / shares, moved]), axis=0, return_inverse=True)
@@ -227,13 +231,10 @@ class StrategyTables:
         key = (id(call), id(rule), choices, tuple(zeros))
         if key not in self._single:
             self._keep_alive += [call, rule]
-            self._single[key] = self._strategy_seconds(call, rule, choices, zeros)
+            sent = Counter(self.exchanges(rule, choices))  # a recurrence has many equal ones
+            inner = sum(times * self.cost.collective(kind, bytes, axis) for (kind, axis, bytes), times in sent.items())
+            self._single[key] = inner + self.compute_seconds(call, rule, choices, zeros)
         return self._single[key]
-
-    def _strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool]) -> float:
-        sent = Counter(self.exchanges(rule, choices))  # a recurrence has many equal ones
-        inner = sum(times * self.cost.collective(kind, bytes, axis) for (kind, axis, bytes), times in sent.items())
-        return inner + self.compute_seconds(call, rule, choices, zeros)
 
     def compute_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
         """Return the compute seconds of one rank: its share of the work, or the time to move its bytes; and masks."""
@@ -279,6 +280,7 @@ class StrategyTables:
     def _collective_count(self, kind: str, choices: Choices, axis: int) -> int:
         """Return the collectives of one exchange: a ring goes round once for every rank of the axes outside it."""
         size = self.mesh.sizes[axis]
+        # Axes outside this one that split the same factor: their ranks pass their parts round this ring in turn.
         outside = math.prod(
             outer for outer, choice in zip(self.mesh.sizes[:axis], choices, strict=False) if choice == choices[axis]
         )
@@ -347,7 +349,7 @@ class EdgeTables:
         return self._regather_edges[key]
 
 
-def _reduced_before(sources: SpecList, targets: SpecList) -> np.ndarray:
+def _reduced_before(sources: SpecList, _: SpecList) -> np.ndarray:
     """Forbid partial sources: a gradient is reduced before it is cast for the optimizer."""
     partial = np.array([bool(spec.partial_axes) for spec in sources.distinct])
     return np.where(partial[sources.index], np.inf, 0.0)[:, None]

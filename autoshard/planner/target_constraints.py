@@ -48,6 +48,7 @@ def constraints_for(
         PlanError: the options do not fit the graph.
     """
     modules = [name for name, _ in module.named_modules()]
+    # Marks in the code of the module are in the graph already; those of hints are added.
     by_hints = hint_rules.task_graphs(target.hints, modules)
     if by_hints:
         assign_task_graphs(graph.graph, {**defaults_of(module), **by_hints})
@@ -61,10 +62,11 @@ def constraints_for(
             defaults = pinned.get(name, (None,) * mesh.ndim)
             pinned[name] = tuple(default if pin is None else pin for pin, default in zip(pins, defaults, strict=True))
     else:
-        parameters = [source.name for source in graph.inputs if source.kind == "parameter"]
-        pinned.update({name: placed[name] for name in parameters if name in placed})
+        # The parameters lie as an earlier call placed them: hints counted then.
+        pinned.update({source.name: placed[source.name] for source in graph.parameters if source.name in placed})
     shared = shared_axis(graph, mesh, target)
     if shared is not None:
+        # Before the pins of inputs: these are no DTensors, and may lie in shares.
         pinned = {name: _replicate_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}
     pinned.update(_input_pins(module, graph, mesh, target, placed_inputs or {}, shared))
     return Constraints(
@@ -148,8 +150,7 @@ def _input_pins(
 def _output_specs(graph: JointGraph, mesh: MeshShape, target: Target) -> dict[str, Spec]:
     if target.output_placements is None or isinstance(target.output_placements, str):
         return {}
-    outputs = [output for output in graph.outputs if output.kind == "output"]
-    shapes = {output.name: tuple(output.node.meta["val"].shape) for output in outputs if output.node is not None}
+    shapes = {name: tuple(node.meta["val"].shape) for name, node in graph.tensor_outputs.items()}
     return _specs_of("output", target.output_placements, shapes, mesh)
 
 

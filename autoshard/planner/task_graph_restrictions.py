@@ -93,6 +93,7 @@ def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
                 f"autoshard.{primitive} names the mesh axis {unknown[0]!r}; the axes of this mesh are {mesh}."
             )
         return tuple(axis for axis in used if mesh.names[axis] in devices)
+    # The empty group is one of them: a primitive may ask for one device.
     groups = [group for count in range(len(used) + 1) for group in itertools.combinations(used, count)]
     fitting = [group for group in groups if math.prod(mesh.sizes[axis] for axis in group) == devices]
     if not fitting:
@@ -102,7 +103,8 @@ def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
             f"axes, has that many. Possible are {', '.join(map(str, possible)) or 'only 1'}; {primitive.kind}() takes "
             f"all there are, and {primitive.kind}({mesh.names[-1]!r}) those of an axis."
         )
-    # One axis rather than several; the last one for `split`, where tensor parallelism usually is, else the first.
+    # One axis rather than several: the groups come in the order of their sizes. The last one for `split`, where tensor
+    # parallelism usually is, else the first.
     shortest = [group for group in fitting if len(group) == len(fitting[0])]
     return shortest[-1 if primitive.kind == "split" else 0]
 
@@ -110,12 +112,12 @@ def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
 def whole_parameters(graph: JointGraph, axes: Mapping[Primitive, tuple[int, ...]], mesh: MeshShape) -> dict[str, Pins]:
     """Return pins of the parameters that only replicated task graphs use: they are whole on the axes of these."""
     pinned: dict[str, Pins] = {}
-    for source in graph.inputs:
+    for source in graph.parameters:
         users = [graph.task_graph(user) for user in source.node.users if user.op == "call_function"]
         used = [axes[user.primitive] if user and user.primitive.kind == "replicate" else () for user in users]
         # All users must be in replicated task graphs that have the axis.
         whole = set(used[0]).intersection(*used[1:]) if used else set()
-        if source.kind == "parameter" and whole:
+        if whole:
             pinned[source.name] = tuple(Replicate() if axis in whole else None for axis in range(mesh.ndim))
     return pinned
 
@@ -164,8 +166,8 @@ def restrictions(rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]]) -
 
 def _casts(graph: JointGraph) -> set[fx.Node]:
     """Return the casts of parameters, and those that make gradients of parameters."""
-    parameters = {source.node for source in graph.inputs if source.kind == "parameter"}
-    gradients = {output.node for output in graph.outputs if output.kind == "gradient"}
+    parameters = {source.node for source in graph.parameters}
+    gradients = set(graph.gradients.values())
     copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
     return {node for node in copies if node in gradients or node.all_input_nodes[0] in parameters}
 
@@ -178,6 +180,7 @@ def _heavy_operators(rules: GraphRules, nodes: Iterable[fx.Node]) -> frozenset[f
         results = [meta.shape for meta in call.results if meta is not None]
         work[node] = flops(call.op, [meta.shape for meta in call.operands], results, call.args)
     falling = sorted(work.values(), reverse=True)
+    # Equal operators are heavy together: whole layers would differ otherwise.
     goal, sums = _HEAVY_SHARE * sum(falling), itertools.accumulate(falling)
     least = next((amount for amount, total in zip(falling, sums, strict=True) if total >= goal), 0.0)
     return frozenset(node for node, amount in work.items() if amount >= least and not rules.rules[node].free)
@@ -192,12 +195,11 @@ class _ParameterFactors:
 
     def __init__(self, rules: GraphRules) -> None:
         self.rules = rules
-        self.parameters = {source.node: source.name for source in rules.graph.inputs if source.kind == "parameter"}
+        self.parameters = {source.node: source.name for source in rules.graph.parameters}
         inputs = [source.node for source in rules.graph.inputs if source.kind == "input"]
         self._along_weights = factors_along(rules, _dims_of(self.parameters))
         self._along_inputs = factors_along(rules, _dims_of(inputs))
-        outputs = [output.node for output in rules.graph.outputs if output.kind == "gradient"]
-        self._gradients = {self._origin(node, _is_copy) for node in outputs if node is not None}
+        self._gradients = {self._origin(node, _is_copy) for node in rules.graph.gradients.values()}
 
     def names(self, node: fx.Node) -> tuple[str, ...]:
         """Return the parameters that an operator takes, through views and casts."""
@@ -221,6 +223,7 @@ class _ParameterFactors:
         """Return the value that a value is made of by operators for which `passes` returns True."""
         value = value_of(node)
         while value.node in self.rules.calls and passes(self.rules, value.node):
+            # Indices into a parameter are no origin of the value.
             sources = [source for source in operand_nodes(value.node) if source.meta["val"].dtype.is_floating_point]
             if len(sources) != 1:
                 break

@@ -67,6 +67,7 @@ class Tiling:
         """
         roles = _roles(built, placed)
         members: dict[Layer, dict[Hashable, int]] = defaultdict(dict)
+        # A variable whose role another one has stays free.
         for variable, (layer, role) in roles.items():
             members[layer].setdefault(role, variable)
         leader = list(range(len(built.variables)))
@@ -125,6 +126,7 @@ class Tiling:
             return sums[key]
 
         def join_edges(pair: tuple[int, int], counts: Mapping[int, float]) -> AnyEdge:
+            # A multiple of one table is a blend: the product would be one more large array.
             repeated = kept is None and len(counts) == 1 and 1.0 not in counts.values()
             if pair not in blended and not repeated:
                 return Edge(*pair, sum_arrays(counts, *pair))
@@ -155,7 +157,8 @@ class Tiling:
         """Return messages of the folded problem as messages of the whole one: equal parts for the edges of a pair."""
         ends = [(self.follows[edge.source], self.follows[edge.target]) for edge in problem.edges]
         counts = Counter(ends)
-        between = [end for end in counts if end[0] != end[1]]  # as `fold` lists them
+        # In the order in which `fold` lists its edges; those between variables of one leader have none there.
+        between = [end for end in counts if end[0] != end[1]]
         along_of = {end: message / counts[end] for end, message in zip(between, along, strict=True)}
         against_of = {end: message / counts[end] for end, message in zip(between, against, strict=True)}
         return [along_of.get(end) for end in ends], [against_of.get(end) for end in ends]
@@ -167,6 +170,7 @@ def _roles(built: BuiltProblem, placed: Mapping[str, tuple[Layer, int]]) -> dict
     for number, variable in enumerate(built.variables):
         if variable.kind == "operator" and variable.key in placed:
             roles[number] = placed[variable.key]
+    # Roles spread along the edges, from operators to hubs and from these to tensors at rest, until nothing changes.
     counts: Counter[Hashable] = Counter()
     changed = True
     while changed:

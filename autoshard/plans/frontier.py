@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from rich import box
 from rich.table import Table
@@ -19,6 +19,8 @@ from autoshard.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Item = TypeVar("Item")
 
 FORMAT = "autoshard frontier"
 
@@ -44,12 +46,7 @@ class Frontier(Sequence[ShardingPlan]):
             raise PlanError("a frontier of no plans: pass at least one.")
         if len({(plan.fingerprint, plan.mesh) for plan in plans}) > 1:
             raise PlanError("these plans are of different models or meshes: a frontier is of one model on one mesh.")
-        kept: list[ShardingPlan] = []
-        # In the order of memory, a plan is beaten by one before it or by none.
-        for plan in sorted(plans, key=lambda plan: (plan.memory.peak, plan.step_seconds)):
-            if not kept or plan.step_seconds < kept[-1].step_seconds:
-                kept.append(plan)
-        self.plans = tuple(kept)
+        self.plans = tuple(pareto_front(plans, lambda plan: (plan.memory.peak, plan.step_seconds)))
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -240,6 +237,16 @@ class Frontier(Sequence[ShardingPlan]):
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(f"{what} cannot be read: {error!r}. Was it cut short, or is it a plan's file?") from error
         return Frontier([ShardingPlan.from_json(text, f"plan {number} of {what}") for number, text in enumerate(texts)])
+
+
+def pareto_front(items: Iterable[Item], key: Callable[[Item], tuple[int, float]]) -> list[Item]:
+    """Return the items that no other one beats in both numbers of `key`, in the order of the first number."""
+    kept: list[Item] = []
+    # In this order, an item is beaten by one before it or by none.
+    for item in sorted(items, key=key):
+        if not kept or key(item)[1] < key(kept[-1])[1]:
+            kept.append(item)
+    return kept
 
 
 def _unit(peak: int) -> tuple[str, int]:

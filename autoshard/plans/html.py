@@ -1,9 +1,4 @@
-"""A plan as one self-contained HTML page.
-
-A simulated step of a pipeline as an SVG picture: a row per rank, a colour per kind of task.
-
-A simulated step of a pipeline as a trace that Perfetto and chrome://tracing load.
-"""
+"""Pictures: a plan as an HTML page; a simulated step of a pipeline as an SVG, or as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from autoshard.plans.contents import PlanContents
+from autoshard.plans.plan_data import PlanContents
 from autoshard.plans.plan_text import (
     LEGEND,
     TensorRow,
@@ -274,7 +269,8 @@ def trace(tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float],
     for task, start, end in zip(tasks, starts, ends, strict=True):
         # Both ranks of a message are busy with it, and viewers show a process each.
         for rank in task.ranks if end > start else ():
-            key = rank, _thread(task, rank)
+            peers = [f"rank {peer}" for peer in task.ranks if peer != rank]
+            key = rank, f"{task.stream} with {' and '.join(peers)}" if peers else task.stream
             if key not in threads:
                 # Numbers of threads begin at 0 in each rank.
                 threads[key] = sum(numbered == rank for numbered, _ in threads)
@@ -287,12 +283,6 @@ def trace(tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float],
     names = [_name("process", rank, f"rank {rank}") for rank in sorted({rank for rank, _ in threads})]
     names += [_name("thread", rank, stream) | {"tid": thread} for (rank, stream), thread in threads.items()]
     return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
-
-
-def _thread(task: Task, rank: int) -> str:
-    """Return the stream of a task as one of its ranks sees it."""
-    peers = [f"rank {peer}" for peer in task.ranks if peer != rank]
-    return f"{task.stream} with {' and '.join(peers)}" if peers else task.stream
 
 
 def _name(level: str, rank: int, name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""A plan as rows of text and numbers, from which `str(plan)`, the terminal report and the web page are made.
+"""A plan as rows of text and numbers, and as tables: plain text for `str(plan)`, colours for a terminal.
 
-A plan as rich tables: plain text for `str(plan)` and `plan.explain(...)`, colours for a terminal.
+The web page of a plan is made of the same rows (`plans.html`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ from torch.distributed.tensor import Placement
 from autoshard.errors import PlanError
 from autoshard.memory.footprint import Memory
 from autoshard.names import ancestors, group_names, matching, suggestion
-from autoshard.plans.contents import Collective, Decision, PlanContents
+from autoshard.plans.plan_data import Collective, Decision, PlanContents
 from autoshard.specs.spec import placement_text
 from autoshard.units import format_bytes, format_seconds
+
+WIDTH = 120
+_COLLECTIVE = ("collective", "axis", "phase")
+# Collectives listed by `str(plan)`; the others are summed up in one row.
+_ROWS = 30
 
 _KINDS = {
     "parameter": "parameters",
@@ -181,19 +186,13 @@ def tensor_rows(
 ) -> tuple[TensorRow, ...]:
     """Return one row for all tensors whose names differ in indices alone and which are placed and gathered alike."""
     # Tensors are grouped by all that their row shows, so that a row never says what holds for some of them only.
-    keys = {
-        name: (
-            shapes.get(name),
-            tuple(placement_text(placement) for placement in row),
-            "" if gathered is None else gathered.get(name, _not_gathered(row)),
-        )
-        for name, row in placements.items()
-    }
+    keys = {}
+    for name, row in placements.items():
+        how = ""
+        if gathered is not None:
+            how = gathered.get(name, "whole" if all(placement.is_replicate() for placement in row) else "never")
+        keys[name] = shapes.get(name), tuple(map(placement_text, row)), how
     return tuple(TensorRow(group.text, len(group.names), *group.key) for group in group_names(keys))
-
-
-def _not_gathered(placements: Sequence[Placement]) -> str:
-    return "whole" if all(placement.is_replicate() for placement in placements) else "never"
 
 
 def collective_rows(collectives: Iterable[Collective]) -> tuple[WorkRow, ...]:
@@ -235,12 +234,6 @@ def _work_rows(records: Iterable[tuple[tuple[str, ...], str, int, int, float]]) 
             seconds = sum(modules[module][2] for module in group.names)
             rows.append(WorkRow(labels, group.text, times * group.key[0], times * group.key[1], seconds))
     return tuple(rows)
-
-
-WIDTH = 120
-_COLLECTIVE = ("collective", "axis", "phase")
-# Collectives listed by `str(plan)`; the others are summed up in one row.
-_ROWS = 30
 
 
 def render(plan: PlanContents, width: int = WIDTH) -> str:
@@ -311,13 +304,13 @@ def _total(rows: Sequence[WorkRow]) -> tuple[int, int, float]:
     return sum(row.count for row in rows), sum(row.bytes for row in rows), sum(row.seconds for row in rows)
 
 
-def explain(plan: PlanContents, path_glob: str, width: int = WIDTH) -> str:
+def explain(plan: PlanContents, path_glob: str) -> str:
     """Return the text of `ShardingPlan.explain`.
 
     Raises:
         PlanError: no parameter, operator or collective of the plan is at a path that the glob matches.
     """
-    return plain(_explanation(plan, path_glob), width)
+    return plain(_explanation(plan, path_glob), WIDTH)
 
 
 def explanation_table(plan: PlanContents, path_glob: str) -> Group:

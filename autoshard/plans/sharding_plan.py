@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from autoshard.errors import PlanError
-from autoshard.plans import plan_file, plan_text
-from autoshard.plans.contents import PlanContents
+from autoshard.plans import plan_data, plan_text
+from autoshard.plans.plan_data import PlanContents
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
@@ -75,7 +75,7 @@ class ShardingPlan(PlanContents):
 
     def to_json(self) -> str:
         """Return the plan as a JSON text with a checksum of its content."""
-        return plan_file.encode(plan_file.to_data(self))
+        return plan_data.encode(plan_data.to_data(self))
 
     @staticmethod
     def from_json(text: str, what: str = "the plan") -> ShardingPlan:
@@ -84,12 +84,12 @@ class ShardingPlan(PlanContents):
         Raises:
             PlanError: the text is cut short, was edited, is of another format or version, or is not a plan.
         """
-        return ShardingPlan.from_data(plan_file.decode(text, what))
+        return ShardingPlan.from_data(plan_data.decode(text, what))
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> ShardingPlan:
-        """Return the plan that `plan_file.to_data` wrote; `data` must follow the schema."""
-        return ShardingPlan(**plan_file.fields_of(data))
+        """Return the plan that `plan_data.to_data` wrote; `data` must follow the schema."""
+        return ShardingPlan(**plan_data.fields_of(data))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file."""
@@ -102,7 +102,7 @@ class ShardingPlan(PlanContents):
         Raises:
             PlanError: the file cannot be read, or `from_json` refuses it.
         """
-        return ShardingPlan.from_json(*plan_file.read(path))
+        return ShardingPlan.from_json(*plan_data.read(path))
 
     def check(self, mesh: MeshShape, fingerprint: str, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise an error unless the plan was made for this model on this mesh.

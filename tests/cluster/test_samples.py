@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autoshard.cluster.measurements import BYTES, FLOPS, INTENSITY, Grouping, family
-from autoshard.cluster.samples import Sample, groupings, groups_of, samples
+from autoshard.cluster.samples import Sample, groupings, samples
 from autoshard.specs.axes import MeshShape
 
 SAMPLES = samples(torch.float32, torch.device("cpu"))
@@ -68,4 +68,4 @@ def test_every_axis_of_a_mesh_groups_its_devices_in_one_of_them(sizes: tuple[int
         lines: dict[tuple[int, ...], list[int]] = {}
         for rank, place in enumerate(coordinates):
             lines.setdefault((*place[:axis], *place[axis + 1 :]), []).append(rank)
-        assert sorted(groups_of(grouping, mesh.size)) == sorted(lines.values())
+        assert sorted(map(list, grouping.groups(mesh.size))) == sorted(lines.values())

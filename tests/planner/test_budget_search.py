@@ -5,6 +5,7 @@ The error of a limit that no plan fits names remedies that were tried, with the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -12,16 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError
 from autoshard.options.target import Settings
-from autoshard.planner.budget_search import BudgetSearch
+from autoshard.planner.budget_search import BudgetSearch, first_that_fits, largest_names, names_by_size
 from autoshard.planner.planner import OverlapSearch
+from autoshard.planner.planning import plan_with_recompute
 from autoshard.planner.planning_problem import Constraints
-from autoshard.planner.recompute_search import plan_with_recompute
 from autoshard.specs.axes import MeshShape
 from autoshard.units import parse_bytes
 from tests import models
@@ -105,3 +108,91 @@ def test_more_devices_than_what_is_pinned_can_lie_on_are_not_tried() -> None:
     planner = planner_of(graph, {"x": 4, "y": 2}, Constraints(pinned={name: (Shard(0), Shard(0))}), memory_limit=1000)
     with pytest.raises(BudgetError, match="add devices, or"):
         plan_with_recompute(planner)
+
+
+Plan = tuple[float, int]
+PLANS = st.lists(st.tuples(st.integers(10, 30).map(float), st.integers(100, 200)), max_size=20)
+FASTEST, LEANEST = (10.0, 210), (40.0, 90)
+
+
+def _first(plans: list[Plan], limit: int, tried: list[int], tolerance: float = 0.0, begin: int | None = None) -> Plan:
+    def make(rung: int) -> Plan:
+        tried.append(rung)
+        return plans[rung - 1]
+
+    return first_that_fits(FASTEST, LEANEST, len(plans), make, lambda plan: plan, limit, tolerance, begin)
+
+
+def _front(plans: list[Plan]) -> list[Plan]:
+    """Return the plans that no other plan beats both in seconds and in bytes."""
+    return sorted(
+        plan for plan in set(plans) if not any(one != plan and one[0] <= plan[0] and one[1] <= plan[1] for one in plans)
+    )
+
+
+@given(PLANS, st.sampled_from([0.0, 0.1, 1.0]), st.none() | st.integers(1, 20))
+def test_where_slower_plans_hold_less_smaller_limits_never_give_faster_plans_nor_plans_that_hold_more(
+    plans: list[Plan], tolerance: float, begin: int | None
+) -> None:
+    found = [_first(_front(plans), limit, [], tolerance, begin) for limit in range(90, 210)]
+    assert all(held <= limit for limit, (_, held) in zip(range(90, 210), found, strict=True))
+    for (slower, less), (faster, more) in itertools.pairwise(found):
+        assert slower >= faster
+        assert less <= more
+
+
+@given(PLANS, st.integers(90, 209), st.none() | st.integers(1, 20))
+def test_of_the_plans_made_the_fastest_that_fits_is_taken(plans: list[Plan], limit: int, begin: int | None) -> None:
+    tried: list[int] = []
+    found = _first(plans, limit, tried, begin=begin)
+    fitting = [LEANEST, *(plans[rung - 1] for rung in tried if plans[rung - 1][1] <= limit)]
+    assert found[0] == min(seconds for seconds, _ in fitting)
+    assert found in fitting
+
+
+@given(PLANS, st.integers(90, 209))
+def test_few_plans_are_made_and_none_twice(plans: list[Plan], limit: int) -> None:
+    tried: list[int] = []
+    _first(plans, limit, tried)
+    assert len(tried) == len(set(tried)) <= len(plans).bit_length()
+
+
+@given(st.integers(90, 209))
+def test_where_plans_hold_ever_less_the_first_that_fits_is_found(limit: int) -> None:
+    plans = [(11.0 + rung, 200 - 5 * rung) for rung in range(20)]
+    best = next((plan for plan in plans if plan[1] <= limit), LEANEST)
+    assert _first(plans, limit, []) == best
+
+
+@given(PLANS, st.integers(90, 209))
+def test_between_plans_that_are_about_as_fast_none_is_made(plans: list[Plan], limit: int) -> None:
+    plans = _front(plans)
+    near: list[int] = []
+    found = _first(plans, limit, near, 0.25)
+    far: list[int] = []
+    best = _first(plans, limit, far)
+    assert near == far[: len(near)]
+    assert best[0] <= found[0] <= 1.25 * best[0] or near == far
+    tried: list[int] = []
+    assert _first(plans, limit, tried, 3.0) == LEANEST
+    assert not tried
+
+
+def test_the_level_to_begin_with_is_made_first() -> None:
+    plans = [(12.0, 190), (13.0, 150), (14.0, 151), (15.0, 130)]
+    tried: list[int] = []
+    assert _first(plans, 155, tried, begin=3) == (13.0, 150)
+    assert tried[0] == 3
+    assert _first(plans, 140, [], begin=2) == (15.0, 130)
+
+
+def test_equal_sizes_come_in_the_order_of_their_names() -> None:
+    assert names_by_size({"b": 5, "c": 9, "a": 5}) == ("c", "a", "b")
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 9)), st.floats(0, 1), st.floats(0, 1))
+def test_a_larger_share_has_what_a_smaller_one_has(sizes: dict[str, int], some: float, other: float) -> None:
+    few, many = (largest_names(sizes, share) for share in sorted((some, other)))
+    assert few <= many == frozenset(names_by_size(sizes)[: len(many)])
+    assert largest_names(sizes, 1.0) == frozenset(sizes)
+    assert len(largest_names(sizes, 0.0)) == min(len(sizes), 1)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.planner.planning_problem import Constraints
-from autoshard.plans.contents import Collective
+from autoshard.plans.plan_data import Collective
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.spec import is_shard, shard_placement
 from benchmarks import architectures

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.planner.planning_problem import Constraints
-from autoshard.plans.contents import Collective
+from autoshard.plans.plan_data import Collective
 from autoshard.plans.sharding_plan import ShardingPlan
 from benchmarks import architectures
 from benchmarks.architectures import Example

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from autoshard.plans.contents import Decision
 from autoshard.plans.html import gantt, page, trace
+from autoshard.plans.plan_data import Decision
 from autoshard.simulate.task_events import Task
 from tests.sample_plan import sample_plan
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate
 
 from autoshard.errors import PlanError
 from autoshard.plans import plan_text
-from autoshard.plans.contents import Collective
+from autoshard.plans.plan_data import Collective
 from autoshard.plans.plan_text import explanation_table, plan_table
 from autoshard.units import format_seconds
 from tests.sample_plan import sample_plan

@@ -23,7 +23,7 @@ from autoshard.errors import PlanError
 from autoshard.planner import module_planner
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import PlannerCache
-from autoshard.plans import plan_file
+from autoshard.plans import plan_data
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
@@ -77,7 +77,7 @@ def _x() -> Tensor:
 
 def _data_of(graph: JointGraph, seed: int = 0, **asked: Any) -> Data:
     """A plan with random strategies: more of them are used than in plans that a planner finds."""
-    return plan_file.to_data(random_plan(graph, MeshShape.of(MESH), seed, forced=0.5, **asked))
+    return plan_data.to_data(random_plan(graph, MeshShape.of(MESH), seed, forced=0.5, **asked))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def _saved_anew(data: Data) -> ShardingPlan:
-    return ShardingPlan.from_json(plan_file.encode(data))
+    return ShardingPlan.from_json(plan_data.encode(data))
 
 
 def _refused(
@@ -305,7 +305,7 @@ def _edited() -> None:
     module = nn.Linear(8, 8).double()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     graph = capture(module, (_x(),), {})
-    data = plan_file.to_data(random_plan(graph, MeshShape.of({"x": 2}), 0))
+    data = plan_data.to_data(random_plan(graph, MeshShape.of({"x": 2}), 0))
     data["decisions"]["choices"][next(iter(data["decisions"]["choices"]))] = [17]
     with pytest.raises(PlanError, match="the choice 17 on axis 'x'"):
         autoshard.parallelize(module, mesh, (_x(),), cluster=fast_links(), plan=_saved_anew(data))
@@ -359,7 +359,7 @@ def test_a_plan_for_local_inputs_is_none_for_global_ones(mesh: DeviceMesh) -> No
 
     local = {"inputs": "local", "input_placements": {"x": [Shard(0), Shard(1)]}}
     plan = autoshard.plan(make(), MESH, (_x(),), cluster=fast_links(), **local)
-    data = plan_file.to_data(plan)
+    data = plan_data.to_data(plan)
     _refused(data, mesh, 'was the plan made with inputs="local"', make)
     other = {"inputs": "local", "input_placements": {"x": [Shard(0), Shard(0)]}}
     graph = capture(make(), (_x(),), {})

@@ -13,8 +13,8 @@ from autoshard.errors import BudgetError
 from autoshard.memory.optimizer import optimizer_memory
 from autoshard.options.target import Settings
 from autoshard.planner.planner import Planner
+from autoshard.planner.planning import plan_with_recompute
 from autoshard.planner.planning_problem import Constraints
-from autoshard.planner.recompute_search import plan_with_recompute
 from autoshard.search.shapes import Shape
 from autoshard.search.step_bounds import LeastWork, least_bytes, tighten_bound
 from autoshard.specs.axes import MeshShape

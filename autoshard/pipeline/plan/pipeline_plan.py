@@ -22,9 +22,9 @@ from autoshard.pipeline.schedule.actions import Action, Schedule
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
 from autoshard.pipeline.schedule.tasks import Simulation, simulate, step_task_graph
-from autoshard.plans import plan_file, plan_text
+from autoshard.plans import plan_data, plan_text
 from autoshard.plans.html import gantt, trace
-from autoshard.plans.plan_file import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
+from autoshard.plans.plan_data import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
 from autoshard.plans.plan_text import shares_text
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.deferred_reductions import DeferredReduction
@@ -319,7 +319,7 @@ class PipelinePlan:
                 "microbatches": self.schedule.microbatches,
                 "orders": [[str(action) for action in order] for order in self.schedule.orders],
             },
-            "stages": [plan_file.to_data(stage) for stage in self.stages],
+            "stages": [plan_data.to_data(stage) for stage in self.stages],
             "reduced": list(self.reduced),
             "modules": [list(pair) for pair in self.modules],
             "costs": [dataclasses.asdict(cost) for cost in self.costs],
@@ -335,7 +335,7 @@ class PipelinePlan:
             "versions": dict(self.versions),
             "devices": list(self.devices),
         }
-        return plan_file.encode(data, _FORMAT)
+        return plan_data.encode(data, _FORMAT)
 
     @staticmethod
     def from_json(text: str, what: str = "the plan") -> PipelinePlan:
@@ -345,7 +345,7 @@ class PipelinePlan:
             PlanError: the text is cut short, was edited, is of another format or version, or is no pipeline's plan.
             PipelineError: the orders are those of no schedule.
         """
-        data = plan_file.decode(text, what, _FORMAT)
+        data = plan_data.decode(text, what, _FORMAT)
         schedule = data["schedule"]
         orders = tuple(tuple(map(Action.parse, order)) for order in schedule["orders"])
         attributes = dict(data) | {
@@ -374,7 +374,7 @@ class PipelinePlan:
         Raises:
             PlanError: the file cannot be read, or `from_json` refuses it.
         """
-        return PipelinePlan.from_json(*plan_file.read(path))
+        return PipelinePlan.from_json(*plan_data.read(path))
 
 
 _LINES = 12

@@ -31,8 +31,7 @@ from autoshard.pipeline.plan.stage_reuse import (
 from autoshard.pipeline.schedule.actions import placement
 from autoshard.pipeline.schedule.costs import StageCosts, rest_bytes
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import planner_for, run_planner, with_provenance
-from autoshard.planner.recompute_search import recomputing_planner
+from autoshard.planner.planning import planner_for, recomputing_planner, run_planner, with_provenance
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape

@@ -1,4 +1,4 @@
-"""A plan as a JSON text: data under a schema and a checksum, never pickled."""
+"""The data of a sharding plan, and its file: JSON under a schema and a checksum, never pickled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,119 @@ from torch.distributed.tensor import Placement
 from autoshard import finite_json
 from autoshard.errors import PlanError
 from autoshard.memory.footprint import Memory
-from autoshard.plans.contents import Collective, Decision, PlanContents
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import parse_placement, placement_text
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Equal collectives of one step at one place of the model.
+
+    Attributes:
+        kind: `"all_gather"`, `"all_reduce"`, `"reduce_scatter"`, `"all_to_all"` or `"shift"`.
+        axis: name of the mesh axis that it runs over.
+        bytes: held by one device before one of them.
+        count: of them in a step.
+        module: path of the module that they belong to, `""` for the root.
+        phase: `"forward"` or `"backward"`.
+        seconds: predicted time of one of them.
+    """
+
+    kind: str
+    axis: str
+    bytes: int
+    count: int
+    module: str
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The strategy chosen for one operator, for people.
+
+    Attributes:
+        node: name of the operator's node in the captured graph.
+        operator: such as `"aten.mm"`.
+        module: path of the module that it comes from, `""` for the root.
+        phase: `"forward"` or `"backward"`.
+        strategy: the specs of its operands and results, in words.
+        seconds: predicted time of its compute and of the collectives of the strategy.
+    """
+
+    node: str
+    operator: str
+    module: str
+    phase: str
+    strategy: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanContents:
+    """The fields of `ShardingPlan`, which documents them, and the figures that follow from them."""
+
+    mesh: MeshShape
+    placements: dict[str, Placements]
+    input_placements: dict[str, Placements] = field(default_factory=dict)
+    output_placements: dict[str, Placements] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    update_seconds: float = 0.0
+    memory: Memory = field(default_factory=Memory)
+    device_memory: int = 0
+    collectives: tuple[Collective, ...] = ()
+    cost: float = 0.0
+    lower_bound: float = 0.0
+    method: str = ""
+    timings: dict[str, float] = field(default_factory=dict)
+    fingerprint: str = ""
+    cluster: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    decisions: dict[str, Any] = field(default_factory=dict)
+    choices: tuple[Decision, ...] = ()
+    hints: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    gathered: dict[str, str] = field(default_factory=dict)
+    recomputed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # An assertion: `decode` checks files, so that a wrong length here is a fault of the planner.
+        for table in (self.placements, self.input_placements, self.output_placements):
+            for name, placements in table.items():
+                assert len(placements) == self.mesh.ndim, (
+                    f"{name} has {len(placements)} placements on a mesh of {self.mesh.ndim} axes"
+                )
+
+    @property
+    def shares(self) -> dict[str, tuple[int, ...]]:
+        """Mesh axis -> the shares of the batch that its ranks take, as proportions; empty for equal shares."""
+        return {axis: tuple(shares) for axis, shares in self.options.get("shares", {}).items()}
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """The loops whose dims lie in shares, where these are not of the batch of dynamic inputs (`patterns.parts`)."""
+        return tuple((name, factor) for name, factor in self.options.get("parts", ()))
+
+    @property
+    def gap(self) -> float:
+        """Distance from the best plan, at most, relative to the cost; 0.0 if the plan is proved to be the best."""
+        # Rounding may put the bound above the cost by a little.
+        return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that the step may hold: the memory limit that the plan was made for, or the memory of a device."""
+        # A user's limit leaves room for what plans do not count, so it comes before the device's memory.
+        return self.options.get("memory_limit") or self.device_memory
+
+    @property
+    def fits(self) -> bool:
+        """True if the peak is within the `capacity`, or the capacity is not known."""
+        return not self.capacity or self.memory.peak <= self.capacity
+
 
 TEXT = {"type": "string"}
 NUMBER = {"type": "number"}
@@ -98,7 +208,8 @@ _SHARDING["required"].remove("update_seconds")
 
 
 def _check_rows(data: Mapping[str, Any], what: str) -> None:
-    """Raise an error unless every tensor has a placement for each axis: no schema can compare two lengths."""
+    """Raise an error unless every tensor has a placement for each axis."""
+    # No schema can compare two lengths.
     for part in ("placements", "input_placements", "output_placements"):
         for name, row in data[part].items():
             if len(row) != len(data["mesh"]):
@@ -133,36 +244,22 @@ SHARDING = Format("autoshard plan", 3, "a sharding plan", _SHARDING, _check_rows
 
 def to_data(plan: PlanContents) -> dict[str, Any]:
     """Return the plan as JSON data that follows the schema; placements as `"R"`, `"S(0)"`, `"S(0,f=3)"`, `"P(sum)"`."""
-    return {
+    # The file lists the fields in their order; those that are JSON values pass as they are.
+    return {item.name: getattr(plan, item.name) for item in fields(PlanContents)} | {
         "mesh": {axis.name: axis.size for axis in plan.mesh.axes},
         "placements": _texts_of(plan.placements),
         "input_placements": _texts_of(plan.input_placements),
         "output_placements": _texts_of(plan.output_placements),
         "shapes": {name: list(shape) for name, shape in plan.shapes.items()},
-        "step_seconds": plan.step_seconds,
-        "update_seconds": plan.update_seconds,
         "memory": asdict(plan.memory),
-        "device_memory": plan.device_memory,
         "collectives": [asdict(collective) for collective in plan.collectives],
-        "cost": plan.cost,
-        "lower_bound": plan.lower_bound,
-        "method": plan.method,
-        "timings": plan.timings,
-        "fingerprint": plan.fingerprint,
-        "cluster": plan.cluster,
-        "versions": plan.versions,
-        "decisions": plan.decisions,
         "choices": [asdict(choice) for choice in plan.choices],
-        "hints": plan.hints,
-        "options": plan.options,
-        "gathered": plan.gathered,
         "recomputed": list(plan.recomputed),
     }
 
 
 def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the plan's fields from data that `to_data` wrote."""
-    # Only fields that are no JSON values are converted; the others pass as they are.
     return dict(data) | {
         "mesh": MeshShape.of(data["mesh"]),
         "placements": _placements_of(data["placements"]),
@@ -197,7 +294,8 @@ def encode(data: Mapping[str, Any], format: Format = SHARDING) -> str:
 
 
 def _value(value: object) -> str:
-    """JSON of one part of a plan: an entry of a table or of a list of records takes one line, so that files diff."""
+    """Return one part of a plan as JSON."""
+    # An entry of a table or of a list of records takes one line, so that files diff.
     if isinstance(value, Mapping) and value:
         return "{\n" + ",\n".join(f"{json.dumps(name)}: {_compact(entry)}" for name, entry in value.items()) + "\n}"
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
@@ -206,18 +304,18 @@ def _value(value: object) -> str:
 
 
 def _compact(value: object) -> str:
-    # JSON has no NaN: what Python would write is refused by other readers.
+    # JSON has no NaN: other readers refuse what Python would write.
     return json.dumps(value, allow_nan=False)
 
 
 def _checksum(data: Mapping[str, Any]) -> str:
-    """Checksum of the content, whatever the order of names and the white space."""
+    """Return the checksum of the content, whatever the order of names and the white space."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def read(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the text of a file, and its name in errors; `PlanError` where it cannot be read."""
+    """Return the text of a file, and its name in errors; raise a `PlanError` if it cannot be read."""
     what = f"plan file {os.fspath(path)!r}"
     try:
         return Path(path).read_text("utf-8"), what
@@ -248,7 +346,7 @@ def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
     except ValueError as error:
         raise PlanError(f"{what} was edited or damaged since it was saved: {error}. {advice}") from error
     data = _open(envelope, what, format)
-    # Before the schema: an edited file, which may break it as well, is better told of the edit.
+    # Before the schema: of an edited file, which may break the schema as well, the edit is the better news.
     if _checksum(data) != envelope["checksum"]:
         raise PlanError(
             f"{what} was edited or damaged since it was saved: its content does not have the checksum that it carries. "
@@ -263,7 +361,7 @@ def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
 
 def _open(envelope: object, what: str, format: Format) -> dict[str, Any]:
     """Return the plan's data in the envelope, whose format and version are checked."""
-    # Format and version before the checksum: a file of another kind is not damaged, and is told so.
+    # Format and version before the checksum: a file of another kind is not damaged, and the error says so.
     if not isinstance(envelope, dict) or envelope.get("format") != format.name:
         raise PlanError(f"{what} is not {format.noun}: one is JSON whose format is {format.name!r}.")
     if envelope.get("version") != format.version:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.capture import capture
 from autoshard.errors import PlanError
-from autoshard.plans import plan_file
+from autoshard.plans import plan_data
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests.random_plans import random_plan
@@ -77,9 +77,9 @@ def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
     ],
 )
 def test_data_with_a_right_checksum_must_follow_the_schema(part: str, value: object, message: str) -> None:
-    data = plan_file.to_data(sample_plan()) | {part: value}
+    data = plan_data.to_data(sample_plan()) | {part: value}
     with pytest.raises(PlanError, match=message):
-        ShardingPlan.from_json(plan_file.encode(data))
+        ShardingPlan.from_json(plan_data.encode(data))
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400"])
@@ -91,7 +91,7 @@ def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
 
 
 def test_decisions_with_names_that_are_numbers_keep_their_checksum() -> None:
-    text = plan_file.encode(plan_file.to_data(sample_plan(decisions={10: [1], 9: [2]})))
+    text = plan_data.encode(plan_data.to_data(sample_plan(decisions={10: [1], 9: [2]})))
     assert ShardingPlan.from_json(text).decisions == {"10": [1], "9": [2]}
 
 
