@@ -29,8 +29,8 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.overlap import check_overlap
 from autoshard.runtime.arguments import check_dtypes, check_examples, check_mesh, check_module, check_plain, check_plan
 from autoshard.runtime.materialize import Initializer, Model, materialize_module
-from autoshard.runtime.module_runtime import RUNTIME
-from autoshard.runtime.parallelizer import Parallelizer
+from autoshard.runtime.module_runtime import RUNTIME, Runtime
+from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.search.search import auto_mesh, device_type_of_job
 from autoshard.specs.axes import MeshShape
@@ -181,7 +181,8 @@ def parallelize(
     if plan is not None:
         check_plan(plan, module, MeshShape.of(mesh))
         assert isinstance(plan, ShardingPlan)
-    Parallelizer(module, mesh, ModulePlanner(module, MeshShape.of(mesh), target), plan).start(args, kwargs)
+    planner = ModulePlanner(module, MeshShape.of(mesh), target)
+    Runtime(ProgramMaker(module, mesh, planner, plan)).start(args, kwargs)
     return module
 
 
