@@ -39,7 +39,7 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
 
-class CapturedCall(Protocol):
+class Call(Protocol):
     """A captured call, such as `autoshard.planner.planning.CapturedCall`."""
 
     @property
@@ -63,7 +63,7 @@ class CallPlanner(Protocol):
         quiet: bool,
         placed: PlacementsByName | None,
         placed_inputs: PlacementsByName,
-    ) -> CapturedCall: ...
+    ) -> Call: ...
 
     def check(self, call: Any) -> None: ...
 
@@ -197,7 +197,7 @@ class ProgramMaker:
         check_ranks_agree(self.device_mesh, texts, "Have the module in the same state on all ranks.")
         return programs.get(graph.fingerprint)
 
-    def _capture(self, call: NewCall, placed_inputs: PlacementsByName) -> CapturedCall:
+    def _capture(self, call: NewCall, placed_inputs: PlacementsByName) -> Call:
         """Capture a call, and check that the options fit it."""
         args, kwargs, local = call.args, call.kwargs, self.target.inputs == "local"
         if local:
@@ -232,7 +232,7 @@ class ProgramMaker:
                     current[name] = self.placed[name]
         return current
 
-    def _agree_on_plan(self, call: CapturedCall) -> ShardingPlan:
+    def _agree_on_plan(self, call: Call) -> ShardingPlan:
         """Return the plan that the user gave, for the first call; else the first rank's."""
         graph = call.graph
         held = {
