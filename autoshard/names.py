@@ -28,7 +28,8 @@ def suggestion(name: str, known: Collection[str]) -> str:
     """Return a sentence that offers the known names nearest to `name`."""
     if not known:
         return "There are none to choose from."
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)  # a guess that works
+    # The cutoff is a guess that works.
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     if close:
         return f"Close ones are {', '.join(close)}."
     some = sorted(known)[:3]

@@ -1,10 +1,8 @@
-"""Graphs in two parts, of which the second runs some time after the first.
+"""A program in two halves that run apart: forward, which saves tensors, and backward, which takes them.
 
-Zero-bubble schedules of pipelines run the backward half in parts: gradients of inputs as soon as they can, since the
-stage before waits for them, and those of parameters in idle time. Reductions of gradients are awaited when there is
-nothing else to do.
-
-A program in two halves that run apart: forward, which saves tensors, and backward, which takes them.
+Zero-bubble schedules of pipelines also run the backward half in two parts: gradients of inputs as soon as they can,
+since the stage before waits for them, and those of parameters in idle time. Reductions of gradients are awaited when
+there is nothing else to do.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from autoshard.reshard.deferred_reductions import (
     reduce_with_sums,
     take_reductions,
 )
-from autoshard.size import DynamicSize, Ratio
+from autoshard.size import DynamicSize, is_dynamic
 from autoshard.specs.emitter import collectives
 
 
@@ -56,7 +54,8 @@ def split_by_results(whole: fx.GraphModule, first: Sequence[int]) -> tuple[Graph
     results = _results(whole)
     early = {results[place] for place in first}
     pending = list(early)
-    for node in pending:  # grows while it is walked
+    # The list grows while it is walked.
+    for node in pending:
         fresh = [source for source in node.all_input_nodes if source not in early]
         early.update(fresh)
         pending += fresh
@@ -294,7 +293,7 @@ def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:
     # Equal numbers are one input.
     def number(value: Any) -> Any:
         nonlocal last
-        if not isinstance(value, (DynamicSize, Ratio)):
+        if not is_dynamic(value):
             return value
         if value.expr not in taken:
             with graph.inserting_after(last):

@@ -44,7 +44,7 @@ from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimize
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
 from autoshard.runtime.shards import place_buffers, to_mesh_device
-from autoshard.runtime.step import LocalProgram
+from autoshard.runtime.step import RunnableStep
 from autoshard.size import Sizes, at
 from autoshard.specs.layout import is_even
 from autoshard.specs.spec import Spec
@@ -74,7 +74,7 @@ class CallProgram:
     """
 
     graph: JointGraph
-    program: LocalProgram
+    program: RunnableStep
     locations: tuple[tuple[dict[str, Any], str] | torch.Tensor | None, ...]
     compared: bool = False
     others: tuple[CallProgram, ...] = ()
@@ -303,7 +303,7 @@ class Runtime:
         self.owners = dict(_owners(self.module))
         return served
 
-    def _general_program(self, call: NewCall, graph: JointGraph) -> Callable[[], LocalProgram] | None:
+    def _general_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
         """Return a function that makes the program in which every output has a gradient; None if the call has it."""
         if call.tangents == "all" or not call.grad or _differentiates_all(graph):
             return None
@@ -312,7 +312,7 @@ class Runtime:
         args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
         general = replace(call, args=args, kwargs=kwargs, tangents="all")
 
-        def make_program() -> LocalProgram:
+        def make_program() -> RunnableStep:
             with graph.state.guards.captured_values():
                 return self._prepare(general).program
 

@@ -34,7 +34,7 @@ from autoshard.runtime.rank_agreement import (
     on_all_ranks,
 )
 from autoshard.runtime.shards import check_fits, place_buffers, replace_parameters
-from autoshard.runtime.step import GradientSums, LocalProgram, Ranks
+from autoshard.runtime.step import GradientSums, Ranks, RunnableStep
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
@@ -149,8 +149,8 @@ class ProgramMaker:
         self.module.sharding_plan = None  # type: ignore[assignment]
 
     def make(
-        self, call: NewCall, programs: Mapping[str, LocalProgram], placed_inputs: PlacementsByName
-    ) -> tuple[JointGraph, LocalProgram]:
+        self, call: NewCall, programs: Mapping[str, RunnableStep], placed_inputs: PlacementsByName
+    ) -> tuple[JointGraph, RunnableStep]:
         """Capture a call, plan it, and return its graph and program; all ranks call this together.
 
         Args:
@@ -184,9 +184,9 @@ class ProgramMaker:
             self._place_new(plan)
         # Tables of prices are large, and the next call may never need a plan.
         self.planner.forget()
-        return planned.graph, LocalProgram(step, halves, ranks, later=self._later, sums=sums)
+        return planned.graph, RunnableStep(step, halves, ranks, later=self._later, sums=sums)
 
-    def _program_of_equal_graph(self, graph: JointGraph, programs: Mapping[str, LocalProgram]) -> LocalProgram | None:
+    def _program_of_equal_graph(self, graph: JointGraph, programs: Mapping[str, RunnableStep]) -> RunnableStep | None:
         """Return the program of another state of the module in which the graph was equal, such as before an attribute
         that `forward` sets was set; None where there is none.
         """

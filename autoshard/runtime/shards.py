@@ -1,7 +1,4 @@
-"""Tensors as shards: whole tensors cut into `DTensor`s, put into a module in place, and put together again.
-
-A rank's shard as blocks, which are boxes of the whole tensor: the form in which files are written and read.
-"""
+"""Tensors as shards: whole tensors cut into `DTensor`s, put into a module in place, and put together again."""
 
 from __future__ import annotations
 
@@ -314,7 +311,10 @@ def to_mesh_device(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ShardBlock:
-    """A box of a tensor that one rank holds: its ranges per dim in the whole tensor, and in the local one."""
+    """A box of a tensor that one rank holds: its ranges per dim in the whole tensor, and in the local one.
+
+    Files are written and read in such blocks.
+    """
 
     whole: tuple[slice, ...]
     local: tuple[slice, ...]

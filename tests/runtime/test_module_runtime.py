@@ -30,7 +30,7 @@ from autoshard.runtime.in_place_changes import place_constant
 from autoshard.runtime.module_runtime import Runtime
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.shards import gather_full_tensor, replace_parameters
-from autoshard.runtime.step import LocalProgram, Ranks
+from autoshard.runtime.step import Ranks, RunnableStep
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 from tests import models
@@ -94,7 +94,7 @@ class _Counted(ProgramMaker):
         with outside_modes():
             step = localize(flow_of(planner, planner.plan()), planner.resharder, ranks.groups)
             halves = split(step, compile=False)
-        return graph, LocalProgram(step, halves, ranks)
+        return graph, RunnableStep(step, halves, ranks)
 
 
 # Signatures
