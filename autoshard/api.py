@@ -77,6 +77,7 @@ def plan(
     if pipeline is not None:
         return plan_with_options(BatchCall(module, args, kwargs, pipeline.batch_dims), shape, pipeline, target)
     planner = ModulePlanner(module, shape, target)
+    # Under `torch.no_grad()` the plan is one of inference, as the call itself would be.
     return planner.plan(planner.capture(args, kwargs, grad=torch.is_grad_enabled()))
 
 
@@ -166,6 +167,7 @@ def parallelize(
     options = collect_options("parallelize", keywords)
     check_overlap(options.overlap)
     device_type = device_type_of_job() if isinstance(mesh, str) else mesh.device_type
+    # The capture runs on the CPU, which has all dtypes: devices would refuse theirs in the first step only.
     check_dtypes(module, device_type)
     target = Target.of(options, device_type)
     pipeline: Pipeline | None
@@ -248,6 +250,7 @@ def load_safetensors(
 def _check_whole(module: object) -> None:
     check_module(module)
     assert isinstance(module, nn.Module)
+    # Parts, too: the program of the whole module would capture the runtime of a part.
     for name, part in module.named_modules():
         if RUNTIME in part.__dict__:
             raise PlanError(

@@ -66,6 +66,8 @@ class DynamicSize(_SymbolicNumber, int):
         value = int(evaluate(expr, sizes))
         return value if expr.is_Integer else _size(value, expr, sizes)
 
+    # Every operation that shapes are computed with is here: that of `int` would return a plain number, which holds for
+    # the example alone.
     def __add__(self, other: int) -> int:
         return _combine(self, other, int.__add__, operator.add)
 
@@ -78,6 +80,7 @@ class DynamicSize(_SymbolicNumber, int):
         return _combine(self, other, int.__rsub__, lambda a, b: b - a)
 
     def __mul__(self, other: Any) -> Any:
+        # The product with a float is no integer.
         if isinstance(other, float):
             return Ratio.of(self.expr * _expr(other), self.sizes)
         return _combine(self, other, int.__mul__, operator.mul)
