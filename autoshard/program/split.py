@@ -215,21 +215,23 @@ def split(
     compile = compile and not _is_sized_by_data(joint)
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
-    if any(border.kind == "gradient" for border in step.outputs):
+    forward, backward = joint, None
+    if step.gradients:
         # The partitioner that recomputes cheap operators first merges equal ones, also those that the plan repeats.
         cheap = compile and not step.repeats
         forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
-    else:
-        forward, backward = joint, None
-    unreduced = None
-    if reduced is not None and backward is not None:
-        unreduced = take_reductions(backward.graph, _gradients_of(step, "parameter"), reduced)
-    # Graphs that are made of the backward half take the same numbers, so it takes them before these are made.
-    taken = take_sizes(backward.graph) if backward is not None and (in_parts or unreduced is not None) else ()
-    parts = split_by_results(backward, _gradients_of(step, "input")) if in_parts and backward is not None else None
-    reduction = None
-    if unreduced is not None and backward is not None:
-        reduction = _reduction(unreduced, backward if parts is None else parts[1], compile, dynamic=bool(taken))
+    taken: tuple[sympy.Expr, ...] = ()
+    unreduced = parts = reduction = None
+    if backward is not None:
+        if reduced is not None:
+            unreduced = take_reductions(backward.graph, _gradients_of(step, "parameter"), reduced)
+        # Graphs that are made of the backward half take the same numbers, so it takes them before these are made.
+        if in_parts or unreduced is not None:
+            taken = take_sizes(backward.graph)
+        if in_parts:
+            parts = split_by_results(backward, _gradients_of(step, "input"))
+        if unreduced is not None:
+            reduction = _reduction(unreduced, backward if parts is None else parts[1], compile, dynamic=bool(taken))
     backwards = [half for half in (backward, *(part.graph for part in parts or ())) if half is not None]
     for half in (forward, *backwards):
         # Torch counts random operators as impure, and would keep dead ones.
