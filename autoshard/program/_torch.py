@@ -16,8 +16,7 @@ from torch import fx
 # Puts kernels that know symbolic sizes first.
 from torch._dispatch.python import enable_python_dispatcher
 
-# Torch's partitioners of a joint graph into forward and backward: the plain one keeps every operator in its half,
-# the other recomputes cheap operators, which pays where the halves are compiled.
+# Split a joint graph in halves; `min_cut` recomputes cheap operators, which pays where the halves are compiled.
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 # The tensors of a program before it runs, which have shapes and no numbers, and the mode in which they are made.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,7 +82,7 @@ class DryRun:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
         recorder = _CostRecorder(self.cost)
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.record_saved, lambda saved: saved):
-            results = list(tensors(_callable_of(node)(*args, **kwargs)))
+            results = list(tensors(_run_call(node, args, kwargs)))
         positions = {
             memory_of(value): place for place, value in enumerate(operands.values()) if isinstance(value, Tensor)
         }
@@ -165,27 +165,22 @@ def _make_operand(source: fx.Node, needs_gradient: bool, is_changed: bool) -> tu
     return leaf, leaf.clone() if is_changed else leaf
 
 
-def _callable_of(node: fx.Node) -> Callable[..., Any]:
-    """Return the function that a call runs."""
+def _run_call(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run what a call runs, on these arguments."""
+    context: contextlib.AbstractContextManager[Any]
     match str(node.target):
         # Regions under another gradient mode or autocast: their graph runs in that context.
         case "wrap_with_set_grad_enabled":
-            return lambda enabled, region, *args: _call_in_context(torch.set_grad_enabled(enabled), region, args)
+            enabled, region, *operands = args
+            context = torch.set_grad_enabled(enabled)
         case "wrap_with_autocast":
-            return lambda device, dtype, enabled, cached, region, *args: _call_in_context(
-                torch.autocast(device, dtype, enabled, cached), region, args
-            )
-    if isinstance(node.target, PythonCall):
-        return node.target.run_alone
-    assert callable(node.target)
-    return node.target
-
-
-def _call_in_context(
-    context: contextlib.AbstractContextManager[Any], region: fx.GraphModule, args: Sequence[Any]
-) -> Any:
+            device, dtype, enabled, cached, region, *operands = args
+            context = torch.autocast(device, dtype, enabled, cached)
+        case _:
+            call: Any = node.target.run_alone if isinstance(node.target, PythonCall) else node.target
+            return call(*args, **kwargs)
     with context:
-        return region(*args)
+        return region(*operands)
 
 
 def _key(node: fx.Node, needs_gradient: Sequence[bool]) -> str:
