@@ -27,9 +27,16 @@ from autoshard.planner.progress_line import show_progress
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.overlap import check_overlap
-from autoshard.runtime.arguments import check_dtypes, check_examples, check_mesh, check_module, check_plain, check_plan
+from autoshard.runtime.arguments import (
+    check_dtypes,
+    check_examples,
+    check_mesh,
+    check_module,
+    check_not_parallelized,
+    check_plan,
+)
 from autoshard.runtime.materialize import Initializer, Model, materialize_module
-from autoshard.runtime.module_runtime import RUNTIME, Runtime
+from autoshard.runtime.module_runtime import Runtime
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.search.search import auto_mesh, device_type_of_job
@@ -160,7 +167,8 @@ def parallelize(
         CaptureError, HintError, BudgetError, PipelineError, TypeError: as for `autoshard.plan`. Nothing was changed
             then.
     """
-    _check_whole(module)
+    check_module(module)
+    check_not_parallelized(module)
     if mesh != "auto":
         check_mesh(mesh)
     args, kwargs = check_examples(example_args, example_kwargs)
@@ -245,16 +253,3 @@ def load_safetensors(
     if isinstance(model, PipelineModule):
         return model.load_safetensors(paths, strict, device)
     return load_module(model, paths, strict=strict, device=device)
-
-
-def _check_whole(module: object) -> None:
-    check_module(module)
-    assert isinstance(module, nn.Module)
-    # Parts, too: the program of the whole module would capture the runtime of a part.
-    for name, part in module.named_modules():
-        if RUNTIME in part.__dict__:
-            raise PlanError(
-                f"{name or 'the module'} is parallelised already: parallelize works in place, once. Build the module "
-                "anew to place it differently."
-            )
-    check_plain(module)
