@@ -27,10 +27,17 @@ from autoshard.planner.progress_line import show_progress
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.overlap import check_overlap
-from autoshard.runtime.arguments import check_dtypes, check_examples, check_mesh, check_module, check_plain, check_plan
+from autoshard.runtime.arguments import (
+    check_dtypes,
+    check_examples,
+    check_mesh,
+    check_module,
+    check_not_parallelized,
+    check_plan,
+)
 from autoshard.runtime.materialize import Initializer, Model, materialize_module
-from autoshard.runtime.module_runtime import RUNTIME
-from autoshard.runtime.parallelizer import Parallelizer
+from autoshard.runtime.module_runtime import Runtime
+from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.search.search import auto_mesh, device_type_of_job
 from autoshard.specs.axes import MeshShape
@@ -77,6 +84,7 @@ def plan(
     if pipeline is not None:
         return plan_with_options(BatchCall(module, args, kwargs, pipeline.batch_dims), shape, pipeline, target)
     planner = ModulePlanner(module, shape, target)
+    # Under `torch.no_grad()` the plan is one of inference, as the call itself would be.
     return planner.plan(planner.capture(args, kwargs, grad=torch.is_grad_enabled()))
 
 
@@ -159,13 +167,15 @@ def parallelize(
         CaptureError, HintError, BudgetError, PipelineError, TypeError: as for `autoshard.plan`. Nothing was changed
             then.
     """
-    _check_whole(module)
+    check_module(module)
+    check_not_parallelized(module)
     if mesh != "auto":
         check_mesh(mesh)
     args, kwargs = check_examples(example_args, example_kwargs)
     options = collect_options("parallelize", keywords)
     check_overlap(options.overlap)
     device_type = device_type_of_job() if isinstance(mesh, str) else mesh.device_type
+    # The capture runs on the CPU, which has all dtypes: devices would refuse theirs in the first step only.
     check_dtypes(module, device_type)
     target = Target.of(options, device_type)
     pipeline: Pipeline | None
@@ -181,7 +191,8 @@ def parallelize(
     if plan is not None:
         check_plan(plan, module, MeshShape.of(mesh))
         assert isinstance(plan, ShardingPlan)
-    Parallelizer(module, mesh, ModulePlanner(module, MeshShape.of(mesh), target), plan).start(args, kwargs)
+    planner = ModulePlanner(module, MeshShape.of(mesh), target)
+    Runtime(ProgramMaker(module, mesh, planner, plan)).start(args, kwargs)
     return module
 
 
@@ -242,15 +253,3 @@ def load_safetensors(
     if isinstance(model, PipelineModule):
         return model.load_safetensors(paths, strict, device)
     return load_module(model, paths, strict=strict, device=device)
-
-
-def _check_whole(module: object) -> None:
-    check_module(module)
-    assert isinstance(module, nn.Module)
-    for name, part in module.named_modules():
-        if RUNTIME in part.__dict__:
-            raise PlanError(
-                f"{name or 'the module'} is parallelised already: parallelize works in place, once. Build the module "
-                "anew to place it differently."
-            )
-    check_plain(module)

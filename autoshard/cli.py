@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        # Commands that cannot fail by themselves return None.
         return int(options.run(options) or 0)
     except (AutoshardError, OSError) as error:
         sys.stderr.write(f"autoshard: {error}\n")
@@ -104,6 +105,7 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _html(options: argparse.Namespace) -> None:
     options.output.write_text(page(ShardingPlan.load(options.plan)), "utf-8")
+    # Rich would read brackets in the path as markup.
     _console().print(f"wrote {options.output}", markup=False, highlight=False)
 
 

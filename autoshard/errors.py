@@ -53,6 +53,7 @@ class InputError(AutoshardError, ValueError):
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Give a warning that points at the line outside of autoshard from which it was called."""
     package = __name__.partition(".")[0]
+    # `warnings` counts frames: 1 is this function, 2 its caller.
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
         level, frame = level + 1, frame.f_back

@@ -28,7 +28,8 @@ def suggestion(name: str, known: Collection[str]) -> str:
     """Return a sentence that offers the known names nearest to `name`."""
     if not known:
         return "There are none to choose from."
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)  # a guess that works
+    # The cutoff is a guess that works.
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     if close:
         return f"Close ones are {', '.join(close)}."
     some = sorted(known)[:3]
@@ -62,7 +63,7 @@ def group_names(items: Mapping[str, Key]) -> tuple[Group[Key], ...]:
 
 
 def _text(pattern: str, names: list[str], family: list[str]) -> str:
-    """The pattern with the indices of the names in place of its stars; `family` is all names of the pattern."""
+    """Return the pattern with the names' indices in place of its stars; `family` is all names of the pattern."""
     parts = pattern.split(".")
     for position, part in enumerate(parts):
         if part == "*":
@@ -75,7 +76,7 @@ def _text(pattern: str, names: list[str], family: list[str]) -> str:
 
 
 def _runs(values: list[int]) -> Iterator[str]:
-    """Sorted numbers as texts, consecutive ones as a range."""
+    """Yield sorted numbers as texts, consecutive ones as a range."""
     # Numbers of one run have the same distance from their positions.
     for _, group in itertools.groupby(enumerate(values), key=lambda item: item[1] - item[0]):
         run = [value for _, value in group]

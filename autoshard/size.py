@@ -21,28 +21,43 @@ Sizes = Mapping[sympy.Symbol, int]
 
 T = TypeVar("T")
 
-_CACHE_SIZE = 1 << 14  # substitutions; a guess that works
-
 
 def symbol(name: str) -> sympy.Symbol:
     """Return the symbol of a dynamic size."""
     return sympy.Symbol(name, integer=True, positive=True)
 
 
-class DynamicSize(int):
-    """A number of elements, steps or ranks that depends on dynamic sizes; `of` makes it.
-
-    It equals, and compares as, its number in the example. Sizes that are equal there by chance have different hashes:
-    caches keep them apart. (A float times a size, in this order, is a plain float: Python does not ask the size.
-    Write the size first.)
+class _SymbolicNumber:
+    """A number with the expression that it is in symbols.
 
     Attributes:
-        expr: the number as an expression in symbols.
+        expr: the expression.
         sizes: the values of the symbols in the example.
     """
 
     expr: sympy.Expr
     sizes: Sizes
+
+    # Not of the number: caches keep sizes apart that are equal in the example by chance.
+    def __hash__(self) -> int:
+        return hash(self.expr)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return type(self).of, (self.expr, dict(self.sizes))  # type: ignore[attr-defined]
+
+    def __truediv__(self, other: Any) -> Any:
+        return Ratio.of(self.expr / _expr(other), self.sizes)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return Ratio.of(_expr(other) / self.expr, self.sizes)
+
+
+class DynamicSize(_SymbolicNumber, int):
+    """A number of elements, steps or ranks that depends on dynamic sizes; `of` makes it.
+
+    It equals, and compares as, its number in the example. (A float times a size, in this order, is a plain float:
+    Python does not ask the size. Write the size first.)
+    """
 
     @staticmethod
     def of(expr: sympy.Expr, sizes: Sizes) -> int:
@@ -51,12 +66,8 @@ class DynamicSize(int):
         value = int(evaluate(expr, sizes))
         return value if expr.is_Integer else _size(value, expr, sizes)
 
-    def __hash__(self) -> int:
-        return hash(self.expr)
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return DynamicSize.of, (self.expr, dict(self.sizes))
-
+    # Every operation that shapes are computed with is here: that of `int` would return a plain number, which holds for
+    # the example alone.
     def __add__(self, other: int) -> int:
         return _combine(self, other, int.__add__, operator.add)
 
@@ -69,6 +80,7 @@ class DynamicSize(int):
         return _combine(self, other, int.__rsub__, lambda a, b: b - a)
 
     def __mul__(self, other: Any) -> Any:
+        # The product with a float is no integer.
         if isinstance(other, float):
             return Ratio.of(self.expr * _expr(other), self.sizes)
         return _combine(self, other, int.__mul__, operator.mul)
@@ -99,18 +111,9 @@ class DynamicSize(int):
     def __pos__(self) -> int:
         return self
 
-    def __truediv__(self, other: Any) -> Any:
-        return Ratio.of(self.expr / _expr(other), self.sizes)
 
-    def __rtruediv__(self, other: Any) -> Any:
-        return Ratio.of(_expr(other) / self.expr, self.sizes)
-
-
-class Ratio(float):
+class Ratio(_SymbolicNumber, float):
     """A quotient of sizes, or a number times one: a `DynamicSize` that is not an integer."""
-
-    expr: sympy.Expr
-    sizes: Sizes
 
     @staticmethod
     def of(expr: sympy.Expr, sizes: Sizes) -> float:
@@ -123,22 +126,10 @@ class Ratio(float):
         ratio.expr, ratio.sizes = expr, sizes
         return ratio
 
-    def __hash__(self) -> int:
-        return hash(self.expr)
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return Ratio.of, (self.expr, dict(self.sizes))
-
     def __mul__(self, other: Any) -> Any:
         return Ratio.of(self.expr * _expr(other), self.sizes)
 
     __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return Ratio.of(self.expr / _expr(other), self.sizes)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return Ratio.of(_expr(other) / self.expr, self.sizes)
 
 
 def _size(value: int, expr: sympy.Expr, sizes: Sizes) -> DynamicSize:
@@ -148,7 +139,7 @@ def _size(value: int, expr: sympy.Expr, sizes: Sizes) -> DynamicSize:
 
 
 def _expr(number: Any) -> sympy.Expr:
-    if isinstance(number, (DynamicSize, Ratio)):
+    if isinstance(number, _SymbolicNumber):
         return number.expr
     return sympy.Integer(int(number)) if isinstance(number, int) else sympy.Float(number)
 
@@ -172,7 +163,8 @@ def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
     return sympy.floor(quotient)
 
 
-@lru_cache(maxsize=_CACHE_SIZE)
+# The size of the cache is a guess that works.
+@lru_cache(maxsize=1 << 14)
 def _substitute(expr: sympy.Expr, values: tuple[tuple[sympy.Symbol, int], ...]) -> sympy.Expr:
     return expr.xreplace({name: sympy.Integer(value) for name, value in values})
 
@@ -184,7 +176,7 @@ def evaluate(expr: sympy.Expr, sizes: Sizes) -> sympy.Expr:
 
 def is_dynamic(number: object) -> bool:
     """Return True if a number depends on dynamic sizes."""
-    return isinstance(number, (DynamicSize, Ratio))
+    return isinstance(number, _SymbolicNumber)
 
 
 def plain(number: T) -> T:

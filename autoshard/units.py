@@ -8,6 +8,7 @@ from autoshard.errors import BudgetError
 
 _UNITS = {
     "B": 1,
+    # SI writes kB, many tools KB.
     "kB": 10**3,
     "KB": 10**3,
     "MB": 10**6,
@@ -27,9 +28,11 @@ def parse_bytes(amount: str | int | float) -> int:
     Raises:
         BudgetError: the text is not an amount with a unit, or the amount is below one byte or not finite.
     """
+    # A bool is an int in Python.
     if isinstance(amount, bool) or not isinstance(amount, (str, int, float)):
         raise BudgetError(f'an amount of memory is a number of bytes or a text such as "24GiB", not {amount!r}.')
     size = _parse_text(amount) if isinstance(amount, str) else amount
+    # NaN fails every comparison.
     if not 1 <= size < float("inf"):
         raise BudgetError(f"an amount of memory of {amount!r} is no budget: it must be at least one byte, and finite.")
     return int(size)

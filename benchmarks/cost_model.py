@@ -64,7 +64,7 @@ from autoshard.planner.problem_builder import ProblemBuilder  # noqa: E402
 from autoshard.program.localize import localize  # noqa: E402
 from autoshard.program.program_replay import collective_calls, operations  # noqa: E402
 from autoshard.program.split import split  # noqa: E402
-from autoshard.runtime.step import LocalProgram, Ranks  # noqa: E402
+from autoshard.runtime.step import Ranks, RunnableStep  # noqa: E402
 from autoshard.simulate.events import COMPUTE, replay  # noqa: E402
 from autoshard.specs.axes import MeshShape  # noqa: E402
 from tests import gloo  # noqa: E402
@@ -134,7 +134,7 @@ MODELS: dict[str, Callable[[], Example]] = {one.__name__: one for one in (mlp, g
 class Run:
     """A plan's program, what was predicted of it, and what was measured."""
 
-    program: LocalProgram
+    program: RunnableStep
     locals_: list[Tensor]
     collectives: list[Callable[[], object]]
     predicted: float
@@ -184,7 +184,7 @@ def _run(planner: Planner, decisions: Decisions, mesh: DeviceMesh, ranks: Ranks)
     issued = operations(halves.graphs, ranks.groups, planner.prices)
     groups = [mesh.get_group(axis) for axis in range(planner.mesh.ndim)]
     return Run(
-        program=LocalProgram(step, halves, ranks),
+        program=RunnableStep(step, halves, ranks),
         locals_=[_like(border, ranks.mesh) for border in step.inputs if border.kind != "tangent"],
         collectives=[
             chain_calls(

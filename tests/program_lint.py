@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.attention_operator import operators
 from autoshard.capture.joint_graph import JointGraph
 from autoshard.patterns.ops.random import draws
-from autoshard.runtime.step import LocalProgram
+from autoshard.runtime.step import RunnableStep
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
@@ -77,7 +77,7 @@ class Finding:
     problem: str
 
 
-def program_findings(program: LocalProgram) -> list[Finding]:
+def program_findings(program: RunnableStep) -> list[Finding]:
     """Findings of all kinds in the halves of a program, but for gathers that nothing hides."""
     return [finding for graph in program.halves.graphs for finding in graph_findings(graph)]
 

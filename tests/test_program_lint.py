@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.runtime.module_runtime import RUNTIME
-from autoshard.runtime.step import LocalProgram
+from autoshard.runtime.step import RunnableStep
 from tests import models
 from tests.memory_tracker import first_rank
 from tests.option_groups import grouped
@@ -156,7 +156,7 @@ class Stack(nn.Module):
         return self.layers(x).square().mean()
 
 
-def program_of(module: nn.Module, inputs: dict[str, Tensor], sizes: dict[str, int], **options: Any) -> LocalProgram:
+def program_of(module: nn.Module, inputs: dict[str, Tensor], sizes: dict[str, int], **options: Any) -> RunnableStep:
     with first_rank(sizes) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **grouped(options))
     (served,) = module.__dict__[RUNTIME]._programs.values()

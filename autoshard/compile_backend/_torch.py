@@ -11,15 +11,24 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch._dynamo import eval_frame  # its folder tells Dynamo's own frames from those of users
-from torch._dynamo.eval_frame import OptimizedModule  # what torch.compile makes of a module
-from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX  # names what follows a graph break
-from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
+
+# Its folder tells Dynamo's own frames from those of users.
+from torch._dynamo import eval_frame
+
+# What torch.compile makes of a module.
+from torch._dynamo.eval_frame import OptimizedModule
+
+# Names what follows a graph break.
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+
+# Nested containers of tensors, as torch.export sees them.
+from torch.utils import _pytree as pytree
 
 __all__ = ["ModuleCall", "break_reason", "leave_dynamo", "module_call", "output_values", "pytree"]
 
 _DYNAMO = str(Path(eval_frame.__file__).parent)
-_MODULE = nn.Module._call_impl.__code__  # runs hooks and `forward`; its nested function is named after it
+# Runs hooks and `forward`; its nested function is named after it.
+_MODULE = nn.Module._call_impl.__code__
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +58,9 @@ def module_call() -> ModuleCall | None:
     a function around the module, a part inside it, or what follows a graph break.
     """
     users = [frame for frame in _outward(inspect.currentframe()) if not _is_dynamo(frame)]
+    # The backend's own frames.
     while users and users[0].f_globals.get("__package__") == __package__:
-        users.pop(0)  # frames of the backend itself
+        users.pop(0)
     # The code that Dynamo made, whose frame is missing where it compiled torch's own `_call_impl`.
     compiled = users.pop(0) if users and not _calls_forward(users[0]) else None
     if not users or not _calls_forward(users[0]):

@@ -70,7 +70,8 @@ def autoshard(
             )
         call = _whole_call(graph, inputs)
         if call.part == "hook":
-            results: Sequence[Any] = graph(*inputs)  # of whole tensors, which hooks see in a parallelized model, too
+            # Of whole tensors, which hooks see in a parallelized model, too.
+            results: Sequence[Any] = graph(*inputs)
             return results
         return _parallelize(call, graph, inputs, mesh, settings)
 
@@ -78,7 +79,7 @@ def autoshard(
 
 
 def _whole_call(graph: fx.GraphModule, inputs: Sequence[Any]) -> ModuleCall:
-    """The call whose whole module this graph is; or a call one of whose hooks it is, which may use no parameter."""
+    """Return the call whose whole module this graph is; or a call of which it is a hook, which may use no parameter."""
     reason = break_reason(graph)
     call = None if reason else module_call()
     if call is not None and (call.part != "hook" or not any(isinstance(value, nn.Parameter) for value in inputs)):
@@ -117,7 +118,7 @@ def _parallelize(
 
 
 def _tensor_key(tensor: Tensor) -> tuple[torch.dtype, int]:
-    """Properties known of a tensor on both sides; Dynamo's sizes may be symbols, or a shard's."""
+    """Return the properties known of a tensor on both sides; Dynamo's sizes may be symbols, or a shard's."""
     return tensor.dtype, tensor.ndim
 
 

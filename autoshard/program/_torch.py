@@ -13,11 +13,10 @@ import sympy
 import torch
 from torch import fx
 
-# Symbolic sizes of fake tensors.
-from torch._dispatch.python import enable_python_dispatcher  # kernels that know symbolic sizes come first
+# Puts kernels that know symbolic sizes first.
+from torch._dispatch.python import enable_python_dispatcher
 
-# Torch's partitioners of a joint graph into forward and backward: the plain one keeps every operator in its half,
-# the other recomputes cheap operators, which pays where the halves are compiled.
+# Split a joint graph in halves; `min_cut` recomputes cheap operators, which pays where the halves are compiled.
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 # The tensors of a program before it runs, which have shapes and no numbers, and the mode in which they are made.
@@ -35,6 +34,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from autoshard.capture._torch import symbolic_integer
+from autoshard.reshard.bucket import is_border
 
 
 class SymbolicNumbers:
@@ -82,7 +82,7 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) ->
 def _drop_unread_saves(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> None:
     """Save no tensor that the backward graph does not read."""
     # Torch's partitioner saves the operands of dead copies of calls.
-    backward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    backward.graph.eliminate_dead_code(is_impure_node=is_border)
     output: Any = forward.graph.output_node()
     results = tuple(output.args[0])
     kept = []
@@ -177,7 +177,8 @@ def schedule_overlap(
 def has_symmetric_memory(group: str) -> bool:
     """Return True if a process group has symmetric memory, and torch can fuse products with its collectives."""
     try:
-        from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group  # of a group by its name
+        # Of a group by its name.
+        from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
     except ImportError:
         return False
     return _fuse_products() is not None and is_symm_mem_enabled_for_group(group)  # type: ignore[arg-type]
@@ -199,7 +200,7 @@ def fuse_products(graph: fx.Graph) -> None:
     pass_of_torch = _fuse_products()
     assert pass_of_torch is not None, "no group has symmetric memory"
     pass_of_torch(graph)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.eliminate_dead_code(is_impure_node=is_border)
     # The pass gives its calls no fake tensors, which later passes read.
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:

@@ -1,7 +1,4 @@
-"""Check of a program with dynamic sizes against the one for other sizes: no number in it may be the example's.
-
-The program of a planned graph: made for all sizes, split in halves, its collectives arranged.
-"""
+"""The program of a planned graph: made for all sizes, split in halves, its collectives arranged."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ def check_size_generic(step: LocalStep, expected: LocalStep, sizes: Sizes) -> No
     Raises:
         RuleError: an operator's arguments hold a number that came from a dynamic size, or operators differ.
     """
-    nodes, expected_nodes = (list(made.graph_module.graph.nodes) for made in (step, expected))
+    nodes, expected_nodes = (list(each.graph_module.graph.nodes) for each in (step, expected))
     place = {node: index for both in (nodes, expected_nodes) for index, node in enumerate(both)}
 
     def call_texts(node: fx.Node) -> Any:
@@ -99,10 +96,10 @@ def build_program(
     groups: Sequence[str],
     home: torch.device,
     *,
-    compile: bool = False,
-    overlap: str = "own",
-    in_parts: bool = False,
-    reduced: DeferredReduction | None = None,
+    compile: bool,
+    overlap: str,
+    in_parts: bool,
+    reduced: DeferredReduction | None,
 ) -> tuple[LocalStep, Halves]:
     """Make the program of a rank.
 

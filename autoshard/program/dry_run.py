@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,22 +73,27 @@ class DryRun:
 
     def _run(self, node: fx.Node, needs_gradient: Sequence[bool]) -> CallCost:
         leaves, operands = [], {}
+        is_mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        if isinstance(node.target, PythonCall):
+            is_mutable = node.target.changes_operands
         for source, needs in zip(node.all_input_nodes, needs_gradient, strict=True):
-            leaf, operands[source] = _make_operand(source, needs, _is_mutable(node))
+            leaf, operands[source] = _make_operand(source, needs, is_mutable)
             leaves.append(leaf)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
         recorder = _CostRecorder(self.cost)
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.record_saved, lambda saved: saved):
-            results = list(tensors(_callable_of(node)(*args, **kwargs)))
-        positions = {memory_of(value): place for place, value in enumerate(operands.values()) if _is_tensor(value)}
+            results = list(tensors(_run_call(node, args, kwargs)))
+        positions = {
+            memory_of(value): place for place, value in enumerate(operands.values()) if isinstance(value, Tensor)
+        }
         # A result in an operand's memory counts as that operand.
-        made = {key: place for place, key in enumerate(map(memory_of, results)) if key not in positions}
+        result_positions = {key: place for place, key in enumerate(map(memory_of, results)) if key not in positions}
         saved = recorder.saved
         cost = CallCost(
             forward_seconds=recorder.take_seconds(),
             saved_operands=tuple(sorted(positions[key] for key in saved if key in positions)),
-            saved_results=tuple(sorted(made[key] for key in saved if key in made)),
-            saved_inside=sum(size for key, size in saved.items() if key not in positions and key not in made),
+            saved_results=tuple(sorted(result_positions[key] for key in saved if key in result_positions)),
+            saved_inside=sum(size for key, size in saved.items() if key not in {*positions, *result_positions}),
             aliases=tuple(positions.get(memory_of(value)) for value in results),
             result_bytes=tuple(value.untyped_storage().nbytes() for value in results),
             needs_gradient=tuple(value.requires_grad for value in results),
@@ -120,7 +125,8 @@ class _CostRecorder(TorchDispatchMode):
     def __init__(self, cost: CostModel) -> None:
         super().__init__()
         self.cost = cost
-        self.saved: dict[int, int] = {}  # memory of a saved tensor -> its bytes
+        # Memory of a saved tensor -> its bytes.
+        self.saved: dict[int, int] = {}
         self._seconds = 0.0
         # Memory is named by identity, so saved tensors stay alive as long as the recorder.
         self._alive: list[Tensor] = []
@@ -147,10 +153,10 @@ class _CostRecorder(TorchDispatchMode):
 def _make_operand(source: fx.Node, needs_gradient: bool, is_changed: bool) -> tuple[Any, Any]:
     """Return a leaf like an operand, and the argument of the call."""
     value: Any = source.meta.get("val")
-    if source.op == "get_attr" and not _is_tensor(value):
+    if source.op == "get_attr" and not isinstance(value, Tensor):
         # The graph of a region under another gradient mode or autocast.
         return None, operator.attrgetter(str(source.target))(source.graph.owning_module)
-    if not _is_tensor(value):
+    if not isinstance(value, Tensor):
         return value, value
     shape, strides = tuple(value.shape), tuple(value.stride())
     leaf = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
@@ -159,37 +165,22 @@ def _make_operand(source: fx.Node, needs_gradient: bool, is_changed: bool) -> tu
     return leaf, leaf.clone() if is_changed else leaf
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    if isinstance(node.target, PythonCall):
-        return node.target.changes_operands
-    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
-
-
-def _callable_of(node: fx.Node) -> Callable[..., Any]:
-    """Return the function that a call runs."""
+def _run_call(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run what a call runs, on these arguments."""
+    context: contextlib.AbstractContextManager[Any]
     match str(node.target):
         # Regions under another gradient mode or autocast: their graph runs in that context.
         case "wrap_with_set_grad_enabled":
-            return lambda enabled, region, *args: _call_in_context(torch.set_grad_enabled(enabled), region, args)
+            enabled, region, *operands = args
+            context = torch.set_grad_enabled(enabled)
         case "wrap_with_autocast":
-            return lambda device, dtype, enabled, cached, region, *args: _call_in_context(
-                torch.autocast(device, dtype, enabled, cached), region, args
-            )
-    if isinstance(node.target, PythonCall):
-        return node.target.run_alone
-    assert callable(node.target)
-    return node.target
-
-
-def _call_in_context(
-    context: contextlib.AbstractContextManager[Any], region: fx.GraphModule, args: Sequence[Any]
-) -> Any:
+            device, dtype, enabled, cached, region, *operands = args
+            context = torch.autocast(device, dtype, enabled, cached)
+        case _:
+            call: Any = node.target.run_alone if isinstance(node.target, PythonCall) else node.target
+            return call(*args, **kwargs)
     with context:
-        return region(*args)
+        return region(*operands)
 
 
 def _key(node: fx.Node, needs_gradient: Sequence[bool]) -> str:
@@ -197,7 +188,7 @@ def _key(node: fx.Node, needs_gradient: Sequence[bool]) -> str:
 
     def operand_text(place: int, source: fx.Node, needs: bool) -> str:
         value: Any = source.meta.get("val")
-        if not _is_tensor(value):
+        if not isinstance(value, Tensor):
             return f"<{source.name}>"
         return f"<{place} {tuple(value.shape)} {tuple(value.stride())} {value.dtype} {needs}>"
 

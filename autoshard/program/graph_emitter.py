@@ -1,11 +1,6 @@
-"""Shapes of local tensors as expressions: a program's operators are also run on tensors of symbolic sizes.
+"""Emitters of a rank's program as an FX graph: every local operator is a node with the shape of its local tensor.
 
-A rank's program as an FX graph: every local operator is a node with the shape of its local tensor.
-
-A rank's program in which the ranks of one mesh axis hold unequal shares of a dynamic size.
-
-It is the program for a size that the axis does not divide, in which a rank's block begins at its coordinate times the
-block's size. The rank's share replaces that size, and the sum of the shares before it replaces that product.
+Where sizes are dynamic, operators are also run on tensors of symbolic sizes, which give shapes as expressions.
 """
 
 from __future__ import annotations
@@ -13,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import sympy
@@ -25,6 +20,8 @@ from autoshard.errors import PlanError
 from autoshard.program._torch import FakeTensorMode, SymbolicNumbers
 from autoshard.size import DynamicSize, Ratio, Sizes, is_dynamic, plain
 from autoshard.specs.axes import MeshShape, SharedAxis
+
+aten = torch.ops.aten
 
 
 class SymbolicShapes:
@@ -40,7 +37,8 @@ class SymbolicShapes:
         self._symbolic_sizes: dict[sympy.Expr, Any] = {}
         self._expressions: dict[sympy.Symbol, sympy.Expr] = {}
         self._tensors: dict[fx.Node, Any] = {}
-        self._results: dict[tuple[Any, ...], Any] = {}  # results of operators: equal calls are run once
+        # Results of operators: equal calls are run once.
+        self._results: dict[tuple[Any, ...], Any] = {}
         self._interned: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def placeholder(self, node: fx.Node, shape: Sequence[int]) -> None:
@@ -57,7 +55,7 @@ class SymbolicShapes:
         fx.node.map_aggregate((args, kwargs), leaves.append)
         if not any(is_dynamic(leaf) or (isinstance(leaf, fx.Node) and leaf in self._tensors) for leaf in leaves):
             return
-        key = (op, *map(self._key, (args, kwargs)))
+        key = (op, _cache_key((args, kwargs), self._leaf_key))
         if key not in self._results:
             args, kwargs = fx.node.map_aggregate((args, kwargs), self._operand)
             with self._numbers.running():
@@ -74,19 +72,12 @@ class SymbolicShapes:
         layout = tuple(number.node.expr if isinstance(number, torch.SymInt) else number for number in numbers)
         return self._interned.setdefault((layout, tensor.dtype), tensor)
 
-    def _key(self, value: Any) -> Any:
-        """Return what of an argument decides the shape of an operator's results."""
-        if isinstance(value, fx.Node):
-            if value in self._tensors:
-                # Tensors are interned, so equal ones have one id, and they live as long as the key.
-                return id(self._tensors[value])
-            val = value.meta["val"]
-            return (tuple(val.shape), val.stride(), val.dtype) if isinstance(val, torch.Tensor) else val
-        if isinstance(value, dict):
-            return tuple((name, self._key(item)) for name, item in value.items())
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self._key, value))
-        return value.expr if isinstance(value, (DynamicSize, Ratio)) else (type(value), value)
+    def _leaf_key(self, value: Any) -> Any:
+        """Return what of a node or number decides the shape of an operator's results."""
+        if isinstance(value, fx.Node) and value in self._tensors:
+            # Tensors are interned, so equal ones have one id, and they live as long as the key.
+            return id(self._tensors[value])
+        return value.expr if isinstance(value, (DynamicSize, Ratio)) else _fake_key(value)
 
     def item(self, node: fx.Node, source: fx.Node, index: int) -> None:
         """Record a node that takes one of several results."""
@@ -148,9 +139,6 @@ class SymbolicShapes:
             self._symbolic_sizes[expr], symbol = self._numbers.new(value, len(self._symbolic_sizes))
             self._expressions[symbol] = expr
         return self._symbolic_sizes[expr]
-
-
-aten = torch.ops.aten
 
 
 class GraphEmitter:
@@ -232,7 +220,7 @@ class GraphEmitter:
         return copy
 
     def _result(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = (op, _cache_key(args), _cache_key(kwargs))
+        key = (op, _cache_key((args, kwargs), _fake_key))
         if key not in self._results:
             fakes = fx.node.map_aggregate((args, kwargs), _fake)
             with self._mode, torch.no_grad():
@@ -309,17 +297,22 @@ def _fake(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, fx.Node) else plain(argument)
 
 
-def _cache_key(argument: Any) -> Any:
-    """Return what of an argument decides shapes, strides and types of the results."""
+def _cache_key(argument: Any, leaf_key: Callable[[Any], Any]) -> Any:
+    """Return a key of nested arguments, given that of a node or number."""
     if isinstance(argument, dict):
-        return tuple((name, _cache_key(value)) for name, value in argument.items())
+        return tuple((name, _cache_key(value, leaf_key)) for name, value in argument.items())
     if isinstance(argument, (list, tuple)):
-        return tuple(map(_cache_key, argument))
-    value = _fake(argument)
+        return tuple(_cache_key(value, leaf_key) for value in argument)
+    return leaf_key(argument)
+
+
+def _fake_key(leaf: Any) -> Any:
+    """Return what of a node or number decides shapes, strides and types of an operator's results."""
+    value = _fake(leaf)
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
     # Equal numbers of different types, such as 1 and True, give results of different types.
-    return _cache_key(value) if isinstance(value, (list, tuple)) else (type(value), value)
+    return _cache_key(value, _fake_key) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 # Kernels that read their operands as if these were contiguous: other operands give an error, or numbers of other
@@ -357,7 +350,16 @@ def supports_layout(op: Any, operand: torch.Tensor) -> bool:
 
 
 class SharesEmitter(GraphEmitter):
-    """A `GraphEmitter` for a mesh with a shared axis; `sizes` are the values of all symbols but those of shares."""
+    """A `GraphEmitter` of a program in which the ranks of one mesh axis hold unequal shares of a dynamic size.
+
+    It is the program for a size that the axis does not divide, in which a rank's block begins at its coordinate times
+    the block's size. The rank's share replaces that size, and the sum of the shares before it replaces that product.
+
+    Args:
+        mesh, groups, mode, home: as for `GraphEmitter`.
+        sizes: the values of all symbols but those of shares.
+        shared: the mesh axis.
+    """
 
     def __init__(
         self,
@@ -371,8 +373,10 @@ class SharesEmitter(GraphEmitter):
         self.sizes = shared.example(sizes)
         super().__init__(mesh, groups, mode, home, self.sizes)
         self.shared = shared
-        self._share_expressions: set[Any] = set()  # expressions in shares: no share replaces a block in them
-        self._coordinate_nodes: set[fx.Node] = set()  # nodes that depend on coordinates alone
+        # Expressions in shares: no share replaces a block in them.
+        self._share_expressions: set[Any] = set()
+        # Nodes that depend on coordinates alone.
+        self._coordinate_nodes: set[fx.Node] = set()
 
     def share(self, expr: Any) -> int:
         """Return the number of a program that an expression in the symbols of shares stands for."""
@@ -406,11 +410,16 @@ class SharesEmitter(GraphEmitter):
         fx.node.map_aggregate((args, kwargs), numbers.append)
         scaled = self.shared.is_shared(numbers)
         # Coordinate times block, with the share in the block's place: where the rank's share begins.
-        if scaled and op == aten.mul.Tensor and args[0] in self._shared_coordinates():
-            return self._share_start(args[1], self.device(args[0]))
+        shared_coordinates = {self.coordinate(self.shared.axis), self.host_coordinate(self.shared.axis)}
+        if scaled and op == aten.mul.Tensor and args[0] in shared_coordinates:
+            start = self.share(args[1].expr / self.shared.own_share * self.shared.share_before)
+            return super().call(aten.full.default, [], start, dtype=torch.int64, device=self.device(args[0]))
         operands: list[fx.Node] = []
         fx.node.map_arg((args, kwargs), operands.append)
-        places = self._is_coordinate_based(operands)
+        # An operand that depends on coordinates alone, that on the shared axis among them, is a place of a block.
+        shared_coordinates |= self._coordinate_nodes
+        coordinates = shared_coordinates.union(self._coordinates, self._host_coordinates)
+        places = not shared_coordinates.isdisjoint(operands) and coordinates.issuperset(operands)
         # A collective along the axis wants blocks of one size from all ranks.
         moves = self._groups[self.shared.axis] in (*args, *kwargs.values())
         if (places and scaled) or (moves and any(self.shared.is_shared(self.shape(node)) for node in operands)):
@@ -419,22 +428,6 @@ class SharesEmitter(GraphEmitter):
         if places:
             self._coordinate_nodes.update(results if isinstance(results, tuple) else (results,))
         return results
-
-    def _shared_coordinates(self) -> tuple[fx.Node, fx.Node]:
-        """Return the rank's coordinate on the shared axis, on its device and on the host."""
-        return self.coordinate(self.shared.axis), self.host_coordinate(self.shared.axis)
-
-    def _share_start(self, steps: DynamicSize, device: torch.device) -> fx.Node:
-        """Return where a rank's share of a dim begins, given its length there."""
-        start = self.share(steps.expr / self.shared.own_share * self.shared.share_before)
-        node: fx.Node = super().call(aten.full.default, [], start, dtype=torch.int64, device=device)
-        return node
-
-    def _is_coordinate_based(self, operands: Sequence[fx.Node]) -> bool:
-        """Return True if operands depend on coordinates alone, that on the shared axis among them."""
-        shared = {*self._shared_coordinates(), *self._coordinate_nodes}
-        coordinates = shared.union(self._coordinates, self._host_coordinates)
-        return not shared.isdisjoint(operands) and coordinates.issuperset(operands)
 
     def _unequal_shares_error(self, op: Any, why: object) -> PlanError:
         axis = self.mesh.names[self.shared.axis]

@@ -164,7 +164,8 @@ class _JointProgram:
         self.flow = flow
         self.emit = emit
         self.shared = shared
-        self._streams: dict[str, int] = {}  # operator -> count of random operators emitted before it
+        # Operator -> count of random operators emitted before it.
+        self._streams: dict[str, int] = {}
 
     def enter(self, position: int, phase: str, key: str, kind: str) -> None:
         self.emit.phase = phase

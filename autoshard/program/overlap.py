@@ -1,10 +1,6 @@
-"""Products fused with the collectives beside them, where a process group has symmetric memory.
+"""Arrangement of the collectives of a local program: by this library, or by torch's passes at the cluster's prices.
 
-Torch's pass (`_micro_pipeline_tp`) computes a product piece by piece while the next piece of its operand is gathered,
-or the last piece of its result is reduced. It knows a gather along another dim than the first by a split and a `cat`; a
-program has a view, a permutation and a copy there, which are the same copy.
-
-Arrangement of the collectives of a local program: by this library, or by torch's passes at the cluster's prices.
+Where a process group has symmetric memory, torch's passes also fuse products with the collectives beside them.
 """
 
 from __future__ import annotations
@@ -34,7 +30,12 @@ _RESHAPES = (aten.view.default, aten.reshape.default)
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Fuse the products of half a program in place, where groups of it have symmetric memory."""
+    """Fuse the products of half a program in place, where groups of it have symmetric memory.
+
+    Torch's pass (`_micro_pipeline_tp`) computes a product piece by piece while the next piece of its operand is
+    gathered, or the last piece of its result is reduced. It knows a gather along another dim than the first by a split
+    and a `cat`; a program has a view, a permutation and a copy there, which are the same copy.
+    """
     starts = [node for node in graph.nodes if node.target in (_GATHER, _SCATTER)]
     fusible = [node for node in starts if has_symmetric_memory(str(node.args[-1]))]
     if not fusible:

@@ -132,11 +132,11 @@ class _PredictedHalves:
         calls: list[fx.Node] = []
 
         def call_of_program(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
-            made = self._call(op, args, kwargs, val)
+            node = self._call(op, args, kwargs, val)
             if op is not _WAIT and op not in COLLECTIVE_KINDS:
-                made.meta["stands_for"] = ()
-                calls.append(made)
-            return made
+                node.meta["stands_for"] = ()
+                calls.append(node)
+            return node
 
         self._local_calls.append(((call, rule, choices, rules.zeros[node]), calls))
         return self._play(recording, operands, call_of_program)

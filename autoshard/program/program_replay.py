@@ -1,6 +1,6 @@
-"""Prices of the calls of a program: kernels, alone or fused by a compiler, and collectives.
+"""The seconds of a program: prices of kernels, alone or fused by a compiler, and its calls as operations on streams.
 
-The graphs of a program as operations on streams, in the order in which they are issued: the input of `replay`.
+The operations, in the order in which they are issued, are the input of `simulate.events.replay`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def kernel_seconds(cost: CostModel, op: Any, operands: object, results: object, 
         return 0.0
     if makes_view(op):
         return cost.view()
-    made, operands = list(tensors(results)), list(tensors(operands))
-    work = flops(op, [tensor.shape for tensor in operands], [tensor.shape for tensor in made], args)
+    written, operands = list(tensors(results)), list(tensors(operands))
+    work = flops(op, [tensor.shape for tensor in operands], [tensor.shape for tensor in written], args)
     # A kernel that selects reads only what it keeps.
-    read = made if op is torch.ops.aten.index_select.default else operands
-    dtype = made[0].dtype if made else torch.float32
-    return cost.compute(work, bytes_of([*read, *made]), dtype, op.overloadpacket.__name__)
+    read = written if op is torch.ops.aten.index_select.default else operands
+    dtype = written[0].dtype if written else torch.float32
+    return cost.compute(work, bytes_of([*read, *written]), dtype, op.overloadpacket.__name__)
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
@@ -208,11 +208,13 @@ class _Issuer:
         self.prices = prices
         self.groups = groups
         self.issued: list[Operation] = []
-        self.computed: int | None = None  # the last operation of the compute stream
+        # The last operation of the compute stream.
+        self.computed: int | None = None
 
     def run(self, graph: fx.Graph) -> None:
         """Issue all nodes of a graph."""
-        started: dict[fx.Node, int] = {}  # a collective's node -> its operation
+        # A collective's node -> its operation.
+        started: dict[fx.Node, int] = {}
         dispatch = self.prices.cost.cluster.device.dispatch
         for node in graph.nodes:
             if node.op != "call_function" or node.target is operator.getitem:
@@ -224,7 +226,8 @@ class _Issuer:
                     self._issue(f"wait {node.name}", COMPUTE, 0.0, started[node])
             elif node.target is _WAIT:
                 (start,) = node.all_input_nodes
-                if start.target is operator.getitem:  # one of several results
+                # One of several results.
+                if start.target is operator.getitem:
                     start = start.all_input_nodes[0]
                 self._issue(node.name, COMPUTE, 0.0, started.get(start), dispatch=dispatch.view)
             else:

@@ -1,10 +1,8 @@
-"""Graphs in two parts, of which the second runs some time after the first.
+"""A program in two halves that run apart: forward, which saves tensors, and backward, which takes them.
 
-Zero-bubble schedules of pipelines run the backward half in parts: gradients of inputs as soon as they can, since the
-stage before waits for them, and those of parameters in idle time. Reductions of gradients are awaited when there is
-nothing else to do.
-
-A program in two halves that run apart: forward, which saves tensors, and backward, which takes them.
+Zero-bubble schedules of pipelines also run the backward half in two parts: gradients of inputs as soon as they can,
+since the stage before waits for them, and those of parameters in idle time. Reductions of gradients are awaited when
+there is nothing else to do.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from autoshard.reshard.deferred_reductions import (
     reduce_with_sums,
     take_reductions,
 )
-from autoshard.size import DynamicSize, Ratio
+from autoshard.size import DynamicSize, is_dynamic
 from autoshard.specs.emitter import collectives
 
 
@@ -56,7 +54,8 @@ def split_by_results(whole: fx.GraphModule, first: Sequence[int]) -> tuple[Graph
     results = _results(whole)
     early = {results[place] for place in first}
     pending = list(early)
-    for node in pending:  # grows while it is walked
+    # The list grows while it is walked.
+    for node in pending:
         fresh = [source for source in node.all_input_nodes if source not in early]
         early.update(fresh)
         pending += fresh
@@ -216,21 +215,23 @@ def split(
     compile = compile and not _is_sized_by_data(joint)
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
-    if any(border.kind == "gradient" for border in step.outputs):
+    forward, backward = joint, None
+    if step.gradients:
         # The partitioner that recomputes cheap operators first merges equal ones, also those that the plan repeats.
         cheap = compile and not step.repeats
         forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
-    else:
-        forward, backward = joint, None
-    unreduced = None
-    if reduced is not None and backward is not None:
-        unreduced = take_reductions(backward.graph, _gradients_of(step, "parameter"), reduced)
-    # Graphs that are made of the backward half take the same numbers, so it takes them before these are made.
-    taken = take_sizes(backward.graph) if backward is not None and (in_parts or unreduced is not None) else ()
-    parts = split_by_results(backward, _gradients_of(step, "input")) if in_parts and backward is not None else None
-    reduction = None
-    if unreduced is not None and backward is not None:
-        reduction = _reduction(unreduced, backward if parts is None else parts[1], compile, dynamic=bool(taken))
+    taken: tuple[sympy.Expr, ...] = ()
+    unreduced = parts = reduction = None
+    if backward is not None:
+        if reduced is not None:
+            unreduced = take_reductions(backward.graph, _gradients_of(step, "parameter"), reduced)
+        # Graphs that are made of the backward half take the same numbers, so it takes them before these are made.
+        if in_parts or unreduced is not None:
+            taken = take_sizes(backward.graph)
+        if in_parts:
+            parts = split_by_results(backward, _gradients_of(step, "input"))
+        if unreduced is not None:
+            reduction = _reduction(unreduced, backward if parts is None else parts[1], compile, dynamic=bool(taken))
     backwards = [half for half in (backward, *(part.graph for part in parts or ())) if half is not None]
     for half in (forward, *backwards):
         # Torch counts random operators as impure, and would keep dead ones.
@@ -294,7 +295,7 @@ def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:
     # Equal numbers are one input.
     def number(value: Any) -> Any:
         nonlocal last
-        if not isinstance(value, (DynamicSize, Ratio)):
+        if not is_dynamic(value):
             return value
         if value.expr not in taken:
             with graph.inserting_after(last):

@@ -1,7 +1,4 @@
-"""The walk over a joint graph that makes a rank's program of some decisions, whatever graph the program goes to.
-
-Local programs of operators and reshards, each recorded once for all places that run the same.
-"""
+"""The walk over a joint graph that makes a rank's program of some decisions, whatever graph the program goes to."""
 
 from __future__ import annotations
 
@@ -106,11 +103,15 @@ class ProgramWalk:
         self.resharder = resharder
         self.graph = graph
         self.sizes = sizes
-        self.outputs: dict[tuple[str, str], fx.Node] = {}  # kind and name of an output -> the node that holds it
+        # Kind and name of an output -> the node that holds it.
+        self.outputs: dict[tuple[str, str], fx.Node] = {}
         self._position = 0
-        self._nodes: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
-        self._gradient_roots: set[fx.Node] = set()  # nodes whose memory is a gradient
-        self._zero_padded: set[fx.Node] = set()  # nodes in which all padding is zero
+        # Key of a value or copy -> the node that holds it.
+        self._nodes: dict[str, fx.Node] = {}
+        # Nodes whose memory is a gradient.
+        self._gradient_roots: set[fx.Node] = set()
+        # Nodes in which all padding is zero.
+        self._zero_padded: set[fx.Node] = set()
         # Node and phase -> its tensor with zeros for padding. Backward makes its own, so that none is saved for it.
         self._zero_padded_copies: dict[tuple[fx.Node, str], fx.Node] = {}
 
@@ -135,7 +136,8 @@ class ProgramWalk:
             self._position = position
             try:
                 self._add_operator(node)
-            except RuntimeError as error:  # of torch: shapes do not fit each other
+            # Of torch: shapes do not fit each other.
+            except RuntimeError as error:
                 place = node_place(node, "has no program on the shards that were planned")
                 raise RuleError(f"{place}: {error}") from error
             for index in range(len(self.rules.calls[node].results)):
@@ -295,13 +297,15 @@ class LocalPrograms:
         example = next(node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder")
         self.mesh = mesh
         self.mode = example.fake_mode
-        self.results: dict[Hashable, Any] = {}  # fake tensors of calls, which all recordings share
+        # Fake tensors of calls, which all recordings share.
+        self.results: dict[Hashable, Any] = {}
         self._operators: dict[Hashable, Recording] = {}
         # A tensor's identity is a cheaper key than its shape and strides.
         self._by_identity: dict[Hashable, Recording] = {}
         self._empty: dict[Hashable, torch.Tensor] = {}
         self._reshards: dict[Hashable, Recording] = {}
-        self._keep_alive: list[object] = []  # the objects that keys name by identity
+        # The objects that keys name by identity: another object could get the id of one that is gone.
+        self._keep_alive: list[object] = []
 
     def operator(
         self, call: OpCall, rule: Rule, choices: Choices, operands: Sequence[torch.Tensor], zeros: Sequence[bool]

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoshard.errors import InputError, MeshError, PlanError
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.module_runtime import RUNTIME
 from autoshard.runtime.rank_agreement import backends
 from autoshard.specs.axes import MeshShape
 
@@ -116,8 +117,15 @@ def has_float64(device_type: str) -> bool:
     return True
 
 
-def check_plain(module: nn.Module) -> None:
-    """Raise a `PlanError` if a parameter is a `DTensor` already."""
+def check_not_parallelized(module: nn.Module) -> None:
+    """Raise a `PlanError` if the module or a part of it is parallelised, or a parameter is a `DTensor` already."""
+    # Parts, too: the program of the whole module would capture the runtime of a part.
+    for name, part in module.named_modules():
+        if RUNTIME in part.__dict__:
+            raise PlanError(
+                f"{name or 'the module'} is parallelised already: parallelize works in place, once. Build the module "
+                "anew to place it differently."
+            )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise PlanError(

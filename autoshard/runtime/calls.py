@@ -1,11 +1,4 @@
-"""The tensors of a call by name: their texts for comparison by ranks, their shapes, and their part of a signature.
-
-Log of the programs that were made for calls of different sizes, and advice on the option that makes one of them.
-
-Global shapes of inputs that arrive as shards of different lengths, which the ranks tell each other.
-
-Every rank checks the shards of all, so that a wrong one is an error on each.
-"""
+"""Calls of a parallelised module: what makes one new, their sizes, and the global shapes of inputs that are shards."""
 
 from __future__ import annotations
 
@@ -13,7 +6,7 @@ import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,6 +21,34 @@ from autoshard.errors import InputError
 from autoshard.runtime.rank_agreement import HostGroups
 from autoshard.specs.layout import dim_of
 from autoshard.specs.spec import is_shard
+
+PlacementsByName = Mapping[str, tuple[Placement, ...]]
+Tangents = Literal["loss", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewCall:
+    """A call that needs a program.
+
+    Attributes:
+        args, kwargs: of the call, with tensors of global shapes.
+        grad: True if gradients are wanted.
+        signature: of the call, as `capture.call_layout.signature_of` makes it.
+        dynamic: True if the sizes that calls may change are dynamic in the program.
+        tangents: the outputs that are differentiated, as for `capture`.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad: bool
+    signature: Hashable
+    dynamic: bool
+    tangents: Tangents = "loss"
+
+
+def without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor like a tensor."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
 def describe_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> dict[str, str]:

@@ -29,6 +29,7 @@ from autoshard.runtime.shards import (
     cut,
     distribute,
     local_of,
+    names_of_parameters,
     set_tensor,
     wrap_like,
 )
@@ -72,10 +73,7 @@ def install_hooks(module: nn.Module) -> None:
     * Tied parameters stay tied, with `assign=True` too.
     * Loads that torch would do wrongly into strided shards are refused.
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    loading = _LoadHooks(tuple(tuple(tied) for tied in names.values() if len(tied) > 1))
+    loading = _LoadHooks([names for names in names_of_parameters(module).values() if len(names) > 1])
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(loading.before)
     module.register_load_state_dict_post_hook(loading.after)
@@ -135,7 +133,7 @@ def _after_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]
 class _LoadHooks:
     """Hooks before and after a module's `load_state_dict`; `tied` are the names of every parameter with several."""
 
-    def __init__(self, tied: Sequence[tuple[str, ...]]) -> None:
+    def __init__(self, tied: Sequence[Sequence[str]]) -> None:
         self._tied = tied
         self._parameters_before: dict[str, nn.Parameter] = {}
 

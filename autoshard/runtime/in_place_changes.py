@@ -1,6 +1,7 @@
-"""Changes in place by a call, of the caller's tensors and of buffers; refused where others share their memory.
+"""Tensors of a call besides parameters: changes in place of inputs and buffers, and constants of the module.
 
-Constants of a graph: tensors that a module holds outside its parameters and buffers.
+Changes are refused where other tensors share the memory. Constants are tensors that a module holds outside its
+parameters and buffers.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""The `forward` of a parallelised module: programs by call signature."""
+"""The `forward` of a parallelised module: the program of every call signature, and its runs."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.conditions import check_conditions
-from autoshard.capture.dynamic import Dynamic, may_be_dynamic
+from autoshard.capture.dynamic import may_be_dynamic
 from autoshard.capture.joint import JointGraph, warn_of_global_hooks
 from autoshard.capture.python_state import check_invalidating_effects
 from autoshard.cluster.worker_shares import apportion
@@ -27,6 +27,7 @@ from autoshard.runtime import _torch
 from autoshard.runtime.calls import (
     MOST_PROGRAMS,
     CallSizes,
+    NewCall,
     check_blocks,
     describe_call,
     even_shapes,
@@ -35,13 +36,16 @@ from autoshard.runtime.calls import (
     names_of_leaves,
     whole_shapes,
     without_dynamic_sizes,
+    without_numbers,
 )
+from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.in_place_changes import check_changes, place_constant, write_back
-from autoshard.runtime.rank_agreement import HostGroups, check_ranks_agree, check_same_inputs, is_alone, is_first_rank
-from autoshard.runtime.shards import to_mesh_device
-from autoshard.runtime.step import LocalProgram
+from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
+from autoshard.runtime.program_maker import ProgramMaker
+from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
+from autoshard.runtime.shards import place_buffers, to_mesh_device
+from autoshard.runtime.step import RunnableStep
 from autoshard.size import Sizes, at
-from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_even
 from autoshard.specs.spec import Spec
 
@@ -55,10 +59,6 @@ ADVICE = (
 
 # The attribute of a parallelised module that holds its runtime.
 RUNTIME = "_autoshard_runtime"
-
-Tangents = Literal["loss", "all"]
-
-Prepare = Callable[[tuple[Any, ...], dict[str, Any], bool, Tangents, Hashable, bool], tuple[JointGraph, LocalProgram]]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class CallProgram:
     """
 
     graph: JointGraph
-    program: LocalProgram
+    program: RunnableStep
     locations: tuple[tuple[dict[str, Any], str] | torch.Tensor | None, ...]
     compared: bool = False
     others: tuple[CallProgram, ...] = ()
@@ -95,61 +95,64 @@ class Runtime:
     """Runs a parallelised module.
 
     Args:
-        module: the module; its parameters are DTensors.
-        device_mesh: the mesh.
-        prepare: makes graph and program of a new call. It takes the call's arguments, with tensors of global shape,
-            whether gradients are wanted, of which outputs, the call's signature, and whether sizes are dynamic.
-        inputs: `"global"`: every rank passes whole tensors; `"local"`: its own shards.
-        dynamic: for inputs by name, the dims whose sizes calls may change, as `autoshard.plan` takes them.
+        maker: makes the program of a new call, and has the module and its mesh.
 
     Attributes:
         forward_before: the `forward` that `install` replaced, which captures run; None before.
         only_call: for a part of another module, which calls it in one way only, that call with tensors of global
             shapes. Shapes are not exchanged then, and outputs are local tensors.
-        planned_outputs: True if the plan places outputs, which are DTensors then.
-        shares: a mesh axis, and the shares of the batch of its ranks.
+        input_placements: the placements of inputs in programs, which local inputs have in other calls, too.
         owners: the modules that hold the parameters that were placed, by the parameters' names.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-        prepare: Prepare,
-        inputs: Literal["global", "local"],
-        dynamic: Dynamic | None = None,
-    ) -> None:
-        self.module = module
-        self.device_mesh = device_mesh
-        self.mesh = MeshShape.of(device_mesh)
-        self.inputs = inputs
-        self.dynamic = dynamic or {}
-        self.hosts = HostGroups(device_mesh)
+    def __init__(self, maker: ProgramMaker) -> None:
+        self.module, self.device_mesh, self.mesh = maker.module, maker.device_mesh, maker.mesh
+        self.inputs = maker.target.inputs
+        self.dynamic = maker.target.dynamic or {}
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
         self.uneven_inputs = False
-        self.shares: tuple[int, tuple[int, ...]] | None = None
-        self.planned_outputs = False
         self.forward_before: Callable[..., Any] | None = None
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._prepare = prepare
+        self.owners: dict[str, nn.Module] = {}
+        self._maker = maker
+        self._has_planned_outputs = maker.target.output_placements is not None
         # Of hooks for all modules.
         self._has_warned = False
         self._programs: dict[Hashable, CallProgram] = {}
-        self._sizes = CallSizes(type(module).__name__, self.dynamic, quiet=not is_first_rank(device_mesh))
-        self.owners: dict[str, nn.Module] = {}
+        module_type = type(self.module).__name__
+        self._sizes = CallSizes(module_type, self.dynamic, quiet=not is_first_rank(self.device_mesh))
+
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan and place now if there is an example call, else replicate and plan at the first call.
+
+        Raises:
+            InputError: other ranks have other options, plans or examples; nothing was changed.
+        """
+        # Weak: what only the module holds disappears when it is replaced, and what remains has another owner.
+        before = WeakTensorKeyDictionary({parameter: name for name, parameter in self.module.named_parameters()})
+        given = "one" if args or kwargs else "none"
+        check_ranks_agree(
+            self.device_mesh,
+            {"whether an example call is given": given, **self._maker.option_texts()},
+            "Call parallelize with the same arguments on all ranks.",
+        )
+        if args or kwargs:
+            self._program_for_call(args, kwargs, _wants_gradient(self.module, args, kwargs))
+        else:
+            self._maker.replicate_parameters()
+        place_buffers(self.module, self.device_mesh)
+        install_hooks(self.module)
+        self.install()
+        # Parameters that are left are held by somebody else, such as an optimizer that was made before.
+        left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
+        replace_in_optimizers(left)
+        prepare_optimizers(self.module)
 
     def __deepcopy__(self, memo: object) -> Runtime:
         raise InputError(
             "a parallelised module cannot be deep-copied: its programs and process groups are bound to this object. "
             "Copy the module before parallelize and parallelize the copy with the same plan."
         )
-
-    def record_inputs(self, borders: Sequence[ProgramTensor]) -> None:
-        """Record the placements of a program's inputs, which local inputs have in other calls, too."""
-        for border in borders:
-            if border.kind == "input":
-                self.input_placements[border.name] = border.spec.placements
-                self.uneven_inputs |= not is_even(border.shape, border.spec, self.mesh)
 
     def install(self) -> None:
         """Replace the module's `forward` by this runtime."""
@@ -167,7 +170,7 @@ class Runtime:
                 part.__dict__[_RESIZE] = functools.partial(_refuse_resize, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        grad = torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs)
+        grad = _wants_gradient(self.module, args, kwargs)
         if grad and _torch.allows_mutation():
             raise InputError(
                 f"{running_line()} calls a parallelised module in allow_mutation_on_saved_tensors of "
@@ -182,7 +185,7 @@ class Runtime:
             whole_args, whole_kwargs = self.only_call
         elif self.inputs == "local":
             (whole_args, whole_kwargs), counts = self._with_global_shapes((args, kwargs))
-        served, sizes = self.program_for_call(whole_args, whole_kwargs, grad)
+        served, sizes = self._program_for_call(whole_args, whole_kwargs, grad)
         if not served.compared:
             self._compare(served, args, kwargs)
         return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
@@ -196,12 +199,12 @@ class Runtime:
         # A rank with new sizes does not know whether the others have these, so every call is compared: by a digest
         # from host to host, and by texts only where digests differ.
         texts = describe_call(self.module, args, kwargs, grad)
-        if self.hosts.differ(repr(texts)):
+        if self._maker.hosts.differ(repr(texts)):
             check_ranks_agree(self.device_mesh, texts, ADVICE)
 
     def _takes_uneven_shards(self) -> bool:
         """Return True if ranks may pass shards of different lengths, which they then tell each other."""
-        return self.inputs == "local" and (self.uneven_inputs or self.shares is not None)
+        return self.inputs == "local" and (self.uneven_inputs or self._maker.shares is not None)
 
     def _compare(self, served: CallProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the first batch of a signature over all ranks, where they must pass the same."""
@@ -212,112 +215,116 @@ class Runtime:
             check_same_inputs(self.device_mesh, inputs)
         served.compared = True
 
-    def describe_new_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, signature: Hashable
-    ) -> dict[str, str]:
-        """Return texts of all that ranks must have in common before they make a program for a call."""
-        first = self._programs.get(signature)
-        changed = {} if first is None else dict(first.graph.changes(args, kwargs))
-        return describe_call(self.module, args, kwargs, grad) | changed
-
     def _with_shares(self, served: CallProgram, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
         """Return the dynamic sizes of a call, with this rank's share of the batch where its program has shares.
 
         The counts are the rows that the ranks passed, or None where they passed the whole batch.
         """
         shared = served.program.step.shared
-        if shared is None:
-            if counts is not None:
-                assert self.shares is not None
-                check_blocks(counts, self.mesh.names[self.shares[0]])
+        if shared is None and counts is None:
             return sizes
-        assert self.shares is not None
+        assert self._maker.shares is not None
+        axis, shares = self._maker.shares
+        if shared is None:
+            assert counts is not None
+            check_blocks(counts, self.mesh.names[axis])
+            return sizes
         if counts is None:
-            counts = apportion(sizes[shared.whole], self.shares[1])
+            counts = apportion(sizes[shared.whole], shares)
             if min(counts) < 1:
                 raise InputError(
-                    f"a batch of {sum(counts)} leaves a rank without a row in the shares {list(self.shares[1])}: pass "
-                    "a larger batch."
+                    f"a batch of {sum(counts)} leaves a rank without a row in the shares {list(shares)}: pass a "
+                    "larger batch."
                 )
         return {**sizes, **shared.sizes(counts, self.device_mesh.get_local_rank(shared.axis))}
 
-    def program_for_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[CallProgram, Sizes]:
+    def _program_for_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[CallProgram, Sizes]:
         """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes."""
         shapes = self._input_shapes(args, kwargs) if self.dynamic else {}
         dynamic = without_omitted_arguments(self.module, self.dynamic, shapes)
         if dynamic and may_be_dynamic(dynamic, shapes):
             masked_args, masked_kwargs = without_dynamic_sizes(self.module, (args, kwargs), dynamic)
             signature = signature_of(self.module, masked_args, masked_kwargs, grad)
-            served = self._matching_program(signature, args, kwargs)
-            served = served or self.prepare(args, kwargs, grad, "loss", signature, True)
+            served = self._serve(NewCall(args, kwargs, grad, signature, True))
             assert served.graph.dynamic is not None
             sizes = served.graph.dynamic.sizes_of(shapes)
             if served.graph.dynamic.serves(sizes):
                 return served, sizes
         # Calls outside the range of the dynamic graph, such as a batch of one, have graphs of their own.
-        signature = signature_of(self.module, args, kwargs, grad)
-        served = self._matching_program(signature, args, kwargs)
-        served = served or self.prepare(args, kwargs, grad, "loss", signature, False)
+        served = self._serve(NewCall(args, kwargs, grad, signature_of(self.module, args, kwargs, grad), False))
         return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
 
-    def _matching_program(
-        self, signature: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CallProgram | None:
-        """Return the program of a signature for the current flags, numbers, submodules and hooks of the module."""
-        first = self._programs.pop(signature, None)
+    def _serve(self, call: NewCall) -> CallProgram:
+        """Return the program of a call for the current flags, numbers, submodules and hooks of the module."""
+        first = self._programs.pop(call.signature, None)
         if first is None:
-            return None
+            return self._prepare(call)
         # Behind all others, so that the first of the table is the one that was not used for longest.
-        self._programs[signature] = first
-        if first.graph.serves(args, kwargs):
-            return first
-        match = next((served for served in first.others if served.graph.serves(args, kwargs)), None)
-        if match is not None:
-            self._programs[signature] = match.put_before(first.candidates())
+        self._programs[call.signature] = first
+        match = next((served for served in first.candidates() if served.graph.serves(call.args, call.kwargs)), None)
+        if match is None:
+            return self._prepare(call)
+        if match is not first:
+            self._programs[call.signature] = match.put_before(first.candidates())
         return match
 
-    def programs_for(self, signature: Hashable) -> tuple[CallProgram, ...]:
-        """Return all programs of a signature, for any state of the module."""
-        return self._programs[signature].candidates() if signature in self._programs else ()
-
-    def prepare(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        grad: bool,
-        tangents: Tangents,
-        signature: Hashable,
-        dynamic: bool,
-    ) -> CallProgram:
-        """Make the program of a call whose tensors have global shapes, and keep it for calls of the signature."""
+    def _prepare(self, call: NewCall) -> CallProgram:
+        """Make the program of a call, and keep it for calls of the signature."""
         # A placed parameter must not have a plain one in its place; parameters of new modules are placed.
         for name, owner in _owners(self.module):
             parameter = owner._parameters[name.rpartition(".")[2]]
             if self.owners.get(name) is owner and not isinstance(parameter, DTensor):
                 raise _replaced_error(name, parameter)
-        earlier = self.programs_for(signature)
+        first = self._programs.get(call.signature)
+        earlier = () if first is None else first.candidates()
         check_invalidating_effects([served.graph.state for served in earlier])
         check_conditions([served.graph.state.conditions for served in earlier])
         start = time.perf_counter()
-        graph, program = self._prepare(args, kwargs, grad, tangents, signature, dynamic)
+        texts = describe_call(self.module, call.args, call.kwargs, call.grad)
+        changed = {} if first is None else dict(first.graph.changes(call.args, call.kwargs))
+        check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
+        programs = {served.graph.fingerprint: served.program for served in earlier}
+        graph, program = self._maker.make(call, programs, self.input_placements)
+        for border in program.step.inputs:
+            if border.kind == "input":
+                self.input_placements[border.name] = border.spec.placements
+                self.uneven_inputs |= not is_even(border.shape, border.spec, self.mesh)
         if not earlier and self.only_call is None:
-            shapes = self._input_shapes(args, kwargs)
-            self._sizes.record(self._call_kind(args, kwargs, grad), shapes, time.perf_counter() - start)
-        served = CallProgram(graph, program, tuple(self._location(graph, border) for border in program.step.inputs))
+            shapes = self._input_shapes(call.args, call.kwargs)
+            self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
+        program = replace(program, general=self._general_program(call, graph))
+        locations = tuple(self._location(graph, border) for border in program.step.inputs)
         # A program for the same state was made for fewer gradients, and goes.
-        self._programs[signature] = served.put_before(old for old in earlier if not old.graph.serves(args, kwargs))
+        others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
+        served = CallProgram(graph, program, locations).put_before(others)
+        self._programs[call.signature] = served
         if len(self._programs) > MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]
         self.owners = dict(_owners(self.module))
         return served
 
+    def _general_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
+        """Return a function that makes the program in which every output has a gradient; None if the call has it."""
+        if call.tangents == "all" or not call.grad or _differentiates_all(graph):
+            return None
+        # What the graph depends on of the numbers in its inputs has to be the same again.
+        like = _with_numbers if graph.state.conditions.inputs else without_numbers
+        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
+        general = replace(call, args=args, kwargs=kwargs, tangents="all")
+
+        def make_program() -> RunnableStep:
+            with graph.state.guards.captured_values():
+                return self._prepare(general).program
+
+        return make_program
+
     def _input_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in call_tensors(self.module, args, kwargs).items()}
 
-    def _call_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Hashable:
+    def _call_kind(self, call: NewCall) -> Hashable:
         """Return everything of a call but sizes and plain values."""
-        tensors = call_tensors(self.module, args, kwargs).items()
-        return grad, self.module.training, tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
+        tensors = call_tensors(self.module, call.args, call.kwargs).items()
+        return call.grad, self.module.training, tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
 
     def _location(self, graph: JointGraph, border: ProgramTensor) -> tuple[dict[str, Any], str] | torch.Tensor | None:
         """Return where to find an input of the program: a table of the module and its key, or the tensor itself."""
@@ -376,7 +383,7 @@ class Runtime:
 
     def _output(self, local: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         """Return an output for the user: a plain tensor if it is replicated, a DTensor if it is sharded or planned."""
-        if self.only_call is not None or (border.spec.is_replicated and not self.planned_outputs):
+        if self.only_call is not None or (border.spec.is_replicated and not self._has_planned_outputs):
             return local
         shape, stride = torch.Size(border.shape), torch.empty(border.shape, device="meta").stride()
         # Shape and stride are given, since torch would take all shards for equal.
@@ -387,7 +394,7 @@ class Runtime:
     def _restore_views(self, served: CallProgram, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Replace outputs by views of tensors that the call changes in place, so that they see later changes, too."""
         step, result = served.program.step, served.graph.result
-        if not result.views or self.only_call is not None or self.planned_outputs:
+        if not result.views or self.only_call is not None or self._has_planned_outputs:
             return
         changed = {border.name for border in step.forward_outputs if border.kind == "mutation"}
         inputs_by_name = {
@@ -421,10 +428,11 @@ class Runtime:
         placements = {name: self.input_placements.get(name, default) for name in local}
         counts = shares = None
         if self._takes_uneven_shards():
-            tables = gather_shapes(local_shapes, self.hosts)
-            if self.shares is not None:
-                counts = local_shares(tables, placements, self.device_mesh, self.shares[0])
-                shares = self.shares[0], counts
+            tables = gather_shapes(local_shapes, self._maker.hosts)
+            if self._maker.shares is not None:
+                axis = self._maker.shares[0]
+                counts = local_shares(tables, placements, self.device_mesh, axis)
+                shares = axis, counts
             shapes = whole_shapes(tables, placements, self.device_mesh, shares)
         else:
             shapes = even_shapes(local_shapes, placements, self.device_mesh)
@@ -479,8 +487,24 @@ def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def wants_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a parameter of the module or a tensor of the call requires a gradient."""
+def _wants_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if gradients are on, and a parameter of the module or a tensor of the call requires one."""
+    if not torch.is_grad_enabled():
+        return False
     if any(parameter.requires_grad for parameter in module.parameters()):
         return True
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs)))
+
+
+def _differentiates_all(graph: JointGraph) -> bool:
+    """Return True if the program of a graph starts its backward half from every output that has a gradient.
+
+    It starts from scalars alone where there are any, so one that starts from another output starts from all.
+    """
+    outputs = {output.name: output.node for output in graph.outputs if output.kind == "output"}
+    starts = [outputs[name] for name in graph.tangent_outputs]
+    return len(starts) == len(outputs) or any(node is not None and node.meta["val"].ndim for node in starts)
+
+
+def _with_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,6 +1,6 @@
-"""Agreement of all ranks of a mesh: on decisions of the first one, on arguments, and on batches.
+"""Agreement of all ranks of a mesh: on decisions of the first one, on arguments and batches, on sizes and seeds.
 
-Messages from host to host along the axes of a mesh, which wait for no device; among them the seeds of steps.
+Objects go through the mesh's own groups. Numbers of every call go from host to host, so that they wait for no device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoshard import errors
 from autoshard.errors import AutoshardError, InputError
 from autoshard.specs.emitter import collectives
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 
 # Ranks that an error names.
 _SHOWN = 8
@@ -36,6 +36,34 @@ def is_alone(device_mesh: DeviceMesh) -> bool:
 def is_first_rank(device_mesh: DeviceMesh) -> bool:
     """Return True if this is the rank that decides for all of the mesh."""
     return all(coordinate == 0 for coordinate in device_mesh.get_coordinate() or ())
+
+
+def gather_from_axis(device_mesh: DeviceMesh, axis: int | str, value: Value) -> list[Value]:
+    """Return the values of all ranks along a mesh axis, in the order of their coordinates."""
+    group = device_mesh.get_group(axis)
+    values = [value] * dist.get_world_size(group)
+    if dist.get_backend(group) != _FAKE_BACKEND:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_from_mesh(device_mesh: DeviceMesh, value: Value) -> dict[int, Value]:
+    """Return the values of all ranks of the mesh, in the order of the ranks."""
+    if is_alone(device_mesh):
+        return {dist.get_rank(): value}
+    ranks = [(dist.get_rank(), value)]
+    # Along each axis every rank passes on what it has from the axes before: no group of the whole mesh is needed.
+    for axis in range(device_mesh.ndim):
+        ranks = [pair for pairs in gather_from_axis(device_mesh, axis, ranks) for pair in pairs]
+    return dict(sorted(ranks, key=lambda pair: pair[0]))
+
+
+def _broadcast(device_mesh: DeviceMesh, payload: list[object]) -> list[object]:
+    """Send the first rank's payload to every rank."""
+    # Along one axis after the other: each broadcast reaches the ranks whose later coordinates are zero.
+    for axis in range(device_mesh.ndim):
+        dist.broadcast_object_list(payload, group=device_mesh.get_group(axis), group_src=0)
+    return payload
 
 
 def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
@@ -61,7 +89,7 @@ def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
     return str(text)
 
 
-def on_all_ranks(device_mesh: DeviceMesh, make: Callable[[], Made]) -> Made:
+def on_all_ranks(device_mesh: DeviceMesh, make: Callable[[], Value]) -> Value:
     """Return the result of `make` on this rank, once it has succeeded on every rank of the mesh.
 
     Raises:
@@ -72,13 +100,20 @@ def on_all_ranks(device_mesh: DeviceMesh, make: Callable[[], Made]) -> Made:
     try:
         result = make()
     except Exception as error:
-        _first_failure(device_mesh, (type(error).__name__, f"rank {dist.get_rank()}: {error}"))
+        gather_from_mesh(device_mesh, (type(error).__name__, f"rank {dist.get_rank()}: {error}"))
         raise
-    failure = _first_failure(device_mesh, None)
+    failures = gather_from_mesh(device_mesh, None).values()
+    failure: tuple[str, str] | None = next(filter(None, failures), None)
     if failure is not None:
         kind, text = failure
         raise getattr(errors, kind, AutoshardError)(text)
     return result
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Return a text such as "rank 3" or "ranks 1, 2"."""
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def check_ranks_agree(device_mesh: DeviceMesh, texts: Mapping[str, str], advice: str) -> None:
@@ -98,7 +133,7 @@ def check_ranks_agree(device_mesh: DeviceMesh, texts: Mapping[str, str], advice:
         for rank, rank_texts in ranks.items():
             by_text.setdefault(rank_texts.get(subject, "nothing"), []).append(rank)
         if len(by_text) > 1:
-            answers = "; ".join(f"{text} on {ranks_text(members)}" for text, members in by_text.items())
+            answers = "; ".join(f"{text} on {_ranks_text(members)}" for text, members in by_text.items())
             raise InputError(f"the ranks differ in {subject}: {answers}. {advice}")
 
 
@@ -125,7 +160,7 @@ def check_same_inputs(device_mesh: DeviceMesh, inputs: Mapping[str, torch.Tensor
         deviating = [rank for rank, summary in ranks.items() if not _is_close(summary[name], expected[name])]
         if deviating:
             raise InputError(
-                f"the input {name} has other numbers on {ranks_text(deviating)} than on rank {first}, although "
+                f"the input {name} has other numbers on {_ranks_text(deviating)} than on rank {first}, although "
                 'inputs="global" asks every rank for the same whole batch: each would compute with its part of another '
                 'one. Where every rank loads samples of its own, as with a DistributedSampler, pass inputs="local" to '
                 "parallelize; else give all ranks the same seed."
@@ -156,51 +191,6 @@ def _is_close(summary: Summary, expected: Summary) -> bool:
         abs(value - expected_value) <= _TOLERANCE * norm
         for value, expected_value in zip(sums, expected[1:], strict=True)
     )
-
-
-def gather_from_mesh(device_mesh: DeviceMesh, value: Made) -> dict[int, Made]:
-    """Return the values of all ranks of the mesh, in the order of the ranks."""
-    if is_alone(device_mesh):
-        return {dist.get_rank(): value}
-    ranks = [(dist.get_rank(), value)]
-    # Along each axis every rank passes on what it has from the axes before.
-    for axis in range(device_mesh.ndim):
-        gathered: list[list[tuple[int, Made]]] = [[]] * device_mesh.size(axis)
-        dist.all_gather_object(gathered, ranks, group=device_mesh.get_group(axis))
-        ranks = [pair for pairs in gathered for pair in pairs]
-    return dict(sorted(ranks, key=lambda pair: pair[0]))
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return a text such as "rank 3" or "ranks 1, 2"."""
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def gather_from_axis(device_mesh: DeviceMesh, axis: str, value: Made) -> list[Made]:
-    """Return the values of all ranks along a mesh axis, in the order of their coordinates."""
-    group = device_mesh.get_group(axis)
-    values = [value] * dist.get_world_size(group)
-    if dist.get_backend(group) != _FAKE_BACKEND:
-        dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _first_failure(device_mesh: DeviceMesh, failure: tuple[str, str] | None) -> tuple[str, str] | None:
-    """Return the failure of the first rank that has one, on every rank."""
-    for axis in range(device_mesh.ndim):
-        failures: list[tuple[str, str] | None] = [None] * device_mesh.size(axis)
-        dist.all_gather_object(failures, failure, group=device_mesh.get_group(axis))
-        failure = next((each for each in failures if each is not None), None)
-    return failure
-
-
-def _broadcast(device_mesh: DeviceMesh, payload: list[object]) -> list[object]:
-    """Send the first rank's payload to every rank."""
-    # Along one axis after the other: each broadcast reaches the ranks whose later coordinates are zero.
-    for axis in range(device_mesh.ndim):
-        dist.broadcast_object_list(payload, group=device_mesh.get_group(axis), group_src=0)
-    return payload
 
 
 class HostGroups:

@@ -1,7 +1,4 @@
-"""Tensors as shards: whole tensors cut into `DTensor`s, put into a module in place, and put together again.
-
-A rank's shard as blocks, which are boxes of the whole tensor: the form in which files are written and read.
-"""
+"""Tensors as shards: whole tensors cut into `DTensor`s, put into a module in place, and put together again."""
 
 from __future__ import annotations
 
@@ -204,7 +201,7 @@ def replace_parameters(module: nn.Module, placements: Mapping[str, Spec], device
             placement does not fit the parameter's shape. Nothing is changed then.
         MeshError: a parameter lies on another mesh already.
     """
-    for names, spec in _tied_names(module, placements, device_mesh):
+    for names, spec in _parameter_specs(module, placements, device_mesh):
         parameter = module.get_parameter(names[0])
         if isinstance(parameter, DTensor):
             _replace_contents(parameter, device_mesh, spec)
@@ -216,20 +213,25 @@ def replace_parameters(module: nn.Module, placements: Mapping[str, Spec], device
             set_tensor(module, name, placed)
 
 
-def _tied_names(
+def names_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the names of every parameter: several of tied weights, which are one parameter."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _parameter_specs(
     module: nn.Module, placements: Mapping[str, Spec], device_mesh: DeviceMesh
 ) -> list[tuple[list[str], Spec]]:
     """Return all names of every parameter, with its spec."""
     # The result holds no parameter, so that each can be freed as soon as it is placed.
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    unknown = [name for name in placements if name not in parameters]
-    if unknown:
-        raise PlanError(f"{unknown[0]!r} is placed, but is no parameter. {suggestion(unknown[0], tuple(parameters))}")
-    # By the object: tied weights are one parameter under several names.
-    groups: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in parameters.items():
-        groups.setdefault(parameter, []).append(name)
-    return [(names, _spec_of(parameter, names, placements, device_mesh)) for parameter, names in groups.items()]
+    names_of = names_of_parameters(module)
+    known = {name for names in names_of.values() for name in names}
+    unknown = next((name for name in placements if name not in known), None)
+    if unknown is not None:
+        raise PlanError(f"{unknown!r} is placed, but is no parameter. {suggestion(unknown, known)}")
+    return [(names, _spec_of(parameter, names, placements, device_mesh)) for parameter, names in names_of.items()]
 
 
 def _spec_of(
@@ -314,7 +316,10 @@ def to_mesh_device(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ShardBlock:
-    """A box of a tensor that one rank holds: its ranges per dim in the whole tensor, and in the local one."""
+    """A box of a tensor that one rank holds: its ranges per dim in the whole tensor, and in the local one.
+
+    Files are written and read in such blocks.
+    """
 
     whole: tuple[slice, ...]
     local: tuple[slice, ...]

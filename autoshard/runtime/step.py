@@ -1,7 +1,4 @@
-"""Sums of unreduced gradients over the microbatches of a step.
-
-Running of a local step under autograd, from and to the tensors that the user knows.
-"""
+"""Runs of a local step under autograd, from and to the tensors that the user knows."""
 
 from __future__ import annotations
 
@@ -121,7 +118,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalProgram:
+class RunnableStep:
     """A local step ready to run.
 
     Attributes:
@@ -138,7 +135,7 @@ class LocalProgram:
     step: LocalStep
     halves: Halves
     ranks: Ranks
-    general: Callable[[], LocalProgram] | None = None
+    general: Callable[[], RunnableStep] | None = None
     later: list[Callable[[], None]] | None = None
     sums: GradientSums | None = None
 
@@ -254,7 +251,7 @@ class _ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, program: LocalProgram, sizes: Sizes, histories: list[torch.Tensor], *tensors: torch.Tensor
+        ctx: Any, program: RunnableStep, sizes: Sizes, histories: list[torch.Tensor], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         locals_ = program.local(tensors, sizes)
         seed = program.ranks.seed(program.halves.draws)
@@ -350,7 +347,7 @@ def _history(tensor: torch.Tensor) -> torch.Tensor:
 
 def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return gradients of the tensors that a program was run with, from those of its outputs."""
-    program: LocalProgram = ctx.program
+    program: RunnableStep = ctx.program
     step = program.step
     gradient_of_output = dict(zip((border.name for border in step.forward_outputs), gradients, strict=True))
     expected = [border.name for border in step.tangents]
@@ -387,7 +384,7 @@ class _ParameterGradients:
     Gradients are named by their places among the step's gradients; `tensors` are the parameters among the inputs.
     """
 
-    program: LocalProgram
+    program: RunnableStep
     tensors: Sequence[DTensor | None]
 
     @torch.no_grad()
@@ -441,7 +438,7 @@ class _ParameterGradients:
 
 
 def _differentiate_all(
-    ctx: Any, program: LocalProgram, gradient_of_output: dict[str, torch.Tensor | None]
+    ctx: Any, program: RunnableStep, gradient_of_output: dict[str, torch.Tensor | None]
 ) -> tuple[LocalStep, dict[str, torch.Tensor]]:
     """Return gradients where more than the loss is differentiated: the general program runs both halves."""
     assert program.general is not None
@@ -460,7 +457,7 @@ def _differentiate_all(
 
 
 def _autograd_gradient(
-    program: LocalProgram, border: ProgramTensor, gradient: torch.Tensor | None
+    program: RunnableStep, border: ProgramTensor, gradient: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return a gradient as autograd takes it: without padding, and a DTensor for a parameter."""
     if gradient is None:

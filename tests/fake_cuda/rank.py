@@ -35,7 +35,7 @@ import autoshard
 from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint
 from autoshard.pipeline.run.stage_runtime import StageCall
 from autoshard.runtime.module_runtime import RUNTIME
-from autoshard.runtime.step import LocalProgram
+from autoshard.runtime.step import RunnableStep
 from tests.fake_cuda.attention import prefer_kernels
 from tests.fake_cuda.cases import KERNELS, WORLD, Case, build, cases, pipelines, wait_for
 from tests.kernels.choice import MATH
@@ -139,7 +139,7 @@ def _describe_step(
     }
 
 
-def _programs(module: torch.nn.Module) -> list[LocalProgram]:
+def _programs(module: torch.nn.Module) -> list[RunnableStep]:
     served = module.__dict__[RUNTIME]._programs
     return [call.program for call in served.values()]
 

@@ -30,7 +30,8 @@ from autoshard.pipeline.schedule.actions import schedule
 from autoshard.pipeline.schedule.tasks import simulate, step_task_graph
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planner import Planner
-from autoshard.runtime.parallelizer import Parallelizer
+from autoshard.runtime.module_runtime import Runtime
+from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
 from tests import models
@@ -84,9 +85,8 @@ def test_the_stages_of_a_plan_do_what_the_model_does() -> None:
             for stage, decided in zip(stages, plan.stages, strict=True):
                 cluster = stage_cluster(fast_links(), plan.mesh, plan.axis)
                 own = stage_target(quick_target(), cluster, decided, input_names(stage))
-                Parallelizer(stage.module, mesh, ModulePlanner(stage.module, MeshShape.of(mesh), own), decided).start(
-                    *stage.example
-                )
+                planner = ModulePlanner(stage.module, MeshShape.of(mesh), own)
+                Runtime(ProgramMaker(stage.module, mesh, planner, decided)).start(*stage.example)
         chain = Chain(graph, stages, (), part)
         with default_float64():
             ours = chain.forward()[1]

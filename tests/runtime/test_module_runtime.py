@@ -21,17 +21,22 @@ from autoshard.capture._torch import outside_modes
 from autoshard.capture.joint import capture
 from autoshard.capture.joint_graph import JointInput
 from autoshard.errors import InputError
+from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.program.localize import localize
 from autoshard.program.split import split
+from autoshard.runtime.calls import NewCall
 from autoshard.runtime.in_place_changes import place_constant
 from autoshard.runtime.module_runtime import Runtime
+from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.shards import gather_full_tensor, replace_parameters
-from autoshard.runtime.step import LocalProgram, Ranks
+from autoshard.runtime.step import Ranks, RunnableStep
+from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 from tests import models
 from tests.planner.steps import flow_of, planner_of
 from tests.runtime.meshes import one_device, per_rank, simulated_mesh
+from tests.targets import target
 from tests.training import fast_links
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
@@ -70,26 +75,26 @@ def _same_gradients(module: nn.Module, alone: nn.Module, mesh: DeviceMesh) -> No
         _same(ours.grad, expected.grad, mesh)
 
 
-class _Counted:
-    """A runtime whose preparations are counted."""
+class _Counted(ProgramMaker):
+    """The maker of a module's programs, which are counted."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.module, self.mesh = module, mesh
+        super().__init__(module, mesh, ModulePlanner(module, MeshShape.of(mesh), target("cpu")), None)
         self.prepared: list[bool] = []
         replicated = Spec.all_replicated(mesh.ndim)
         replace_parameters(module, {name: replicated for name, _ in module.named_parameters()}, mesh)
-        Runtime(module, mesh, self._prepare, "global").install()
+        Runtime(self).install()
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, tangents: Any, *_: Any) -> Any:
-        self.prepared.append(grad)
-        graph = capture(self.module, args, kwargs, grad=grad, tangents=tangents)
+    def make(self, call: NewCall, *_: Any) -> Any:
+        self.prepared.append(call.grad)
+        graph = capture(self.module, call.args, call.kwargs, grad=call.grad, tangents=call.tangents)
         constraints = Constraints(pinned={name: (Replicate(),) for name, _ in self.module.named_parameters()})
         planner = planner_of(graph, {"x": 2}, constraints)
-        ranks = Ranks(self.mesh, torch.device("cpu"))
+        ranks = Ranks(self.device_mesh, torch.device("cpu"))
         with outside_modes():
             step = localize(flow_of(planner, planner.plan()), planner.resharder, ranks.groups)
             halves = split(step, compile=False)
-        return graph, LocalProgram(step, halves, ranks)
+        return graph, RunnableStep(step, halves, ranks)
 
 
 # Signatures

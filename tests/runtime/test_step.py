@@ -12,7 +12,7 @@ from autoshard.capture.joint import capture
 from autoshard.planner.planning_problem import Constraints
 from autoshard.program.split import split
 from autoshard.runtime.shards import distribute
-from autoshard.runtime.step import LocalProgram, Ranks
+from autoshard.runtime.step import Ranks, RunnableStep
 from autoshard.specs.spec import Spec
 from tests import models
 from tests.runtime.meshes import per_rank, simulated_mesh
@@ -54,7 +54,7 @@ def test_a_program_takes_dtensors_and_hands_gradients_back_as_they_lie(size: int
     pinned = {"up.weight": (Shard(0),), "up.bias": (Shard(0),), "down.weight": (Shard(1),), "down.bias": (Replicate(),)}
     with simulated_mesh(x=size) as mesh:
         step = step_on(graph, mesh, Constraints(pinned=pinned))
-        program = LocalProgram(step, split(step, compile=False), Ranks(mesh, torch.device("cpu")))
+        program = RunnableStep(step, split(step, compile=False), Ranks(mesh, torch.device("cpu")))
         tensors = [
             distribute(copy.deepcopy(module.get_parameter(border.name)), mesh, border.spec).requires_grad_()
             if border.kind == "parameter"
@@ -82,7 +82,7 @@ def test_outputs_without_a_gradient_count_as_zero() -> None:
     graph = capture(module, (), inputs)
     with simulated_mesh(x=2) as mesh:
         step = step_on(graph, mesh)
-        program = LocalProgram(step, split(step, compile=False), Ranks(mesh, torch.device("cpu")))
+        program = RunnableStep(step, split(step, compile=False), Ranks(mesh, torch.device("cpu")))
         tensors = [
             distribute(module.get_parameter(border.name), mesh, border.spec)
             if border.kind == "parameter"

@@ -34,7 +34,8 @@ from autoshard.planner import hints as hint_rules
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.calls import describe_call
-from autoshard.runtime.parallelizer import Parallelizer
+from autoshard.runtime.module_runtime import Runtime
+from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, on_all_ranks
 from autoshard.runtime.step import GradientSums
 from autoshard.specs.axes import MeshShape
@@ -332,20 +333,21 @@ class CallCache:
 
         def parallelize_stages() -> None:
             for stage in self.own_stages(prepared.stages):
-                parallelizer = self._parallelizer(prepared, stage, self.plan.stages[stage.index])
-                parallelizer.start(*stage.example)
-                parallelizer.runtime.only_call = stage.example
+                maker = self._program_maker(prepared, stage, self.plan.stages[stage.index])
+                runtime = Runtime(maker)
+                runtime.start(*stage.example)
+                runtime.only_call = stage.example
 
         on_all_ranks(self.device_mesh, parallelize_stages)
 
-    def _parallelizer(self, prepared: PreparedCall, stage: StageModule, plan: ShardingPlan | None) -> Parallelizer:
+    def _program_maker(self, prepared: PreparedCall, stage: StageModule, plan: ShardingPlan | None) -> ProgramMaker:
         runtime, index = prepared.runtime, stage.index
         target = stage_target(
             self._target, self._cluster, self.plan.stages[index], input_names(stage), stage.dynamic or None
         )
         steps, reduced = self.plan.microbatches, self.plan.reduced_at(index)
         target = replace(target, settings=replace(target.settings, gradient_steps=steps, reduced=reduced))
-        return Parallelizer(
+        return ProgramMaker(
             stage.module,
             self._mesh,
             ModulePlanner(stage.module, MeshShape.of(self._mesh), target),
@@ -369,8 +371,8 @@ class CallCache:
 
         def parallelize_stages() -> None:
             for stage in self.own_stages(prepared.stages):
-                parallelizer = self._parallelizer(prepared, stage, None)
-                parallelizer.placed = {
+                maker = self._program_maker(prepared, stage, None)
+                maker.placed = {
                     name: tuple(parameter.placements)
                     for name, parameter in stage.module.named_parameters()
                     if isinstance(parameter, DTensor)
@@ -378,8 +380,9 @@ class CallCache:
                 example = (
                     stage.example if grad else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, stage.example)
                 )
-                parallelizer.start(*example)
-                parallelizer.runtime.only_call = example
+                runtime = Runtime(maker)
+                runtime.start(*example)
+                runtime.only_call = example
 
         on_all_ranks(self.device_mesh, parallelize_stages)
         return replace(prepared, stages=self.own_stages(prepared.stages), entries=entries)

@@ -1,0 +1,294 @@
+"""The programs of a parallelised module: its calls are captured and planned, and its parameters placed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autoshard.capture.fake_module import check_parameters
+from autoshard.capture.joint import JointGraph
+from autoshard.options.target import Target
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.program.build_program import PlannedGraph, build_program
+from autoshard.reshard.deferred_reductions import DeferredReduction
+from autoshard.runtime.calls import NewCall, PlacementsByName, Tangents, without_numbers
+from autoshard.runtime.in_place_changes import check_constants
+from autoshard.runtime.optimizers import replace_in_optimizers
+from autoshard.runtime.rank_agreement import (
+    HostGroups,
+    Seeds,
+    check_ranks_agree,
+    from_first_rank,
+    is_first_rank,
+    on_all_ranks,
+)
+from autoshard.runtime.shards import check_fits, place_buffers, replace_parameters
+from autoshard.runtime.step import GradientSums, Ranks, RunnableStep
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
+
+
+class Call(Protocol):
+    """A captured call, such as `autoshard.planner.planning.CapturedCall`."""
+
+    @property
+    def graph(self) -> JointGraph: ...
+
+
+class CallPlanner(Protocol):
+    """Plans the calls of the module; `autoshard.planner.module_planner.ModulePlanner` does, and documents these."""
+
+    requested: Target
+    target: Target
+
+    def capture(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        grad: bool,
+        tangents: Tangents,
+        dynamic: bool,
+        quiet: bool,
+        placed: PlacementsByName | None,
+        placed_inputs: PlacementsByName,
+    ) -> Call: ...
+
+    def check(self, call: Any) -> None: ...
+
+    def plan(self, call: Any) -> ShardingPlan: ...
+
+    def apply(self, call: Any, plan: ShardingPlan, *, given: bool) -> PlannedGraph: ...
+
+    def forget(self) -> None: ...
+
+
+class ProgramMaker:
+    """Makes the programs of the calls of one module; places its parameters with the first.
+
+    Args:
+        module, device_mesh, plan: as for `autoshard.parallelize`.
+        planner: plans the calls of the module.
+        part: the number of this module, if it is a part of a larger one whose other parts run on other ranks.
+        later: a list to which every backward, once it has the gradients of inputs, appends the function that computes
+            and accumulates those of parameters; None to compute them at once.
+        sums: the sums of gradients that are reduced by the last of several backwards; None to reduce in each.
+        reduced: the time to reduce gradients that are smaller once reduced.
+
+    Attributes:
+        hosts: groups of the mesh's ranks that send tensors on the CPU.
+        placed: the placements of parameters and buffers by name; None before a plan has placed them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_mesh: DeviceMesh,
+        planner: CallPlanner,
+        plan: ShardingPlan | None,
+        part: int = 0,
+        later: list[Callable[[], None]] | None = None,
+        sums: GradientSums | None = None,
+        reduced: DeferredReduction = "step",
+    ) -> None:
+        self.module = module
+        self.device_mesh = device_mesh
+        self.mesh = MeshShape.of(device_mesh)
+        self.planner = planner
+        self.plan = plan
+        self.hosts = HostGroups(device_mesh)
+        self.placed: PlacementsByName | None = None
+        self._part = part
+        self._later = later
+        self._sums = sums
+        self._reduced: DeferredReduction = reduced
+        self._seeds = Seeds(device_mesh, self.hosts)
+
+    @property
+    def target(self) -> Target:
+        """The target of the plans."""
+        return self.planner.target
+
+    @property
+    def shares(self) -> tuple[int, tuple[int, ...]] | None:
+        """A mesh axis and the shares of its ranks; None for equal ones. The first plan settles `shares="auto"`."""
+        shares = self.planner.requested.shares
+        if not isinstance(shares, Mapping):
+            return None
+        ((axis, counts),) = shares.items()
+        return self.mesh.index(axis), tuple(counts)
+
+    def option_texts(self) -> dict[str, str]:
+        """Return the options and the plan that all ranks must have in common, as texts by their names."""
+        plan, options = self.plan, self.target.options
+        wanted = {"inputs": self.target.inputs, "overlap": options.overlap, "mp_policy": options.mp_policy}
+        wanted |= {name: getattr(self.target.settings, name) for name in ("recompute", "method", "effort")}
+        return {
+            "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
+            "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
+            **{f"the option {name}": str(value) for name, value in wanted.items()},
+            "the option compile": str(options.compile),
+        }
+
+    def replicate_parameters(self) -> None:
+        """Place all parameters whole on every rank, until the first call is planned."""
+        check_parameters(self.module)
+        whole = Spec.all_replicated(self.mesh.ndim)
+        replace_parameters(self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh)
+        self.module.sharding_plan = None  # type: ignore[assignment]
+
+    def make(
+        self, call: NewCall, programs: Mapping[str, RunnableStep], placed_inputs: PlacementsByName
+    ) -> tuple[JointGraph, RunnableStep]:
+        """Capture a call, plan it, and return its graph and program; all ranks call this together.
+
+        Args:
+            call: the call.
+            programs: those of the call's signature in other states of the module, by the fingerprints of their graphs.
+            placed_inputs: the placements that earlier programs have for inputs, by name.
+        """
+        captured = on_all_ranks(self.device_mesh, lambda: self._capture(call, placed_inputs))
+        graph = captured.graph
+        # Before planning: a module that alternates between two states would be planned at every change.
+        program = self._program_of_equal_graph(graph, programs)
+        if program is not None:
+            return graph, program
+        plan = self._agree_on_plan(captured)
+        planned = on_all_ranks(self.device_mesh, lambda: self.planner.apply(captured, plan, given=plan is self.plan))
+        ranks = Ranks(self.device_mesh, torch.device(self.device_mesh.device_type), self._part, self._seeds)
+        # Who differentiates more than the loss is given reduced gradients at once.
+        sums = self._sums if call.tangents == "loss" else None
+        step, halves = build_program(
+            planned,
+            ranks.groups,
+            ranks.device,
+            compile=self.target.options.compile,
+            overlap=self.target.options.overlap,
+            in_parts=self._later is not None,
+            reduced=None if sums is None else self._reduced,
+        )
+        if self.placed is None:
+            self._place(plan)
+        else:
+            self._place_new(plan)
+        # Tables of prices are large, and the next call may never need a plan.
+        self.planner.forget()
+        return planned.graph, RunnableStep(step, halves, ranks, later=self._later, sums=sums)
+
+    def _program_of_equal_graph(self, graph: JointGraph, programs: Mapping[str, RunnableStep]) -> RunnableStep | None:
+        """Return the program of another state of the module in which the graph was equal, such as before an attribute
+        that `forward` sets was set; None where there is none.
+        """
+        # Parameters of new modules have to be placed.
+        if not programs or not all(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
+            return None
+        texts = {"the graph": graph.fingerprint[:12] if graph.fingerprint in programs else "a new one"}
+        check_ranks_agree(self.device_mesh, texts, "Have the module in the same state on all ranks.")
+        return programs.get(graph.fingerprint)
+
+    def _capture(self, call: NewCall, placed_inputs: PlacementsByName) -> Call:
+        """Capture a call, and check that the options fit it."""
+        args, kwargs, local = call.args, call.kwargs, self.target.inputs == "local"
+        if local:
+            # No rank knows the numbers of the whole batch.
+            args, kwargs = pytree.tree_map_only(torch.Tensor, without_numbers, (args, kwargs))
+        captured = self.planner.capture(
+            args,
+            kwargs,
+            grad=call.grad,
+            tangents=call.tangents,
+            dynamic=call.dynamic,
+            quiet=not is_first_rank(self.device_mesh),
+            placed=self._current_placements(),
+            placed_inputs=placed_inputs if local else {},
+        )
+        check_constants(captured.graph, self.module)
+        self.planner.check(captured)
+        return captured
+
+    def _current_placements(self) -> PlacementsByName | None:
+        """Return the placements of all that was placed, and of parameters of new modules that have such names."""
+        if self.placed is None:
+            return None
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        current = {name: placements for name, placements in self.placed.items() if name not in parameters}
+        for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                current[name] = tuple(parameter.placements)
+            elif name in self.placed:
+                with contextlib.suppress(ValueError):
+                    check_fits(parameter.shape, Spec.of(*self.placed[name]), self.device_mesh)
+                    current[name] = self.placed[name]
+        return current
+
+    def _agree_on_plan(self, call: Call) -> ShardingPlan:
+        """Return the plan that the user gave, for the first call; else the first rank's."""
+        graph = call.graph
+        held = {
+            name: tuple(source.node.meta["val"].shape)
+            for source in graph.inputs
+            if source.kind in ("parameter", "buffer")
+            for name in graph.aliases[source.name]
+        }
+        decided = self.plan if self.placed is None else None
+        if decided is None:
+            check_ranks_agree(
+                self.device_mesh,
+                {
+                    "its parameters and buffers": f"{len(held)} of {sum(map(math.prod, held.values()))} numbers",
+                    "the graph that was captured": graph.fingerprint[:12],
+                },
+                "The module is another one there, or forward does something else with arguments of the same shapes: "
+                "check what hangs on chance (Python's random, NumPy's), on the rank, or on attributes that are not the "
+                "same on all ranks.",
+            )
+            # Only rank 0 plans, and sends the plan as text: a search under a time limit ends differently on every rank.
+            text = from_first_rank(self.device_mesh, lambda: self.planner.plan(call).to_json())
+            decided = ShardingPlan.from_json(text)
+        # Errors are raised on all ranks together: a rank that failed alone would leave the others in a collective.
+        on_all_ranks(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
+        return decided
+
+    def _place(self, decided: ShardingPlan) -> None:
+        whole = Spec.all_replicated(self.mesh.ndim).placements
+        specs = {name: Spec.of(*decided.placements.get(name, whole)) for name, _ in self.module.named_parameters()}
+        replace_parameters(self.module, specs, self.device_mesh)
+        self.placed = dict(decided.placements)
+        self.module.sharding_plan = decided  # type: ignore[assignment]
+
+    def _place_new(self, decided: ShardingPlan) -> None:
+        """Place the parameters of modules that were added since, and give them to optimizers that hold them."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        plain = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
+        if not plain:
+            return
+        whole = Spec.all_replicated(self.mesh.ndim).placements
+        specs = {
+            name: Spec.of(*(parameter.placements if isinstance(parameter, DTensor) else lying))
+            for name, parameter in named.items()
+            for lying in [decided.placements.get(name, whole)]
+        }
+        before = WeakTensorKeyDictionary({named[name]: name for name in plain})
+        # References to old parameters would make `replace_in_optimizers` find an owner of each.
+        del named
+        replace_parameters(self.module, specs, self.device_mesh)
+        for name in plain:
+            place_buffers(self.module.get_submodule(name.rpartition(".")[0]), self.device_mesh)
+        replace_in_optimizers({old: self.module.get_parameter(name) for old, name in before.items()})
+
+
+def _digest(plan: ShardingPlan) -> str:
+    """Return a digest of the decisions of a plan; the time and place of planning have no part in it."""
+    decided = json.dumps([plan.decisions, plan.recomputed], sort_keys=True, default=str)
+    return hashlib.blake2b(decided.encode(), digest_size=6).hexdigest()
