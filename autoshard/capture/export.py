@@ -23,7 +23,6 @@ from autoshard.capture._torch import (
     storage_of,
     version_of,
 )
-from autoshard.capture.assigned_tensors import AssignedTensors, SetBuffer
 from autoshard.capture.call_layout import (
     CallLayout,
     Constant,
@@ -45,7 +44,7 @@ from autoshard.capture.host_random import HostRandom
 from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.nodes import closure, is_random, statistics
 from autoshard.capture.python_calls import PythonCalls, module_tensors, replace_python_calls, tensors_of
-from autoshard.capture.python_state import PythonState, StateWatch
+from autoshard.capture.python_state import AssignedTensors, PythonState, SetBuffer, StateWatch
 from autoshard.capture.routing import replace_routing
 from autoshard.errors import CaptureError
 

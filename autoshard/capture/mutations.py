@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from autoshard.capture._torch import FakeTensor, storage_of, traced_node
 from autoshard.capture.capture_errors import code_line, node_line
 from autoshard.capture.conditions import FILLABLE, ContainerStandIn, Counter, added_entries, container_stand_in
-from autoshard.capture.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
-from autoshard.capture.reachable import (
+from autoshard.capture.fake_module import (
     MODULE_STATE,
     NumPyGenerator,
     Reachable,
@@ -27,6 +26,7 @@ from autoshard.capture.reachable import (
     elements,
     is_parameter_list,
 )
+from autoshard.capture.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
 from autoshard.errors import CaptureError
 
 _EMPTY: Mapping[Any, Any] = {}

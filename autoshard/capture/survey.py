@@ -22,8 +22,7 @@ from autoshard.capture._torch import (
     survey_mode,
 )
 from autoshard.capture.capture_errors import running_line, user_line
-from autoshard.capture.fake_module import fake_copy, fake_like
-from autoshard.capture.reachable import Reachable
+from autoshard.capture.fake_module import Reachable, fake_copy, fake_like
 
 aten = torch.ops.aten
 
