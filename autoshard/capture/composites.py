@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture.attention_operator import attention, attention_with_dropout
 from autoshard.capture.capture_errors import is_users_file, running_line
 from autoshard.capture.fake_module import DEVICE
-from autoshard.capture.nodes import argument_of, graphs_of
+from autoshard.capture.nodes import argument_of
 from autoshard.capture.operators import ctc_loss, embedding_bag, rms_norm
 from autoshard.capture.recurrence import gru, lstm, rnn_relu, rnn_tanh
 from autoshard.capture.time_loops import gru_cell, lstm_cell
@@ -169,14 +169,13 @@ _TRACED_AS: dict[Any, Callable[..., Any]] = {
 """Functions by the operators that they replace; each takes the dtype that `torch.export` noted of the result."""
 
 
-def replace_composites(module: fx.GraphModule) -> None:
+def replace_composites(graph: fx.Graph) -> None:
     """Replace recurrent layers and cells, attention and root-mean-square norms by functions that are traced."""
-    for graph in graphs_of(module):
-        for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-            node.target = attention_with_dropout if argument_of(node, "dropout_p", 0.0) else attention
-            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
-        for target, function in _TRACED_AS.items():
-            for node in graph.find_nodes(op="call_function", target=target):
-                node.target = function
-                value = node.meta["val"]
-                node.kwargs = {**node.kwargs, "dtype": (value if isinstance(value, Tensor) else value[0]).dtype}
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        node.target = attention_with_dropout if argument_of(node, "dropout_p", 0.0) else attention
+        node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+    for target, function in _TRACED_AS.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.target = function
+            value = node.meta["val"]
+            node.kwargs = {**node.kwargs, "dtype": (value if isinstance(value, Tensor) else value[0]).dtype}

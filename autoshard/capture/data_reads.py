@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
-from autoshard.capture.call_layout import RuntimeCheck, call_tensors
+from autoshard.capture.call_layout import RuntimeCheck
 from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
 from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
 from autoshard.capture.nodes import closure, is_random
@@ -65,6 +65,7 @@ class DataReads(TorchFunctionMode):
 
     Attributes:
         assumptions: flags that runs of the graph have to check.
+        running: True while `forward` runs; the mode answers no other code.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class DataReads(TorchFunctionMode):
         self.assumptions: list[Assumption] = []
         self._examples = examples
         self._program = InputProgram({})
-        self._running = False
+        self.running = False
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{read: partial(self._number, read) for read in READS},
             torch._assert: self._assert,
@@ -97,27 +98,13 @@ class DataReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = self._handlers.get(func) if self._running else None
+        handler = self._handlers.get(func) if self.running else None
         return (handler or func)(*args, **(kwargs or {}))
 
-    @contextlib.contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context in which the mode is active; it acts on code that runs in the forward of `module`."""
-
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # torch.export may call `forward` more than once: the last call is the one that is traced.
-            self._program = InputProgram(dict(self._nodes(call_tensors(module, args, kwargs))))
-            self.assumptions, self._running = [], True
-
-        def end(*_: Any) -> None:
-            self._running = False
-
-        with (
-            module.register_forward_pre_hook(begin, with_kwargs=True),
-            module.register_forward_hook(end, always_call=True),
-            self,
-        ):
-            yield
+    def begin(self, inputs: Mapping[str, Tensor]) -> None:
+        """Begin to answer the reads of a call, given the tensors that it takes by name."""
+        self._program = InputProgram(dict(self._nodes(inputs)))
+        self.assumptions, self.running = [], True
 
     def has_read(self) -> bool:
         """Return True if a branch that was taken depends on the numbers in inputs."""

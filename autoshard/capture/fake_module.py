@@ -396,17 +396,20 @@ def fake_copy(
         CaptureError: parameters have no shape yet, or are on different devices though `one_device` is asked for; or
             the module cannot be copied.
     """
-    for fault in parameter_faults(module) if one_device else _shape_faults(module):
-        raise CaptureError(fault)
+    check_parameters(module, one_device=one_device)
     # `copy.deepcopy` takes from the memo what is in it, and copies all else.
     memo: dict[int, Any] = {}
     held = () if reachable is None else reachable.tensors()
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode), parameter.requires_grad)
-    for tensor in (*module.buffers(), *filter(_has_no_numbers, (*_attributes(module), *held))):
+    # Tensors that submodules hold outside their parameters and buffers.
+    attributes = [
+        value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)
+    ]
+    for tensor in (*module.buffers(), *filter(_has_no_numbers, (*attributes, *held))):
         memo.setdefault(id(tensor), fake_like(tensor, mode))
     # Other attributes are constants of the graph, kept with their numbers.
-    for tensor in _attributes(module):
+    for tensor in attributes:
         if id(tensor) not in memo and tensor.device != DEVICE:
             memo[id(tensor)] = tensor.detach().to(DEVICE)
     # The runtime of a parallelised module is not copied: its graphs, plan and process groups cannot be.
@@ -439,14 +442,6 @@ def _has_no_numbers(tensor: torch.Tensor) -> bool:
     """Return True for a tensor whose numbers no graph can hold as a constant."""
     # On the meta device, or left by an earlier call: with its autograd history, or as a shard.
     return tensor.is_meta or tensor.grad_fn is not None or type(tensor) not in (torch.Tensor, nn.Parameter)
-
-
-def _attributes(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that submodules hold outside their parameters and buffers."""
-    for submodule in module.modules():
-        for value in vars(submodule).values():
-            if isinstance(value, torch.Tensor):
-                yield value
 
 
 def _restore_forward(module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
@@ -511,30 +506,25 @@ def _is_autoshard(value: object) -> bool:
     return isinstance(owner, str) and owner.split(".")[0] == "autoshard"
 
 
-def check_parameters(module: nn.Module) -> None:
-    """Raise a `CaptureError` unless all parameters have a shape and are on one device."""
-    for fault in parameter_faults(module):
+def check_parameters(module: nn.Module, *, one_device: bool = True) -> None:
+    """Raise a `CaptureError` unless all parameters have a shape and, if that is asked for, are on one device."""
+    for fault in parameter_faults(module, one_device=one_device):
         raise CaptureError(fault)
 
 
-def parameter_faults(module: nn.Module) -> Iterator[str]:
+def parameter_faults(module: nn.Module, *, one_device: bool = True) -> Iterator[str]:
     """Yield the reasons why the parameters cannot be captured, in a sentence or two each."""
-    yield from _shape_faults(module)
     examples: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         examples.setdefault(parameter.device, name)
-    if len(examples) > 1:
-        text = ", ".join(f"{name} on {device}" for device, name in examples.items())
-        yield (
-            f"the parameters are on different devices: {text}. Move the module to one device (or to the meta device) "
-            "first; autoshard decides where its shards lie."
-        )
-
-
-def _shape_faults(module: nn.Module) -> Iterator[str]:
-    for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             yield (
                 f"parameter {name} has no shape yet (a lazy module). Call the module once on a small batch, "
                 "then parallelize it."
             )
+    if one_device and len(examples) > 1:
+        text = ", ".join(f"{name} on {device}" for device, name in examples.items())
+        yield (
+            f"the parameters are on different devices: {text}. Move the module to one device (or to the meta device) "
+            "first; autoshard decides where its shards lie."
+        )

@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -311,17 +311,21 @@ _SET_REQUIRES_GRAD = _attributes.requires_grad.__set__
 
 
 class GradientCode(TorchFunctionMode):
-    """A mode that puts what the forward of a module does to gradients into the exported graph.
+    """A mode that puts what `forward` does to gradients into the exported graph.
 
     Args:
         calls: the calls of Python code in that graph.
+
+    Attributes:
+        running: True while `forward` runs; the mode handles no other code.
+        differentiates: True if `forward` was called with gradients.
     """
 
     def __init__(self, calls: PythonCalls) -> None:
         super().__init__()
         self.calls = calls
         self.running = False
-        self.differentiates = False  # True if forward was called with gradients
+        self.differentiates = False
         self._lost: list[str] = []  # lines of checkpoints whose results have no gradient
         # The tensors that `.data` of tensors with a gradient returned, by id; holding them keeps the ids unique.
         self._data: dict[int, Tensor] = {}
@@ -374,30 +378,24 @@ class GradientCode(TorchFunctionMode):
         return watched and bool(args) and isinstance(args[0], Tensor) and args[0].is_leaf and args[0].requires_grad
 
     @contextlib.contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context in which the mode is active and handles what runs in the forward of `module`."""
-
-        def begin(*_: Any) -> None:
-            self.running, self.differentiates = True, torch.is_grad_enabled()
-
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            self.running = False
-            if self._lost and not any(tensor.requires_grad for tensor in tensors_of(output)):
-                raise CaptureError(
-                    f"nothing that forward returns has a gradient: {self._lost[0]} runs a reentrant checkpoint, whose "
-                    "result has none where no argument of the function needs one. Pass use_reentrant=False to "
-                    "torch.utils.checkpoint.checkpoint (Hugging Face: gradient_checkpointing_kwargs="
-                    '{"use_reentrant": False}), or leave it out and say recompute= to autoshard.'
-                )
-
-        with (
-            module.register_forward_pre_hook(begin),
-            module.register_forward_hook(end, always_call=True),
-            collect_calls(self.calls),
-            self,
-            _interception(),
-        ):
+    def watching(self) -> Iterator[None]:
+        """Context of the export, in which the mode is active."""
+        with collect_calls(self.calls), self, _interception():
             yield
+
+    def begin(self) -> None:
+        """Begin to handle the code of a call."""
+        self.running, self.differentiates = True, torch.is_grad_enabled()
+
+    def end(self, output: Any) -> None:
+        """Raise a `CaptureError` if checkpoints are the reason why no output of the call has a gradient."""
+        if self._lost and not any(tensor.requires_grad for tensor in tensors_of(output)):
+            raise CaptureError(
+                f"nothing that forward returns has a gradient: {self._lost[0]} runs a reentrant checkpoint, whose "
+                "result has none where no argument of the function needs one. Pass use_reentrant=False to "
+                "torch.utils.checkpoint.checkpoint (Hugging Face: gradient_checkpointing_kwargs="
+                '{"use_reentrant": False}), or leave it out and say recompute= to autoshard.'
+            )
 
     def checkpoint(self, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Return the result of a reentrant checkpoint, traced as operators: the plan decides what is recomputed."""

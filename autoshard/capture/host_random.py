@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import nn
 
 from autoshard.capture._torch import attribute_patch
 from autoshard.capture.capture_errors import is_users_file, running_line
@@ -108,42 +107,43 @@ class HostRandom:
 
     Args:
         mutations: its `generators` are those of NumPy that `forward` can reach.
+
+    Attributes:
+        running: True while `forward` runs.
     """
 
     def __init__(self, mutations: Mutations) -> None:
         self._mutations = mutations
         # Methods of NumPy's generators cannot be patched, so their pickled states before and after are compared.
         self._states: list[tuple[str, NumPyGenerator, bytes]] = []
-        self._running = False
+        self.running = False
         self._seeded: dict[int, object] = {}  # generators that return the same numbers in every call, by id
         self._drawn_by_others = False  # True once a library, such as torch itself, has drawn a number
 
     @contextlib.contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context of the export of a module, in which its forward is watched."""
+    def watching(self) -> Iterator[None]:
+        """Context of the export, in which functions that draw and seed are replaced."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(module.register_forward_pre_hook(self._begin))
-            stack.enter_context(module.register_forward_hook(self._end))
             for owner, name, value in self._patches():
                 stack.enter_context(attribute_patch(owner, name, value))
-            stack.callback(setattr, self, "_running", False)  # `forward` may have raised an error
             yield
 
-    def _begin(self, *_: Any) -> None:
-        self._state, self._running = _state(), True
+    def begin(self) -> None:
+        """Begin to watch a call."""
+        self._state, self.running = _state(), True
         self._states = [
             (path, generator, pickle.dumps(_state_of(generator))) for path, generator in self._mutations.generators()
         ]
 
-    def _end(self, module: nn.Module, *_: Any) -> None:
-        self._running = False
+    def end(self, model: str) -> None:
+        """Raise a `CaptureError` if the call of a model of this name drew numbers in a way that no patch sees."""
         for path, generator, state in self._states:
             if pickle.dumps(_state_of(generator)) != state:
                 _set_state(generator, pickle.loads(state))
                 raise _refusal(self._mutations.line_of(path))
         # The shared generators may also be drawn from in ways that no patch sees, such as methods kept in variables.
         if not (self._seeded or self._drawn_by_others or _state() == self._state):
-            raise _refusal(f"forward of {type(module).__name__}")
+            raise _refusal(f"forward of {model}")
 
     def _patches(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Yield the owners and names of functions that draw or seed, with their replacements."""
@@ -177,7 +177,7 @@ class HostRandom:
                     yield owner, name, self._wrap_torch(getattr(owner, name))
 
     def _generator(self, seed: Any = None) -> np.random.Generator:
-        if seed is None and self._running and _called_by_user():
+        if seed is None and self.running and _called_by_user():
             raise _refusal(running_line())
         return _default_rng(seed)
 
@@ -204,7 +204,7 @@ class HostRandom:
 
     def _wrap_torch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._running and _called_by_user():
+            if self.running and _called_by_user():
                 raise CaptureError(
                     f"{running_line()} sets the seed of torch's random numbers in forward, which the programs of a "
                     "parallelised module do not draw from: they have a seed of their own for each step. Set it outside "
@@ -215,12 +215,12 @@ class HostRandom:
         return run
 
     def _note_seed(self, generator: object, seed: object) -> None:
-        if self._running and seed is not None:
+        if self.running and seed is not None:
             self._seeded[id(generator)] = generator
 
     def _is_watched(self, generator: object) -> bool:
         """Return True if the user's code draws from a generator that it has not seeded."""
-        if not self._running or id(generator) in self._seeded:
+        if not self.running or id(generator) in self._seeded:
             return False
         if _called_by_user():
             return True

@@ -39,21 +39,21 @@ class LoweredModule:
     the inputs of `forward`, its outputs, and gradients on their way to the optimizer.
 
     Args:
-        twin: the fake copy; its parameters are replaced.
+        module: the fake copy; its parameters are replaced.
         policy: the precisions, as for FSDP2.
     """
 
-    def __init__(self, twin: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         self.policy = policy
         self.originals: dict[str, torch.dtype] = {}
         dtype = policy.param_dtype
         lowered: dict[nn.Parameter, nn.Parameter] = {}
-        for name, parameter in list(twin.named_parameters(remove_duplicate=False)):
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
             if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                 if parameter not in lowered:  # a parameter of several names stays one
                     lowered[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                owner, _, leaf = name.rpartition(".")
-                setattr(twin.get_submodule(owner), leaf, lowered[parameter])
+                path, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(path), leaf, lowered[parameter])
                 self.originals[name] = parameter.dtype
 
     def inputs(self, call: Any) -> Any:

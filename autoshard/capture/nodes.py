@@ -67,26 +67,24 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def statistics(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
-    """Yield the running statistics that a node changes: a normalisation, or one in a region that the node calls.
-
-    Args:
-        node: of the graph of `module`; regions under autocast or without gradients are submodules.
-    """
+def statistics(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the running statistics that a node changes: a normalisation, or one in a region that the node calls."""
     if node.target in _STATISTICS:
         _, _, _, *running, training = node.args[:6]
         if training:
             yield from (source for source in running if isinstance(source, fx.Node))
         return
-    for source, region in regions_of(node, module):
+    for source, region in regions_of(node):
         operands = node.args[node.args.index(source) + 1 :]
         values: dict[fx.Node, Any] = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=False))
         for inner in region.graph.nodes:
-            yield from (values[operand] for operand in statistics(inner, region))
+            yield from (values[operand] for operand in statistics(inner))
 
 
-def regions_of(node: fx.Node, module: torch.nn.Module) -> Iterator[tuple[fx.Node, fx.GraphModule]]:
+def regions_of(node: fx.Node) -> Iterator[tuple[fx.Node, fx.GraphModule]]:
     """Yield the operands of a node that are graphs, such as those under another autocast, with these graphs."""
+    module = node.graph.owning_module
+    assert module is not None
     for source in node.all_input_nodes:
         region = module.get_submodule(str(source.target)) if source.op == "get_attr" else None
         if isinstance(region, fx.GraphModule):

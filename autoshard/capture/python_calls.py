@@ -23,7 +23,6 @@ from autoshard.capture.capture_errors import running_line
 from autoshard.capture.composites import Exportable, attend
 from autoshard.capture.data_reads import READS
 from autoshard.capture.mutations import Mutations
-from autoshard.capture.nodes import graphs_of
 from autoshard.capture.operators import define_for_autograd
 from autoshard.errors import CaptureError
 
@@ -186,23 +185,23 @@ class PythonCalls:
     """The calls of one export.
 
     Attributes:
-        root: the exported module.
+        module: the exported module.
         mutations: record of the changes of Python objects.
         module_tensors: parameters and buffers by name, as they are outside of the export.
         calls: the calls, by the number in the operator.
     """
 
-    root: nn.Module
+    module: nn.Module
     mutations: Mutations
     module_tensors: dict[str, Tensor] = field(init=False)
     calls: list[PythonCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.module_tensors = dict(module_tensors(self.root))
+        self.module_tensors = dict(module_tensors(self.module))
 
     def is_module_tensor(self, tensor: Tensor) -> bool:
         """Return True if the tensor is a parameter or buffer of the module."""
-        return any(tensor is each for _, each in module_tensors(self.root))
+        return any(tensor is each for _, each in module_tensors(self.module))
 
     def add(self, call: PythonCall, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
         """Put a call into the graph that is being exported, and return its results.
@@ -212,7 +211,7 @@ class PythonCalls:
         """
         given = list(tensors)
         free = _try_call(call, given, list(sizes), self.mutations)
-        named = {id(tensor): name for name, tensor in module_tensors(self.root)}
+        named = {id(tensor): name for name, tensor in module_tensors(self.module)}
         for tensor in free:
             name = named.get(id(tensor))
             call.free.append((tensor,) if name is None else (tensor, self.module_tensors[name]))
@@ -289,13 +288,12 @@ define_for_autograd("python_call(Tensor[] tensors, SymInt[] sizes, int number) -
 define_for_autograd("python_effect(Tensor(a!)[] tensors, SymInt[] sizes, int number) -> ()", _run_for_effect)
 
 
-def replace_python_calls(module: fx.GraphModule, calls: PythonCalls) -> None:
+def replace_python_calls(graph: fx.Graph, calls: PythonCalls) -> None:
     """Replace the operators that stand for calls by the calls."""
-    for graph in graphs_of(module):
-        for target in (operators.python_call.default, operators.python_effect.default):
-            for node in graph.find_nodes(op="call_function", target=target):
-                node.target = calls.calls[node.args[-1]]
-                node.args = node.args[:-1]
+    for target in (operators.python_call.default, operators.python_effect.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.target = calls.calls[node.args[-1]]
+            node.args = node.args[:-1]
 
 
 def is_effect(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -124,7 +124,7 @@ class _WatchedModule:
     """A module of the twin, and the names of its attributes that `forward` read.
 
     Attributes:
-        path: as a user writes it.
+        path: in the twin.
         fake: the module of the twin.
         original: the user's module.
         read: names of attributes that were read, in order.
@@ -136,6 +136,11 @@ class _WatchedModule:
     original: nn.Module
     read: dict[str, None] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
+
+    @property
+    def text(self) -> str:
+        """The module as a user writes it."""
+        return f"self.{self.path}" if self.path else "self"
 
 
 class StateWatch:
@@ -149,6 +154,7 @@ class StateWatch:
     Attributes:
         twin: the fake copy.
         mutations: the changes of objects.
+        running: True while `forward` runs.
         traced_parameters: replaces tensors of the user's module by those of the twin.
     """
 
@@ -156,18 +162,19 @@ class StateWatch:
         reachable, originals = Reachable(module), dict(module.named_modules())
         self.mode = mode
         self.twin = fake_copy(module, mode, reachable)
+        # By identity, since every access to an attribute asks for its module.
         self._parts = {
-            id(part): _WatchedModule(f"self.{path}" if path else "self", part, originals[path])
+            id(part): _WatchedModule(path, part, originals[path])
             for path, part in self.twin.named_modules()
             if path in originals
         }
-        self._running = False
+        self.running = False
         self._counting = counting
         self._hooked: set[tuple[int, str, int]] = set()
         self._added: tuple[AddedHook, ...] = ()
         modules = {id(part.fake): part.original for part in self._parts.values()}
         self.mutations = Mutations(reachable, modules, counting)
-        self.traced_parameters = TracedParameters(module, self.twin)
+        self.traced_parameters = TracedParameters(self._parts.values())
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -179,25 +186,18 @@ class StateWatch:
             patches.enter_context(attribute_patch(nn.Module, "__getattribute__", reader))
             patches.enter_context(attribute_patch(nn.Module, "__setattr__", setter))
 
-        with (
-            self.twin.register_forward_pre_hook(self._begin),
-            self.twin.register_forward_hook(self._end, prepend=True),
-            around_dynamo(patches.close, patch),  # Dynamo can't read how attributes are watched
-            patches,
-        ):
+        with around_dynamo(patches.close, patch), patches:  # Dynamo can't read how attributes are watched
             patch()
-            try:
-                yield
-            finally:
-                self._running = False  # `forward` may have raised an error
+            yield
 
     def check_constant(self, constant: Tensor, line: str) -> None:
         """Raise a `CaptureError` for a constant of the graph that another call would not find."""
         self.mutations.check_constant(constant, line)
         self.traced_parameters.check_constant(constant, line)
 
-    def _begin(self, *_: Any) -> None:
-        self._running = True
+    def begin(self) -> None:
+        """Begin to record a call."""
+        self.running = True
         self._hooked = {(id(part), table, key) for part, table, key, _ in self._hooks()}
 
     def _hooks(self) -> Iterator[tuple[_WatchedModule, str, int, Callable[..., Any]]]:
@@ -207,20 +207,20 @@ class StateWatch:
                 for key, hook in vars(part.fake)[table].items():
                     yield part, table, key, hook
 
-    def _added_hooks(self) -> Iterator[AddedHook]:
-        for part, table, key, hook in self._hooks():
-            if (id(part), table, key) not in self._hooked and not _holds_module(hook):
-                yield AddedHook(part.original, table, hook, key in vars(part.fake)[f"{table}_with_kwargs"])
-
-    def _end(self, *_: Any) -> None:
-        self._running = False
-        self._added = tuple(self._added_hooks())
+    def end(self) -> None:
+        """End the record of a call."""
+        self.running = False
+        self._added = tuple(
+            AddedHook(part.original, table, hook, key in vars(part.fake)[f"{table}_with_kwargs"])
+            for part, table, key, hook in self._hooks()
+            if (id(part), table, key) not in self._hooked and not _holds_module(hook)
+        )
 
     def _reader(self) -> Callable[[nn.Module, str], Any]:
         plain, parts = object.__getattribute__, self._parts
 
         def read(module: nn.Module, name: str) -> Any:
-            if self._running:
+            if self.running:
                 part = parts.get(id(module))
                 if part is not None:
                     part.read[name] = None
@@ -232,7 +232,7 @@ class StateWatch:
         parts, lines = self._parts, self.mutations.lines
 
         def write(module: nn.Module, name: str, value: Any) -> None:
-            part = parts.get(id(module)) if self._running else None
+            part = parts.get(id(module)) if self.running else None
             if part is not None:
                 if name not in part.read:
                     part.fresh.add(name)
@@ -262,7 +262,7 @@ class StateWatch:
             guards.module(part, [name for name in names if not (is_root and name == "forward")])
             if "_forward_hooks" in part.read and not is_root:  # the root's hooks run around the program
                 tables = vars(part.original)
-                guards.hooks += [TableGuard(part.path, "hooks", tables[name]) for name in HOOKS]
+                guards.hooks += [TableGuard(part.text, "hooks", tables[name]) for name in HOOKS]
         numbers = {read.path for read in guards.reads if type(read.value) in (int, float)}
         mutations = tuple(self.mutations.changes)
         return PythonState(
@@ -299,7 +299,7 @@ class _GuardCollector:
 
     def module(self, part: _WatchedModule, names: Sequence[str]) -> None:
         """Add guards of the attributes of a module that were read."""
-        path, module = part.path, part.original
+        path, module = part.text, part.original
         held, children = vars(module), module._modules
         if "_modules" in names:
             self.submodules.append(TableGuard(path, "submodules", children))
@@ -356,21 +356,19 @@ class TracedParameters(TorchFunctionMode):
     tensors are fake; the real parameter would be a constant of the graph, without a gradient.
 
     Args:
-        module: the user's module.
-        twin: the copy that is captured.
+        parts: the modules of the copy that is captured, with those of the user.
     """
 
-    def __init__(self, module: nn.Module, twin: nn.Module) -> None:
+    def __init__(self, parts: Iterable[_WatchedModule]) -> None:
         super().__init__()
         self._tensors: dict[int, tuple[nn.Module, str]] = {}
         self._whole: dict[int, str] = {}  # names by storage, of tensors that can have views
-        parts = dict(twin.named_modules())
-        for path, part in module.named_modules():
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-                if tensor is not None and path in parts:
-                    self._tensors[id(tensor)] = parts[path], name
+        for part in parts:
+            for name, tensor in (*part.original._parameters.items(), *part.original._buffers.items()):
+                if tensor is not None:
+                    self._tensors[id(tensor)] = part.fake, name
                     if not isinstance(tensor, DTensor):
-                        self._whole[storage_of(tensor)] = f"{path}.{name}" if path else name
+                        self._whole[storage_of(tensor)] = f"{part.path}.{name}" if part.path else name
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -414,14 +412,14 @@ class SetBuffer:
 
 
 class AssignedTensors:
-    """Hooks of a root module by which a call returns, beside its output, the tensors that it leaves in Python.
+    """Watch of a call by which it returns, beside its output, the tensors that it leaves in Python.
 
     Mixtures of experts keep their balancing loss in an attribute, and recurrent networks their state; running
     statistics are buffers. torch.export undoes assignments to attributes, and follows those to buffers in the root
     module alone.
 
     Args:
-        root: the module, before its call.
+        module: the module, before its call.
         mutations: records which tensors the call leaves in attributes and other objects.
         flags: returns, after the call, flags that are outputs behind everything else.
 
@@ -430,9 +428,9 @@ class AssignedTensors:
     """
 
     def __init__(
-        self, root: nn.Module, mutations: Mutations, flags: Callable[[], Sequence[torch.Tensor]] = tuple
+        self, module: nn.Module, mutations: Mutations, flags: Callable[[], Sequence[torch.Tensor]] = tuple
     ) -> None:
-        self.root = root
+        self._module = module
         self._mutations = mutations
         self._flags = flags
         self.buffers: tuple[SetBuffer, ...] = ()
@@ -444,15 +442,16 @@ class AssignedTensors:
         """The tensors that the call leaves in attributes, containers and variables."""
         return tuple(Attribute(path, value.requires_grad) for path, value in self._mutations.kept)
 
-    def _begin(self, *_: Any) -> None:
+    def begin(self) -> None:
+        """Note the buffers before a call."""
         # Not in `__init__`: when the call begins, torch.export has put other buffers in place of the module's.
-        self._buffers_before = dict(_buffers(self.root))
+        self._buffers_before = dict(self._named_buffers())
         self._mutations.begin()
 
-    def _set(self, module: nn.Module, name: str, buffer: object) -> None:
-        self._lines[id(module), name] = running_line()
+    def _note_line(self, part: nn.Module, name: str, buffer: object) -> None:
+        self._lines[id(part), name] = running_line()
 
-    def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def end(self, output: Any) -> Any:
         """Return the output, the values of attributes and buffers, and flags; the output alone where there are none."""
         self._mutations.end()
         buffers = dict(self._new_buffers())
@@ -466,13 +465,14 @@ class AssignedTensors:
         Raises:
             CaptureError: no graph can hold the assignment.
         """
-        now = dict(_buffers(self.root))
+        now = dict(self._named_buffers())
         for name in self._buffers_before | now:
             old, new = self._buffers_before.get(name), now.get(name)
             if new is old:
                 continue
-            owner, _, last = name.rpartition(".")
-            line = self._lines.get((id(self.root.get_submodule(owner)), last), f"forward of {type(self.root).__name__}")
+            path, _, last = name.rpartition(".")
+            part = self._module.get_submodule(path)
+            line = self._lines.get((id(part), last), f"forward of {type(self._module).__name__}")
             if new is None:
                 raise CaptureError(
                     f"{line} sets the buffer {name} to None or deletes it: a parallelised module keeps its buffers. "
@@ -504,9 +504,7 @@ class AssignedTensors:
     def watching(self) -> Iterator[None]:
         """Context of a call of torch.export, whose warnings of lost assignments are dropped: none is lost."""
         with (
-            self.root.register_forward_pre_hook(self._begin),
-            self.root.register_forward_hook(self._end),
-            register_module_buffer_registration_hook(self._set),
+            register_module_buffer_registration_hook(self._note_line),
             warnings.catch_warnings(record=True) as raised,
             without_root_buffers(),
         ):
@@ -516,12 +514,11 @@ class AssignedTensors:
             if not str(warning.message).startswith(_ASSIGNMENT_WARNING):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
-
-def _buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield all buffers by path, also those that are None."""
-    for path, part in root.named_modules():
-        for name, value in part._buffers.items():
-            yield (f"{path}.{name}" if path else name), value
+    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield all buffers by path, also those that are None, which torch's `named_buffers` leaves out."""
+        for path, part in self._module.named_modules():
+            for name, value in part._buffers.items():
+                yield (f"{path}.{name}" if path else name), value
 
 
 def _shape(tensor: torch.Tensor) -> tuple[str, ...]:

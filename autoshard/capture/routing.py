@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.capture.nodes import argument_of, graphs_of
+from autoshard.capture.nodes import argument_of
 from autoshard.capture.operators import define, define_backward
 
 aten = torch.ops.aten
@@ -141,17 +141,16 @@ class _RoutingMatch:
     looked_up: tuple[tuple[fx.Node, fx.Node], ...]
 
 
-def replace_routing(module: fx.GraphModule) -> None:
+def replace_routing(graph: fx.Graph) -> None:
     """Replace nodes that sort rows by group, gather them, and put them back, by operators for it.
 
     A sort without the other steps stays as it is. Numbers stay the same, except for the order in which the gradients of
     a value that became several rows are added.
     """
-    for graph in graphs_of(module):
-        for sort in [node for node in graph.nodes if node.op == "call_function" and node.target in _SORTS]:
-            match = _match_routing(sort)
-            if match is not None:
-                _replace(graph, sort, match)
+    for sort in [node for node in graph.nodes if node.op == "call_function" and node.target in _SORTS]:
+        match = _match_routing(sort)
+        if match is not None:
+            _replace(graph, sort, match)
 
 
 _SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})
