@@ -1,6 +1,6 @@
-"""Outputs that `torch.export` does not take: dataclasses, types registered without keys, and opaque objects.
+"""Calls of a module as flat lists of tensors: layouts of arguments and results, names of tensors, keys of calls.
 
-Call signatures: the structure of a call's arguments, the names of its tensors, and a key for caches.
+Results may hold what `torch.export` does not take: dataclasses, types registered without keys, and opaque objects.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ class OpaqueOutputs:
         recorded = record_dataclasses(output)
         leaves = leaves_by_path(recorded)
         opaque = {leaf_name(path): type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
+        # torch has a message of its own for an output without any tensor.
         if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
             return output
         if not opaque:
@@ -275,6 +276,7 @@ class CallLayout:
 def call_layout(module: nn.Module, structure: pytree.TreeSpec, leaves: list[Any]) -> CallLayout:
     """Return the layout of a call from the structure and the leaves of `(args, kwargs)`."""
     example = structure.unflatten(range(structure.num_leaves))
+    # Of the class: `forward` of the module itself may be wrapped, by this library or another one.
     parameters = inspect.signature(type(module).forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [parameter.name for parameter in parameters if parameter.kind in kinds][1:]  # without `self`
@@ -382,6 +384,7 @@ class OutputView:
         """Return the view of an input or buffer; None if that has another layout in memory than at the capture."""
         if self.layout is None:
             return tensor
+        # The strides of the view are those in a contiguous tensor.
         if not tensor.is_contiguous():
             return None
         size, stride, offset = self.layout
@@ -463,6 +466,7 @@ def find_output_views(
     for output, node in outputs.items():
         value = node.meta["val"]
         kind, name, source = held.get(storage_of(value), ("", "", value))
+        # A view of another dtype, such as `view_as_real`, has no strides in the tensor that it is a view of.
         if not kind or value.dtype != source.dtype:
             continue
         layout = (tuple(value.shape), tuple(value.stride()), value.storage_offset())

@@ -14,7 +14,7 @@ from torch import fx
 
 from autoshard.capture._torch import OpOverload
 from autoshard.capture.export import Exported, ExportedInput
-from autoshard.capture.nodes import closure, is_in_place, is_random, regions_of, statistics
+from autoshard.capture.nodes import closure, is_in_place, is_random, operands_first, regions_of, statistics
 
 aten = torch.ops.aten
 
@@ -64,19 +64,10 @@ def _order_nodes(graph: fx.Graph, movable: set[fx.Node], roots: Iterable[fx.Node
     fixed = [node for node in graph.nodes if node not in movable and node.op != "placeholder"]
     # Movable results that only the output reads come in the order of the outputs, before the output node itself.
     for root in [*fixed[:-1], *roots, fixed[-1]]:
-        if root.target in _ASSERTIONS:
-            continue
-        # Depth first with an explicit stack: chains of operators may be longer than Python's recursion limit.
-        stack = [(root, iter(root.all_input_nodes))]
-        while stack:
-            node, operands = stack[-1]
-            operand = next((operand for operand in operands if operand in movable and operand not in ordered), None)
-            if operand is None:
-                stack.pop()
+        if root.target not in _ASSERTIONS:
+            for node in operands_first(root, lambda operand: operand in movable and operand not in ordered):
                 if node.op != "placeholder":
                     ordered[node] = None
-            else:
-                stack.append((operand, iter(operand.all_input_nodes)))
     return list(ordered)
 
 

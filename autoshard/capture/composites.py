@@ -157,6 +157,7 @@ def _warn_of_cuda_query() -> None:
         )
 
 
+# Functions by the operators that they replace; each takes the dtype that `torch.export` noted of the result.
 _TRACED_AS: dict[Any, Callable[..., Any]] = {
     aten.rms_norm.default: rms_norm,
     aten.lstm_cell.default: lstm_cell,
@@ -166,7 +167,6 @@ _TRACED_AS: dict[Any, Callable[..., Any]] = {
     aten.rnn_tanh.input: rnn_tanh,
     aten.rnn_relu.input: rnn_relu,
 }
-"""Functions by the operators that they replace; each takes the dtype that `torch.export` noted of the result."""
 
 
 def replace_composites(graph: fx.Graph) -> None:

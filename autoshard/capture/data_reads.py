@@ -77,6 +77,7 @@ class DataReads(TorchFunctionMode):
         self._examples = examples
         self._program = InputProgram({})
         self.running = False
+        # torch passes the function that was called: a method, and the function of its name, are two of them.
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{read: partial(self._number, read) for read in READS},
             torch._assert: self._assert,
@@ -172,6 +173,7 @@ class DataReads(TorchFunctionMode):
         """Return the answer that ordinary numbers give, which every run checks."""
         traced = traced_node(tensor) if isinstance(tensor, FakeTensor) and tensor.dtype is torch.bool else None
         answer = None if traced is None else ordinary_answer(traced[0])
+        # torch's own error names the line.
         if answer is None:
             return bool(tensor)
         check = RuntimeCheck(running_line(), answer, decides=not is_reporting_only())
@@ -180,6 +182,7 @@ class DataReads(TorchFunctionMode):
 
     def _assert(self, condition: Any, message: str = "") -> None:
         if not (self._number(Tensor.__bool__, condition) if isinstance(condition, Tensor) else condition):
+            # In a carrier: torch.export would report a plain AssertionError as a failure of its own.
             raise ModelError(AssertionError(message))
 
     def _unsqueeze(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -190,6 +193,7 @@ class DataReads(TorchFunctionMode):
         return tensor.unsqueeze_(*args, **kwargs)
 
     def _equal(self, first: Tensor, second: Tensor) -> bool:
+        # Known without numbers, and so no condition.
         if first.shape != second.shape:
             return False
         copies = self._answer(first), self._answer(second)
@@ -278,10 +282,12 @@ class DataReads(TorchFunctionMode):
     def _literal(self, copy: fx.Node) -> Tensor:
         """Return a constant with the value of a node of the program, which becomes a condition of the graph."""
         value = self._read(copy)
+        # Made of plain numbers: the tensor of the program is not one that the export knows.
         return torch.tensor(value.tolist(), dtype=value.dtype).reshape(value.shape)
 
     def _call_decomposition(self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         """Return a decomposition by a function that raises no error itself; every run checks for its failure."""
+        # Functions that raise need the numbers at once. Their forms with `info` compute the same.
         result, info = function(*args, **kwargs)
         check = RuntimeCheck(
             running_line(),
@@ -293,25 +299,25 @@ class DataReads(TorchFunctionMode):
         return result
 
 
+# Functions whose results have sizes that depend on numbers, and that are no matter of positions of a mask.
 _DATA_DEPENDENT = (
     *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
     *(torch.bincount, Tensor.bincount),
 )
-"""Functions whose results have sizes that depend on numbers, and that are no matter of positions of a mask."""
 
 _LIKE_FACTORIES = (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
+# Functions that make tensors of sizes that may be passed as tensors.
 _FACTORIES = (
     *(torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.linspace),
     *_LIKE_FACTORIES,
 )
-"""Functions that make tensors of sizes that may be passed as tensors."""
 
+# Functions that raise an error for some numbers, and their forms that return it in a second result.
 _WITH_ERRORS: dict[Any, tuple[Callable[..., Any], str]] = {
     **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), (torch.linalg.inv_ex, "linalg.inv")),
     torch.linalg.cholesky: (torch.linalg.cholesky_ex, "linalg.cholesky"),
     torch.linalg.solve: (torch.linalg.solve_ex, "linalg.solve"),
 }
-"""Functions that raise an error for some numbers, and their forms that return it in a second result."""
 
 # Operands that a flag is evaluated on: the answer to all of them is that of a run without infinities or the like.
 _ORDINARY = (0.0, 1.0, -1.0, 0.5, 100.0, -100.0)
@@ -348,6 +354,7 @@ def _is_flag(node: fx.Node) -> bool:
 def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Collection[fx.Node], number: float) -> bool:
     """Return the flag where all operands are `number`; operands that are flags are True where it is positive."""
     with outside_functions(), torch.no_grad():
+        # Expanded, an operand takes the memory of one number, whatever its shape.
         values: dict[fx.Node, Any] = {}
         for operand in operands:
             like = operand.meta["val"]
@@ -366,6 +373,7 @@ def is_reporting_only() -> bool:
     if frame is None:
         return False
     number = frame.f_lineno
+    # The innermost statement at the line has to be the `if` itself, and the line has to belong to its test.
     around = [node for node in _statements(frame.f_code.co_filename) if node.lineno <= number <= (node.end_lineno or 0)]
     innermost = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
     return (

@@ -368,7 +368,7 @@ def describe(
         named = [(item.name, item.node) for item in inputs if item.kind == "input"]
         sizes = with_sizes(graph, named, exported.dynamic)
     tangents = {item.name for item in inputs if item.kind == "tangent"}
-    node = next(reversed(graph.nodes))
+    node: Any = graph.output_node()
     outputs = [
         output
         for value, description in zip(node.args[0], node.meta["desc"], strict=True)
@@ -383,7 +383,7 @@ def describe(
     refresh_views(graph, parameters, lambda node: "backward" in node.meta["partitioner_tag"])
     keep_old_values(graph, inputs, outputs)
     # The passes above replaced nodes, in the graph's output too, and not in the descriptions.
-    nodes = next(reversed(graph.nodes)).args[0]
+    nodes: Any = graph.output_node().args[0]
     outputs = [replace(output, node=node) for output, node in zip(outputs, nodes, strict=True)]
     if mp_policy is not None:
         outputs = reduce_gradients(graph, outputs, mp_policy)

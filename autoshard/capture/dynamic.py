@@ -68,6 +68,7 @@ class DynamicSizes:
                 size = shapes[name][dim]
                 text = f"dim {dim} of {name} is {size}"
                 value, rest = divmod(size - constant, factor)
+                # A dim that is a multiple, such as 8 * batch, takes no other sizes.
                 if rest:
                     raise InputError(f"{text}, and was declared to be {expr}: pad the input to such a size.")
                 if values.setdefault(symbol, (value, text))[0] != value:
@@ -174,6 +175,7 @@ def _torch_dim(declaration: object, known: dict[str, Any], where: str) -> Any:
         return declaration
     if not isinstance(declaration, str) or not declaration.isidentifier():
         raise InputError(f'{where}: {declaration!r} is neither a name, such as "batch", nor a torch.export.Dim.')
+    # To torch, two objects of one name would be two sizes.
     return known.setdefault(declaration, Dim(declaration))
 
 

@@ -1,6 +1,7 @@
-"""The forward graph of a module by `torch.export`, with one placeholder per tensor and a flat tuple of outputs.
+"""The forward graph of a module, with one placeholder per tensor and a flat tuple of outputs; effects of its nodes.
 
-Modules that are flat graphs of operators already, and so need no export.
+`torch.export` makes the graph, while everything is watched that it would lose or get wrong. A module that is a flat
+graph of operators already, such as a stage of a pipeline, needs no export.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ ExportedKind = Literal["parameter", "buffer", "constant", "input"]
 ASSIGNS = "assigns"
 """Key in the meta of a copy into a buffer that comes behind all readers of the buffer."""
 
+# What a graph can hold; other inputs, such as generators and tokens of effects, are refused.
 _KINDS: dict[InputKind, ExportedKind] = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",
@@ -289,6 +291,7 @@ def _unconverted_modules() -> Iterator[None]:
 def named_tensors(module: nn.Module) -> NamedTensors:
     """Return the parameters and buffers of a module."""
     names = NamedTensors()
+    # By identity, since tensors are compared number by number.
     by_identity: dict[int, str] = {}
     for name, tensor in module_tensors(module):
         first = by_identity.setdefault(id(tensor), name)
@@ -384,7 +387,7 @@ def _take_outputs(
     program: torch.export.ExportedProgram, assigned: AssignedTensors, checks: tuple[RuntimeCheck, ...]
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...], ResultLayout]:
     """Return the nodes of outputs and flags, those of assigned buffers, and the layout of the result of `forward`."""
-    output = next(reversed(program.graph_module.graph.nodes))
+    output = program.graph_module.graph.output_node()
     structure = program.call_spec.out_spec
     assert structure is not None
     specs = program.graph_signature.output_specs
@@ -524,6 +527,7 @@ def flat_forward(module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[
     graph = fx.Graph()
     held: dict[str, fx.Node] = {}
     inputs: list[ExportedInput] = []
+    # Parameters and buffers become inputs, as torch.export makes them of other modules.
     for path, tensor in names.fakes.items():
         # With a prefix, since paths may begin with digits.
         held[path] = graph.placeholder(f"own_{path}".replace(".", "_"))

@@ -38,6 +38,7 @@ from autoshard.capture._torch import (
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.mutations import Mutations
 from autoshard.capture.python_calls import (
+    SET_GRAD,
     FreeTensors,
     PythonCall,
     PythonCalls,
@@ -111,11 +112,7 @@ def _set_hook(
     handle = HookHandle()
 
     def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
-        def run(*gradients: Any) -> Any:
-            scope.note(gradients)
-            with scope:
-                return hook(*gradients)
-
+        run = _in_scope(hook, scope)
         # In a scope of FreeTensors, the call is only tried, to find the tensors that the hook reads.
         if isinstance(scope, FreeTensors):
             if owner is _identity:
@@ -282,12 +279,14 @@ def _scoped_function(function: type[Function], scope: TensorScope) -> type[Funct
     return scoped
 
 
-def _in_scope(backward: Callable[..., Any], scope: TensorScope) -> Callable[..., Any]:
-    @wraps(backward)
+def _in_scope(function: Callable[..., Any], scope: TensorScope) -> Callable[..., Any]:
+    """Return a hook or the backward of a function that runs in a scope, whenever autograd calls it."""
+
+    @wraps(function)
     def run(*args: Any) -> Any:
         scope.note(args)
         with scope:
-            return backward(*args)
+            return function(*args)
 
     return run
 
@@ -305,7 +304,6 @@ def _function_text(calls: PythonCalls, function: type[Function], leaves: list[An
 # torch passes the accessors of these attributes to a function mode as the functions that are called.
 _attributes: Any = Tensor
 _GET_GRAD_FN = _attributes.grad_fn.__get__
-_SET_GRAD = _attributes.grad.__set__
 _GET_DATA, _SET_DATA = _attributes.data.__get__, _attributes.data.__set__
 _SET_REQUIRES_GRAD = _attributes.requires_grad.__set__
 
@@ -449,7 +447,7 @@ _REFUSED: dict[Any, Callable[..., None]] = {
         "sets a hook for accumulated gradients in forward, where every call would set another one. Set it on the "
         "parameter, before or after parallelizing."
     ),
-    _SET_GRAD: _refusing("sets the gradient of a tensor in forward. Do it outside of the module."),
+    SET_GRAD: _refusing("sets the gradient of a tensor in forward. Do it outside of the module."),
     _SET_DATA: _refusing(
         "gives a tensor other numbers by setting its data: no graph can hold that. Compute a new tensor; change a "
         "buffer, or a frozen parameter, with buffer.copy_(numbers) under torch.no_grad()."

@@ -21,6 +21,7 @@ from autoshard.capture.mutations import Mutations
 from autoshard.errors import CaptureError
 
 _UNIT = ("rand", "random", "random_sample", "ranf", "sample")  # functions of NumPy that draw from 0 to 1
+# Taken before it is replaced.
 _default_rng = np.random.default_rng
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
@@ -47,6 +48,7 @@ class RandomStandIn:
         return RandomStandIn(self.low + _plain(number, self), self.high + number, self.line)
 
     def __mul__(self, number: Any) -> RandomStandIn:
+        # A negative factor turns the interval around.
         ends = self.low * _plain(number, self), self.high * number
         return RandomStandIn(min(ends), max(ends), self.line)
 
@@ -60,6 +62,7 @@ class RandomStandIn:
         return -self + number
 
     def __lt__(self, number: Any) -> bool:
+        # All numbers of the interval have to give the same answer.
         if self.high < _plain(number, self) or self.low >= number:
             return self.high < number
         raise _refusal(self.line)
@@ -131,6 +134,7 @@ class HostRandom:
     def begin(self) -> None:
         """Begin to watch a call."""
         self._state, self.running = _state(), True
+        # Restored behind an error, so that a refused capture leaves the user's generators as they were.
         self._states = [
             (path, generator, pickle.dumps(_state_of(generator))) for path, generator in self._mutations.generators()
         ]
@@ -159,6 +163,7 @@ class HostRandom:
                 raise _refusal(running_line())
             return bits(generator, count)
 
+        # Arguments are named as those of `random.seed`, since callers may name them.
         def seeding(generator: Any, a: Any = None, version: int = 2) -> None:
             self._note_seed(generator, a)
             seed(generator, a, version)
@@ -177,6 +182,7 @@ class HostRandom:
                     yield owner, name, self._wrap_torch(getattr(owner, name))
 
     def _generator(self, seed: Any = None) -> np.random.Generator:
+        # With a seed, the numbers are the same in every call, and constants of the graph.
         if seed is None and self.running and _called_by_user():
             raise _refusal(running_line())
         return _default_rng(seed)
@@ -222,6 +228,7 @@ class HostRandom:
         """Return True if the user's code draws from a generator that it has not seeded."""
         if not self.running or id(generator) in self._seeded:
             return False
+        # A library draws for purposes of its own, such as names of files; no result of the model is to depend on it.
         if _called_by_user():
             return True
         self._drawn_by_others = True

@@ -229,8 +229,10 @@ def _watched_twin(module: nn.Module, grad: bool, counting: Sequence[str]) -> Ite
             stack.enter_context(_without_global_hooks())
             stack.enter_context(without_tracebacks())
             stack.enter_context(unwritten_graphs())
+            # The caller may be in inference mode, whose tensors autograd does not know.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
+            # A device context sees every call of torch, and costs time: only where the default is another one.
             if torch.get_default_device() != DEVICE:
                 stack.enter_context(DEVICE)
             stack.enter_context(autocast_of_gpus())
@@ -262,6 +264,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 def _losses(exported: Exported) -> tuple[bool, ...]:
     """Return which outputs to differentiate: floating scalars, or all if there are none."""
+    # Beside a loss, models return logits and states, whose gradients no training step asks for.
     values = [node.meta["val"] for node in exported.outputs]
     scalars = tuple(value.ndim == 0 and value.is_floating_point() for value in values)
     return scalars if any(scalars) else tuple(True for _ in values)

@@ -109,6 +109,7 @@ class JointGraph:
         sources: dict[fx.Node, frozenset[str]] = {
             item.node: frozenset([item.name]) for item in self.inputs if item.kind == "tangent"
         }
+        # Nodes stand in topological order: the sources of all operands are known.
         for node in self.graph.nodes:
             if node.op == "call_function":
                 operands = [sources[operand] for operand in node.all_input_nodes if operand in sources]
@@ -157,6 +158,7 @@ class JointGraph:
 
     def _condition_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors of a call by name; nothing if the graph depends on no numbers in them."""
+        # Most graphs have no conditions, and this runs at every call.
         if not self.state.conditions.inputs:
             return {}
         names = [leaf for leaf in self.call.leaves if isinstance(leaf, str)]
@@ -179,6 +181,7 @@ def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[
         digest.update(f"{item.kind} {item.name}\n".encode())
     for node in graph.nodes:
         if node.op == "get_attr":
+            # The names of regions depend on the process, too: their contents count.
             region = getattr(graph.owning_module, str(node.target))
             if isinstance(region, fx.GraphModule):
                 digest.update(fingerprint((), (), region.graph).encode())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload, pytree
 from autoshard.capture.attention_operator import attention, attention_with_dropout
-from autoshard.capture.nodes import argument_of, base_of, changed_memory, is_random
+from autoshard.capture.nodes import argument_of, base_of, changed_memory, is_random, operands_first
 
 aten = torch.ops.aten
 
@@ -300,6 +300,7 @@ def _triangle(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
     return form
 
 
+# The rule of each operator: the form of its result from those of its operands.
 _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
     **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step), _arange),
     **dict.fromkeys(
@@ -328,19 +329,18 @@ _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
     **dict.fromkeys((aten.ne.Tensor, aten.ne.Scalar), _equal(False)),
     **dict.fromkeys((aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default), _logical_and),
 }
-"""The rule of each operator: the form of its result from those of its operands."""
 
 
 _SMALL = 1 << 22  # elements up to which a tensor is held whole; larger ones are computed some rows at a time
 _MOST = 1 << 30  # elements up to which a mask is evaluated: 32,768 positions take a second or two
 
+# Element-wise operators without `torch.Tag.pointwise`.
 _ELEMENTWISE = frozenset(
     {
         *(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.__and__.Tensor),
         *(aten.__or__.Tensor, aten.__xor__.Tensor),
     }
 )
-"""Element-wise operators without `torch.Tag.pointwise`."""
 
 _VIEWS = frozenset({aten.unsqueeze.default, aten.slice.Tensor})
 _TRIANGLES = frozenset({aten.tril.default, aten.triu.default})
@@ -444,8 +444,8 @@ class _UnknownValueError(Exception):
     """A value depends on an input, or on an operator that is not evaluated here."""
 
 
+# A value that is computed for a range of its last but one dim; dims of size one stand for repeats.
 _Rows = Callable[[int, int], Tensor]
-"""A value that is computed for a range of its last but one dim; dims of size one stand for repeats."""
 
 
 def _rows(value: Any, first: int, end: int) -> Any:
@@ -480,9 +480,20 @@ class _MaskEvaluation:
 
     def of(self, node: fx.Node) -> Tensor | _Rows:
         """Return the value of a node, or raise `_UnknownValueError`."""
-        for operand in _unevaluated_nodes(node, self._values):
+        # All are listed before any is computed: a mask that depends on an input costs nothing.
+        missing: dict[fx.Node, None] = {}
+        if node not in self._values:
+            for operand in operands_first(node, lambda each: each not in missing and self._is_missing(each)):
+                missing[operand] = None
+        for operand in missing:
             self._values[operand] = self._value(operand)
         return self._values[node]
+
+    def _is_missing(self, operand: fx.Node) -> bool:
+        """Return True if an operand has no value yet, or raise `_UnknownValueError` at an input."""
+        if operand not in self._values and operand.op != "call_function":
+            raise _UnknownValueError
+        return operand not in self._values
 
     def _value(self, node: fx.Node) -> Tensor | _Rows:
         if node in self.changed:
@@ -514,24 +525,6 @@ def _adds_no_rows(node: fx.Node) -> bool:
     """Return True if a view keeps the last two dims of its operand, and adds or drops only dims of size one."""
     source, shape = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
     return source[-2:] == shape[-2:] and math.prod(source) == math.prod(shape)
-
-
-def _unevaluated_nodes(node: fx.Node, known: Mapping[fx.Node, Any]) -> Iterator[fx.Node]:
-    """Yield the node and its operands without a value, operands first; raise `_UnknownValueError` at an input."""
-    order: dict[fx.Node, None] = {}  # an explicit stack: chains of nodes may be longer than Python's recursion limit
-    stack = [node]
-    while stack:
-        latest = stack[-1]
-        missing = [operand for operand in latest.all_input_nodes if operand not in known and operand not in order]
-        if latest in known or latest in order or not missing:
-            stack.pop()
-            if latest not in known:
-                order[latest] = None
-            continue
-        if any(operand.op != "call_function" for operand in missing):
-            raise _UnknownValueError
-        stack += missing
-    return iter(order)
 
 
 def _numbers(arguments: Any) -> Any:

@@ -190,10 +190,6 @@ class Mutations:
         if isinstance(symbol, _SYMBOLS):
             self._numbers[str(symbol.node.expr)] = tensor.detach()
 
-    def knows_number(self, symbol: Any) -> bool:
-        """Return True if a number is taken from a tensor that a call can leave."""
-        return isinstance(symbol, _SYMBOLS) and str(symbol.node.expr) in self._numbers
-
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
         """Context of the capture, after which objects outside of the module are as before."""
@@ -341,8 +337,10 @@ class Mutations:
         elif place.is_changed():
             before = list(place.before.values())
             mode = "replace" if place.is_ordered else "update"
-            if isinstance(place.original, (list, deque)) and _starts_with(list(changed.values()), before):
-                changed, mode = dict(enumerate(list(changed.values())[len(before) :])), "append"
+            after = list(changed.values())
+            is_longer = len(after) >= len(before) and all(map(is_, after, before))
+            if isinstance(place.original, (list, deque)) and is_longer:
+                changed, mode = dict(enumerate(after[len(before) :])), "append"
             assert place.root is not None
             owner, name = place.root
             # A container of settings is guarded as a whole.
@@ -351,7 +349,7 @@ class Mutations:
 
     def _is_effect(self, place: TrackedObject, key: str, value: Any) -> bool:
         """Return True if every call sets an attribute of the module, or of one of its objects, to this value."""
-        if isinstance(value, torch.SymInt) and not self.knows_number(value):
+        if isinstance(value, torch.SymInt) and str(value.node.expr) not in self._numbers:  # no tensor has the size
             path = _path(place, key)
             self.unknown_sizes[path] = self._line(place, path, {key: value})
             return False
@@ -449,7 +447,3 @@ def _entry(place: TrackedObject, key: Any) -> Any:
 def _path(place: TrackedObject, key: Any) -> str:
     """Return the path of a variable or an attribute."""
     return place.path if isinstance(place.original, types.CellType) else f"{place.path}.{key}"
-
-
-def _starts_with(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    return len(now) >= len(before) and all(map(is_, now, before))

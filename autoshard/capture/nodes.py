@@ -96,6 +96,20 @@ def graphs_of(module: fx.GraphModule) -> list[fx.Graph]:
     return [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
 
 
+def operands_first(root: fx.Node, is_wanted: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    """Yield a node behind the operands that are wanted and theirs; no operand that was yielded may be wanted again."""
+    # Depth first with an explicit stack: chains of operators may be longer than Python's recursion limit.
+    stack = [(root, iter(root.all_input_nodes))]
+    while stack:
+        node, operands = stack[-1]
+        operand = next(filter(is_wanted, operands), None)
+        if operand is None:
+            stack.pop()
+            yield node
+        else:
+            stack.append((operand, iter(operand.all_input_nodes)))
+
+
 def closure(nodes: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     """Return the nodes, their neighbours, the neighbours of these, and so on."""
     reached: set[fx.Node] = set()

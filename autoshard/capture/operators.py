@@ -267,7 +267,7 @@ def _has_kernel(x: Tensor, weight: Tensor | None) -> bool:
     return x.device.type == "cuda" and (weight is None or weight.dtype == x.dtype)
 
 
-def _forward(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     if _has_kernel(x, weight):
         result, rstd = aten._fused_rms_norm(x, list(shape), weight, eps)
         return result, rstd
@@ -278,7 +278,7 @@ def _forward(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float)
     return (result if weight is None else result * weight).to(x.dtype), rstd
 
 
-def _backward(
+def _rms_norm_backward(
     grad_out: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
     if _has_kernel(x, weight):
@@ -300,13 +300,13 @@ def _backward(
     return of_input, of_weight
 
 
-def _fake_forward(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm_like(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     batch = x.dim() - len(shape)
     rows = [size if dim < batch else 1 for dim, size in enumerate(x.shape)]
     return torch.empty_like(x), x.new_empty(rows, dtype=_wide(x.dtype))
 
 
-def _fake_backward(
+def _rms_norm_backward_like(
     grad_out: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
     of_weight = weight.new_empty(weight.shape) if mask[1] and weight is not None else x.new_empty(0)
@@ -315,14 +315,14 @@ def _fake_backward(
 
 define(
     "rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float eps) -> (Tensor, Tensor)",
-    _forward,
-    _fake_forward,
+    _rms_norm,
+    _rms_norm_like,
 )
 define(
     "rms_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight, "
     "bool[2] output_mask) -> (Tensor, Tensor)",
-    _backward,
-    _fake_backward,
+    _rms_norm_backward,
+    _rms_norm_backward_like,
 )
 
 

@@ -27,7 +27,7 @@ from autoshard.capture.operators import define_for_autograd
 from autoshard.errors import CaptureError
 
 _attributes: Any = Tensor  # attributes of the class are descriptors, which the type does not know
-_SET_GRAD = _attributes.grad.__set__
+SET_GRAD = _attributes.grad.__set__
 
 # Exported graphs have such calls replaced in them; this code is not in an exported graph.
 _TRACED_AS: dict[Any, Callable[..., Any]] = {functional.scaled_dot_product_attention: attend}
@@ -43,7 +43,7 @@ class TensorScope(Exportable):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Equal and not identical: every access of the descriptor makes a new object.
-        if func == _SET_GRAD:
+        if func == SET_GRAD:
             raise CaptureError(
                 f"{running_line()} sets the gradient of a tensor in the midst of backward: no graph can hold that. "
                 "Take the tensor as an argument of the function, and return its gradient from backward."

@@ -206,13 +206,13 @@ def _order(path: str) -> list[tuple[bool, int, str]]:
 RECOMPUTES = "recomputes"
 """Key of the name, in `node.meta`, of the forward node that a node of the backward half runs again."""
 
+# Operators whose results, except for the new running statistics, do not depend on the old statistics.
 _STATISTICS = frozenset(
     {aten._native_batch_norm_legit_functional.default, aten._batch_norm_with_update_functional.default}
 )
-"""Operators whose results, except for the new running statistics, do not depend on the old statistics."""
 
+# Operators of two tensors whose results a rounding may change: the gradient of `amax` goes where `input == result`.
 _COMPARISONS = frozenset(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge"))
-"""Operators of two tensors whose results a rounding may change: the gradient of `amax` goes where `input == result`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,8 +156,8 @@ define_backward("rnn_steps", _keep_rnn, _rnn_gradients)
 # between layers.
 
 _States = tuple[Tensor, ...]
+# Runs one direction of one layer: `[T, B, I]`, states and weights in torch's order -> `[T, B, P]` and last states.
 _Cell = Callable[[Tensor, _States, Sequence[Tensor | None]], tuple[Tensor, _States]]
-"""Runs one direction of one layer: `[T, B, I]`, states and weights in torch's order -> `[T, B, P]` and last states."""
 
 
 def _lstm_cell(x: Tensor, states: _States, weights: Sequence[Tensor | None]) -> tuple[Tensor, _States]:

@@ -10,7 +10,7 @@ Source: GShard 3.2, dispatch and combine; MegaBlocks 4 for groups of any size, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -95,29 +95,23 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
-def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    back = routing.combine(grad, *ctx.saved_tensors)
-    if back.shape != ctx.shape:
-        back = back.view(ctx.shape[0], -1, *ctx.shape[1:]).sum(1)
-    return back, None, None, None
+def _differentiate_by(inverse: str) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Return the backward of an operator whose gradient goes the way back, by another operator on the same route."""
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        route = ctx.saved_tensors
+        back = getattr(routing, inverse)(grad, *route)
+        # A value that was dispatched as several rows gets the sum of their gradients.
+        if inverse == "combine" and back.shape != ctx.shape:
+            back = back.view(ctx.shape[0], -1, *ctx.shape[1:]).sum(1)
+        return back, *(None for _ in route)
+
+    return gradients
 
 
-def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return routing.dispatch(grad, *ctx.saved_tensors), None, None, None
-
-
-def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return routing.collect(grad, *ctx.saved_tensors), None, None
-
-
-def _collect_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return routing.spread(grad, *ctx.saved_tensors), None, None
-
-
-define_backward("spread", _keep, _spread_backward)
-define_backward("collect", _keep, _collect_backward)
-define_backward("dispatch", _keep, _dispatch_backward)
-define_backward("combine", _keep, _combine_backward)
+for _name, _inverse in (("dispatch", "combine"), ("spread", "collect")):
+    define_backward(_name, _keep, _differentiate_by(_inverse))
+    define_backward(_inverse, _keep, _differentiate_by(_name))
 
 
 @dataclass(frozen=True, slots=True)

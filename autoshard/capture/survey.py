@@ -169,10 +169,10 @@ def _unique(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch
     return flat, x.new_empty(x.shape, dtype=torch.int64), flat.new_empty(flat.shape, dtype=torch.int64)
 
 
+# Largest possible results of operators whose size depends on numbers.
 _LARGEST: dict[Any, Any] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten.index.Tensor: _index,
     aten._unique2.default: _unique,
 }
-"""Largest possible results of operators whose size depends on numbers."""
