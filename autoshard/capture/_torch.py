@@ -183,7 +183,7 @@ def operators_under_autocast(backend: str) -> frozenset[str]:
 
 def below_autocast() -> contextlib.AbstractContextManager[None]:
     """Context in which autocast of the CPU has no effect."""
-    # `torch.autocast(enabled=False)` would do, too, but it clears the cache of casts when it ends.
+    # As torch's own kernels do it: code inside still finds autocast enabled.
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
@@ -216,7 +216,7 @@ def symbolic_integer(
         number: the count of integers made in that environment before.
         small: True if the integer may be 0 or 1.
     """
-    # The source only names the symbol in torch's messages; symbols of one source would be one.
+    # The source only names the symbol in torch's guards and messages.
     source = ConstantSource(f"size_{number}")
     symbol = env.create_symbol(value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=small)
     return env.create_symintnode(symbol, hint=value, source=source), symbol

@@ -55,6 +55,7 @@ _SAME_SHAPE = frozenset(
         *(aten.slice_backward.default, aten._to_copy.default),
     }
 )
+# Calls without a cost, which the backward half may share with the forward half.
 _VIEWS = frozenset(
     {
         *(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.slice.Tensor, aten.select.int),
@@ -66,6 +67,7 @@ _VIEWS = frozenset(
 
 def simplify(graph: fx.Graph) -> None:
     """Simplify a functional graph, whose nodes carry `meta["partitioner_tag"]`, in place."""
+    # In this order: an operand less may make an identity, and identities hide that expressions are equal.
     _remove_empty_operands(graph)
     _remove_identities(graph)
     _merge_common(graph)
@@ -100,6 +102,7 @@ def _same_value(node: fx.Node) -> fx.Node | None:
     """Return an earlier node with the same numbers in the same layout, if `node` is an identity."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
+    # A copy, or a view of the same shape, may still change strides: then it is no identity.
     source = node.args[0]
     if node.target in _ALIASES:
         return source
@@ -165,6 +168,7 @@ def freeze(value: Any) -> Hashable:
     return (type(value), value)
 
 
+# Views of all numbers of a parameter: to take one again needs the parameter alone.
 _PARAMETER_VIEWS = frozenset(
     {
         *(aten.t.default, aten.permute.default, aten.transpose.int, aten.expand.default, aten.alias.default),
@@ -249,6 +253,7 @@ _CHANGES_OF_SHAPE = frozenset(
         *("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "resize", "resize_as", "set", "as_strided"),
     )
 )
+# Namespaces of functional collectives, and of those that change tensors in place.
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional")
 
 
@@ -310,6 +315,7 @@ def check_effects(graph: fx.Graph) -> None:
 
 def check_gradients(exported: Exported, outputs: list[JointOutput], tangents: set[str]) -> None:
     """Refuse a traced graph without any gradient of the parameters that the differentiated outputs depend on."""
+    # The way back from the losses, as far as autograd would go it in the exported graph.
     losses = [node for node, name in zip(exported.outputs, exported.result.names, strict=True) if name in tangents]
     reached = closure(filter(_passes_gradients, losses), lambda node: filter(_passes_gradients, node.all_input_nodes))
     expected = {
@@ -363,6 +369,7 @@ def describe(
         constants[node] if node in constants else _joint_input(node, exported)
         for node in graph.find_nodes(op="placeholder")
     )
+    # Symbols go before nodes are compared: two symbols are never just equal, they add conditions.
     sizes = None
     if exported.dynamic:
         named = [(item.name, item.node) for item in inputs if item.kind == "input"]

@@ -175,7 +175,6 @@ def _torch_dim(declaration: object, known: dict[str, Any], where: str) -> Any:
         return declaration
     if not isinstance(declaration, str) or not declaration.isidentifier():
         raise InputError(f'{where}: {declaration!r} is neither a name, such as "batch", nor a torch.export.Dim.')
-    # To torch, two objects of one name would be two sizes.
     return known.setdefault(declaration, Dim(declaration))
 
 

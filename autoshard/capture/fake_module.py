@@ -1,6 +1,7 @@
-"""The mutable Python objects that `forward` can reach: containers, objects, and the variables of its functions.
+"""Fake copies of modules, whose tensors have shapes and no numbers, and the Python objects that `forward` can reach.
 
-Fake copies of modules, whose tensors have shapes and no numbers.
+These objects (containers, objects with attributes, variables of functions) are bound to their copies, so that changes
+by the copy's `forward` are found and undone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def is_parameter_list(owner: object, name: str) -> bool:
 
 NumPyGenerator = np.random.Generator | np.random.RandomState
 
-_DEPTH = 4  # of objects that hold objects
+# How far objects are followed that hold objects: models nest configurations two or three deep.
+DEPTH = 4
 _MOST = 20_000  # objects that are looked at, and functions
 
 
@@ -76,6 +78,7 @@ class TrackedObject:
 
     def bind(self, copies: Mapping[int, Any]) -> None:
         """Set the traced object, given the twin's copies of objects by the `id` of the originals."""
+        # `copy.deepcopy` makes a new table of attributes, which its memo does not have: the owner's copy has it.
         if self.owner is not None:
             self.traced = vars(copies.get(id(self.owner), self.owner))
         else:
@@ -137,6 +140,7 @@ class TrackedObject:
             for name in removed:
                 delattr(target, name)
         else:
+            # Past methods of a subclass, which may do more, or refuse.
             for key, value in entries.items():
                 dict.__setitem__(target, key, value)
             for key in removed:
@@ -223,6 +227,7 @@ class Reachable:
         for path, part in module.named_modules():
             self._namespace(f"self.{path}" if path else "self", part, 0)
         self._is_inside = False
+        # Code leads to more code: attributes of classes, and globals of functions, hold functions and classes.
         while self._functions or self._classes:
             if self._classes:
                 self._class(self._classes.pop())
@@ -255,6 +260,7 @@ class Reachable:
     def _is_new(self, value: object) -> bool:
         if id(value) in self._known or len(self._known) > _MOST:
             return False
+        # Ids stay valid: all values are held by the user's objects.
         self._known.add(id(value))
         return True
 
@@ -276,13 +282,13 @@ class Reachable:
             if self._is_new(value):
                 self.generators.append((path, value))
         elif isinstance(value, (list, deque, set, dict)):
-            if depth <= _DEPTH and self._is_new(value):
+            if depth <= DEPTH and self._is_new(value):
                 self._add(TrackedObject(path, value, root=root))
                 self._contents(path, root, value, depth)
         elif isinstance(value, tuple):
-            if depth <= _DEPTH:
+            if depth <= DEPTH:
                 self._contents(path, root, value, depth)
-        elif not isinstance(value, Tensor) and is_object(value) and depth <= _DEPTH and self._is_new(value):
+        elif not isinstance(value, Tensor) and is_object(value) and depth <= DEPTH and self._is_new(value):
             self._namespace(path, value, depth + 1)
 
     def _contents(self, path: str, root: tuple[TrackedObject, str], value: Any, depth: int) -> None:
@@ -307,6 +313,7 @@ class Reachable:
 
     def _add_function(self, value: types.FunctionType | types.MethodType) -> None:
         function = value.__func__ if isinstance(value, types.MethodType) else value
+        # A decorator of the kind of functools.wraps keeps the user's function there.
         function = getattr(function, "__wrapped__", function)
         if not isinstance(function, types.FunctionType) or not is_users_file(function.__code__.co_filename):
             return
@@ -343,6 +350,7 @@ class Reachable:
         if (id(table), name) in self._known:
             return
         value = table.get(name)
+        # An imported file is not walked whole: the code of a function names what it takes from it.
         if isinstance(value, types.ModuleType):
             file = getattr(value, "__file__", None)
             if file and is_users_file(file) and value.__name__.split(".")[0] not in FOREIGN and names:
@@ -359,6 +367,7 @@ class Reachable:
 
 
 def _is_users(kind: type) -> bool:
+    # Classes have no file of their own; functions that were put into a class later are of another module.
     functions = (value for value in vars(kind).values() if isinstance(value, types.FunctionType))
     files = (each.__code__.co_filename for each in functions if each.__module__ == kind.__module__)
     return all(map(is_users_file, files))
@@ -397,7 +406,8 @@ def fake_copy(
             the module cannot be copied.
     """
     check_parameters(module, one_device=one_device)
-    # `copy.deepcopy` takes from the memo what is in it, and copies all else.
+    # `copy.deepcopy` takes from the memo what is in it, and copies all else. Parameters first, by identity, so that
+    # those of several names stay one.
     memo: dict[int, Any] = {}
     held = () if reachable is None else reachable.tensors()
     for parameter in module.parameters():

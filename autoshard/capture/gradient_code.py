@@ -1,8 +1,6 @@
-"""Code of `forward` that acts on gradients, as calls of Python code in the exported graph.
+"""Code of `forward` that acts on gradients: while it is exported, it becomes calls in the graph or is refused.
 
 Such code is functions with their own backward, hooks on tensors, and gradients that `forward` takes.
-
-Code of `forward` that acts on gradients: while it is exported, it becomes calls in the graph or is refused.
 """
 
 from __future__ import annotations
@@ -151,6 +149,7 @@ def _try_hook(run: Hook, tensor: Tensor, where: str, mutations: Mutations) -> No
 
 def _hook_text(calls: PythonCalls, method: str, hook: Hook) -> str:
     """Return the text of a hook in fingerprints."""
+    # Fingerprints of all ranks have to be equal, so no text may have an address in memory.
     # Plain functions without surroundings are told apart by their source line. All others may read anything: each has
     # a number of its own.
     if isinstance(hook, FunctionType) and not (hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__):
@@ -410,6 +409,7 @@ class GradientCode(TorchFunctionMode):
         return None if node is None else GradientNode(self.calls, tensor, node)
 
     def _numbers(self, tensor: Tensor, owner: Any = None) -> Tensor:
+        # To torch, `.data` is `detach` without a count of changes in place.
         numbers = tensor.detach()
         if tensor.requires_grad:
             self._data[id(numbers)] = numbers

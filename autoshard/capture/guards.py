@@ -259,7 +259,6 @@ class Guards:
 
     def changes(self) -> Iterator[tuple[str, str]]:
         """Yield the subjects that changed, and their present values in words."""
-        # Values first: where an attribute was deleted, its table differs, too, and says less.
         for read in self.reads:
             if not read.holds():
                 yield f"the attribute {read.path}", read.describe_value()

@@ -158,7 +158,7 @@ class Primitive:
         return f"{self.kind}({'' if self.devices is None else self.devices})"
 
     def __enter__(self) -> Primitive:
-        # Dynamo, which reads the code of branches and loops, follows neither context variables nor annotations.
+        # Dynamo, which reads the code of branches and loops, would have to follow what stands here.
         numbers = None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
         if numbers is not None:
             stack = contextlib.ExitStack()
@@ -253,7 +253,7 @@ def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
         raise HintError(
             f"set_default_strategy(module, {strategy!r}): choose autoshard.replicate(n), autoshard.split(n), or None."
         )
-    # In `__dict__`, which copies of a module share with it, and no `state_dict` has.
+    # In `__dict__`, which a copy of the module gets, too, and its `state_dict` has not.
     if strategy is None:
         module.__dict__.pop(_DEFAULT, None)
     else:

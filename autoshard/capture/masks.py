@@ -1,14 +1,13 @@
-"""Attention masks of dynamic sizes as linear inequalities of positions, which hold at all sizes.
-
-A tensor of integers is represented by a linear expression of its own indices, as `arange` is one; a tensor of booleans
-by expressions that all have to be zero or less. The rule of each operator is exact for tensors of every size; without a
-rule, the mask stays as it is.
-
-Attention masks that depend on positions alone: evaluated during capture and replaced by flags of the operator.
+"""Attention masks that depend on positions alone: evaluated during capture and replaced by flags of the operator.
 
 Models write a causal mask, or a sliding window, as comparisons of positions. Such a mask takes the memory of all
 scores and keeps attention from its fast kernels. A mask that hides nothing is dropped; a mask that hides later keys,
 or all keys outside of a window as well, becomes `is_causal` and `window`.
+
+A mask of fixed sizes is evaluated. One of dynamic sizes is read as linear inequalities of positions, which hold at all
+sizes: a tensor of integers is represented by a linear expression of its own indices, as `arange` is one; a tensor of
+booleans by expressions that all have to be zero or less. The rule of each operator is exact for tensors of every size;
+without a rule, the mask stays as it is.
 """
 
 from __future__ import annotations
@@ -178,6 +177,7 @@ def _constant_form(value: Tensor, number: object) -> _Form:
 
 
 def _arange(forms: _Forms, node: fx.Node) -> _Form:
+    # The only dim is the last one, whose index is that of keys in a mask.
     return _number(argument_of(node, "start", 0)) + _number(argument_of(node, "step", 1)) * _KEY
 
 
@@ -211,6 +211,7 @@ def _unsqueeze(forms: _Forms, node: fx.Node) -> _Form:
 def _slice(forms: _Forms, node: fx.Node) -> _Form:
     ndim = node.meta["val"].dim()
     index = _index(ndim - _number(argument_of(node, "dim", 0)) % ndim)
+    # A negative start counts from an end that depends on the size.
     start = _number(argument_of(node, "start") or 0)
     if start < 0 or _number(argument_of(node, "step", 1)) != 1:
         raise _NotLinearError
@@ -222,6 +223,7 @@ def _select(forms: _Forms, node: fx.Node) -> _Form:
     gone, index = ndim - _number(node.args[1]) % ndim, _number(node.args[2])
     if index < 0:
         raise _NotLinearError
+    # Dims are counted from the end: those before the one that goes move nearer to it.
     shifted = {_index(place): _index(place - 1) for place in range(gone + 1, ndim + 1)}
     return _substitute(forms.of(node.all_input_nodes[0]), {**shifted, _index(gone): sympy.Integer(index)})
 
@@ -268,6 +270,7 @@ def _comparison(sign: int, margin: int) -> Callable[[_Forms, fx.Node], _Form]:
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
         difference = forms.linear(node.args[0]) - forms.linear(node.args[1])
+        # Of integers, a < b is a - b + 1 <= 0: the margin of strict comparisons.
         signed = sympy.expand(margin + sign * difference)
         return _Truth(frozenset([signed])) if signed.free_symbols else _Truth(never=int(signed) > 0)
 
@@ -294,6 +297,7 @@ def _triangle(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
         truth, diagonal = forms.truth(node.args[0]), _number(argument_of(node, "diagonal", 0))
+        # `tril` keeps key - query <= diagonal, `triu` the places where the negative is; all others become False.
         inside = sympy.expand(sign * (_KEY - _QUERY - diagonal))
         return _Truth(truth.forms | {inside}, truth.never)
 
@@ -355,6 +359,7 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
         constants: placeholders of tensors with known numbers.
     """
     changed = _changed_in_place(graph)
+    # One evaluation for all calls: layers share a mask, or what it is computed from.
     evaluation = _MaskEvaluation({node: value for node, value in constants.items() if node not in changed}, changed)
     meanings: dict[fx.Node, Meaning | None] = {}
     calls = [graph.find_nodes(op="call_function", target=target) for target in (attention, attention_with_dropout)]
@@ -409,6 +414,7 @@ def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meani
         window = int(_kept_scores(_rows(value, query - 1, query), 1, key)[0].sum())
         unmasked, causal = Meaning(False), Meaning(True, 0 if window == key else window)
         candidates = [unmasked] if query != key else [unmasked, causal]
+        # By blocks of rows: a mask of all scores need not fit into memory.
         for first in range(0, query, step := max(1, _SMALL // key)):
             end = min(first + step, query)
             kept = _kept_scores(_rows(value, first, end), end - first, key)
@@ -423,6 +429,7 @@ def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meani
 def _kept_scores(rows: Tensor, queries: int, keys: int) -> Tensor:
     """Return which scores the rows of a mask keep, `[samples and heads, queries, keys]`."""
     if rows.dtype != torch.bool:  # a mask that is added to the scores
+        # Models hide a score by minus infinity, or by the lowest number. Any other number is a bias.
         lowest = torch.finfo(rows.dtype).min
         if not ((rows == 0) | (rows <= lowest)).all():
             raise _UnknownValueError
@@ -509,6 +516,7 @@ class _MaskEvaluation:
         if op in _BROADCASTS or (op in _VIEWS and _adds_no_rows(node)):
             # Broadcasting later has the same result.
             return partial(_rows, _collapse_repeats(args[0]))
+        # One element stands for all of them.
         if op in FACTORIES:
             shape = [argument.name for argument in op._schema.arguments].index("size")
             element = op(*_numbers(args[:shape]), [1] * len(val.shape), *args[shape + 1 :], **_numbers(kwargs))

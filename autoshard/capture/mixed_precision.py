@@ -3,10 +3,9 @@
 A cast of a sharded parameter is local, and half as many bytes are gathered after it. A cast of a partial gradient says
 in which dtype the ranks' partial sums are added. No other part of the library needs to know of precisions.
 
-`torch.autocast("cuda")` on the tensors of a capture, which are on the CPU.
-
-Autocast acts by the device of a tensor, and has one list of operators for GPUs and another for the CPU. While a model
-under the autocast of GPUs is captured, autocast of the CPU stands for it, with the list of GPUs.
+Policies of FSDP2 are written into the graph. `torch.autocast("cuda")` is traced: it acts by the device of a tensor, and
+has one list of operators for GPUs and another for the CPU, where the tensors of a capture are. While a model under the
+autocast of GPUs is captured, autocast of the CPU stands for it, with the list of GPUs.
 """
 
 from __future__ import annotations
@@ -97,6 +96,7 @@ class LoweredModule:
 
 def _cast_at_first_use(graph: fx.Graph, node: fx.Node, item: ExportedInput, dtype: torch.dtype) -> ExportedInput:
     """Give the placeholder the dtype that callers pass, insert a cast before its first user, and return its input."""
+    # At the first use, not at the start: a cast copy of every parameter would be held from the first layer on.
     users = list(node.users)
     fake = item.fake.detach().to(dtype).requires_grad_(item.fake.requires_grad)
     node.meta["val"] = fake

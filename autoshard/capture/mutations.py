@@ -105,12 +105,14 @@ class Mutation:
         """Put the entries of `result` into the place."""
         place = self.place
         removed = [*place.entries(place.original)] if self.mode == "replace" and not place.is_ordered else self.removed
+        # First what goes: this empties an ordered object, and the second call fills it.
         place.write(place.original, {}, removed)
         place.write(place.original, result)
 
 
 def _kind(value: Any) -> Any:
     """Return the properties of an old value that a call may depend on."""
+    # The numbers of a tensor are an input of the next call, and no matter of the graph.
     if isinstance(value, Tensor):
         return Tensor
     return (type(value), len(value)) if isinstance(value, (*CONTAINERS, deque)) else value
@@ -213,6 +215,7 @@ class Mutations:
 
     def begin(self) -> None:
         """Begin to record a call; torch.export may call `forward` more than once."""
+        # What the call before left is undone, or this one would find it.
         self._restore()
         self.changes, self.kept, self._numbers = [], [], {}
         for place in self._reachable.places if self._counting else ():
@@ -233,6 +236,7 @@ class Mutations:
 
     def end(self) -> None:
         """End the record of a call."""
+        # Attributes come first, so that what they are called in the outputs does not depend on other objects.
         for find in (self._tensor_attributes, self._mutations):
             for place in self._reachable.places:
                 self.changes += find(place)
@@ -374,6 +378,7 @@ class Mutations:
     ) -> Mutation:
         line = self._line(place, path, changed)
         old = {id(value): key for key, value in place.before.items() if not is_plain(value)} if place.is_ordered else {}
+        # Elements of an ordered object that only move are those of the run, not of the capture.
         entries = {}
         for key, value in changed.items():
             where = path if place.is_namespace else f"{path}[{key!r}]"
@@ -382,6 +387,7 @@ class Mutations:
 
     def _keep(self, path: str, tensor: Tensor) -> int:
         """Return the number of a tensor that the call leaves, and note it under a path of its own."""
+        # A path may keep several tensors; names of outputs have to differ.
         paths = [path for path, _ in self.kept]
         self.kept.append((path if path not in paths else f"{path} ({len(paths)})", tensor))
         return len(paths)
@@ -401,6 +407,7 @@ class Mutations:
         if isinstance(value, FakeTensor):
             self.check_traced(value, path, line)
             return TensorSlot(self._keep(path, value))
+        # The user's own module, in place of its copy.
         if isinstance(value, nn.Module):
             return self._modules.get(id(value), value)
         if isinstance(value, (*CONTAINERS, deque)):
@@ -419,6 +426,7 @@ class Mutations:
 
     def line_of(self, path: str, changed: Mapping[Any, Any] = _EMPTY) -> str:
         """Return the user's line that changes an object: a line that names it, if there is one."""
+        # The code that changed an object has gone: what is left are the names in the code that can reach it.
         names = {path.partition("[")[0].rpartition(".")[2], *(key for key in changed if isinstance(key, str))}
         named = [(is_store, line) for name, is_store, line in self._named_lines if name in names]
         if named:

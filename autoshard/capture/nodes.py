@@ -32,6 +32,7 @@ def is_random(node: fx.Node) -> bool:
     """Return True if two calls of the operator may have different results."""
     if not isinstance(node.target, OpOverload):
         return False
+    # Not every operator of dropout has the tag.
     return torch.Tag.nondeterministic_seeded in node.target.tags or "dropout" in str(node.target)
 
 
@@ -61,6 +62,7 @@ def base_of(node: fx.Node) -> fx.Node:
     """Return the node that made the memory in which the value of a node lies, or may lie."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
+        # An operator of several results has its memory in the results, which `getitem` takes.
         if node.target is not operator.getitem and not any(result.alias_info is not None for result in returns):
             break
         node = node.args[0]

@@ -157,7 +157,8 @@ class PythonCall:
     free: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.__name__ = self.__qualname__ = self.name  # the names by which graphs print it
+        # The names by which a graph prints the function that a node calls.
+        self.__name__ = self.__qualname__ = self.name
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
         """Run the code; the last of `tensors` replace those of `free`."""
@@ -176,6 +177,7 @@ class PythonCall:
     def __str__(self) -> str:
         return self.text
 
+    # A copied graph calls the same code, whose tensors `free` knows by identity.
     def __deepcopy__(self, memo: dict[int, Any]) -> PythonCall:
         return self
 
@@ -211,6 +213,8 @@ class PythonCalls:
         """
         given = list(tensors)
         free = _try_call(call, given, list(sizes), self.mutations)
+        # While it is exported, a module has other parameters than outside, where the graph is run later: the code may
+        # name either.
         named = {id(tensor): name for name, tensor in module_tensors(self.module)}
         for tensor in free:
             name = named.get(id(tensor))
@@ -234,6 +238,7 @@ def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutatio
     """Run the code and its backward unseen by the export, and return the free tensors that it reads."""
     scope = FreeTensors([] if call.has_effect else tensors)  # a hook is given no more than a gradient
     versions = [version_of(tensor) for tensor in tensors]
+    # Without the modes of the export, which would write each operator of the code into the graph.
     mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), contextlib.nullcontext())
     with outside_modes(), mode:
         results = call.body(tensors, sizes, scope)
@@ -253,6 +258,7 @@ def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutatio
 
 def _differentiate(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Run the backward to find the tensors that it reads; its errors are those of tracing."""
+    # Backward reads more than forward does: tensors that only it names are found by running it.
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     differentiable = [result for result in results if result.requires_grad]
     if wanted and differentiable:
@@ -284,6 +290,7 @@ def _run_for_effect(tensors: list[Tensor], sizes: list[int], number: int) -> Non
     _run(tensors, sizes, number)
 
 
+# The effect is declared as a change of the tensors: a call without results would be dropped as dead code.
 define_for_autograd("python_call(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]", _run)
 define_for_autograd("python_effect(Tensor(a!)[] tensors, SymInt[] sizes, int number) -> ()", _run_for_effect)
 

@@ -1,9 +1,8 @@
-"""The state of Python that a capture reads, and that `forward` leaves: flags, numbers, submodules, hooks.
+"""The state that `forward` reads and leaves: flags, numbers, submodules and hooks, and tensors in Python and in buffers.
 
 A graph holds the state as it was at the capture. State that was read becomes guards, so that the graph serves no call
-that would run otherwise. State that was set is set again behind every call, as it would be on one device.
-
-Tensors that `forward` leaves in Python and in buffers: outputs of the graph beside its results.
+that would run otherwise. State that was set is set again behind every call, as it would be on one device. Tensors that
+are left are outputs of the graph beside its results.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_pa
 from autoshard.capture.call_layout import Attribute
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.conditions import Conditions
-from autoshard.capture.fake_module import FOREIGN, MODULE_STATE, Reachable, fake_copy, is_object
+from autoshard.capture.fake_module import DEPTH, FOREIGN, MODULE_STATE, Reachable, fake_copy, is_object
 from autoshard.capture.guards import (
     ABSENT,
     HOOKS,
@@ -40,7 +39,6 @@ from autoshard.errors import CaptureError, InputError
 
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module
 _MOST_STATES = 4  # graphs of one kind of call that its own changes of what it reads may ask for
-_DEPTH = 4  # of objects that hold objects
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +83,7 @@ class PythonState:
 
     def apply_effects(self, tensors: Sequence[Tensor] = ()) -> None:
         """Change the state as a call does that leaves these tensors."""
+        # All results before any change: a value may move from one object to another.
         results = [mutation.result(tensors) for mutation in self.mutations]
         for mutation, result in zip(self.mutations, results, strict=True):
             mutation.apply(result)
@@ -217,6 +216,7 @@ class StateWatch:
         )
 
     def _reader(self) -> Callable[[nn.Module, str], Any]:
+        # Local names, since this runs at every access to an attribute of any module.
         plain, parts = object.__getattribute__, self._parts
 
         def read(module: nn.Module, name: str) -> Any:
@@ -234,6 +234,7 @@ class StateWatch:
         def write(module: nn.Module, name: str, value: Any) -> None:
             part = parts.get(id(module)) if self.running else None
             if part is not None:
+                # Whatever the attribute held before the call: nothing has depended on it.
                 if name not in part.read:
                     part.fresh.add(name)
                 lines[id(part.original), name] = running_line()
@@ -249,6 +250,7 @@ class StateWatch:
                 "size, or leave it out of dynamic.",
                 stacklevel=2,
             )
+        # From what was read of the copy, guards of the user's own modules.
         guards = _GuardCollector()
         for part in self._parts.values():
             is_root = part.fake is self.twin
@@ -263,6 +265,7 @@ class StateWatch:
             if "_forward_hooks" in part.read and not is_root:  # the root's hooks run around the program
                 tables = vars(part.original)
                 guards.hooks += [TableGuard(part.text, "hooks", tables[name]) for name in HOOKS]
+        # Only such numbers are worth a second capture, which asks if anything depends on them.
         numbers = {read.path for read in guards.reads if type(read.value) in (int, float)}
         mutations = tuple(self.mutations.changes)
         return PythonState(
@@ -282,6 +285,7 @@ class StateWatch:
 
 def _holds_module(hook: Callable[..., Any]) -> bool:
     """Return True if a hook may belong to the twin's module alone: all but functions that close over no module."""
+    # A method is bound to a module of the twin, and would run on fake tensors.
     if not isinstance(hook, FunctionType):
         return True
     return any(isinstance(value, nn.Module) for value in inspect.getclosurevars(hook).nonlocals.values())
@@ -323,6 +327,7 @@ class _GuardCollector:
             self.attributes.append(TableGuard(path, "attributes", held, looked_up))
 
     def _of_class(self, kind: type, name: str) -> None:
+        # Where Python finds the name, which is where a later assignment would change it for all instances.
         owner = next((base for base in kind.__mro__ if name in vars(base)), None)
         known = owner is None or (id(owner), name) in self._known
         if owner is not None and not known and owner.__module__.split(".")[0] not in FOREIGN:
@@ -337,7 +342,7 @@ class _GuardCollector:
 
     def _inside(self, path: str, value: Any, depth: int) -> None:
         """Add guards of the attributes of an object, also of one in a container."""
-        if depth == _DEPTH or copy_value(value) is not ABSENT or isinstance(value, Tensor):
+        if depth == DEPTH or copy_value(value) is not ABSENT or isinstance(value, Tensor):
             return
         if isinstance(value, (dict, list, tuple)):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -382,6 +387,7 @@ class TracedParameters(TorchFunctionMode):
         if isinstance(value, Tensor):
             place = self._tensors.get(id(value))
             return value if place is None else getattr(*place)
+        # Functions of torch take tensors in no other containers.
         return type(value)(map(self._traced_value, value)) if type(value) in (list, tuple) else value
 
     def check_constant(self, constant: Tensor, line: str) -> None:
@@ -468,6 +474,7 @@ class AssignedTensors:
         now = dict(self._named_buffers())
         for name in self._buffers_before | now:
             old, new = self._buffers_before.get(name), now.get(name)
+            # In-place changes keep the tensor; the graph has them as operators.
             if new is old:
                 continue
             path, _, last = name.rpartition(".")

@@ -35,6 +35,7 @@ def _group(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         each group that this device sends, and that arrive; `ends [groups]`, int32: the end of each group among the rows
         at this device.
     """
+    # Stable, so that a token's rows in one group keep their order on every mesh.
     ranked, order = ids.sort(stable=True)
     ends = torch.searchsorted(ranked, torch.arange(groups, device=ids.device), right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
@@ -50,11 +51,13 @@ def _group_like(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def _dispatch(values: Tensor, order: Tensor, places: Tensor, splits: Tensor) -> Tensor:
     """Return rows sorted by group `[S, ...]` of values `[T, ...]`, each of which becomes S / T rows in turn."""
+    # Without rows there is nothing to divide by.
     return values.index_select(0, order // (order.shape[0] // values.shape[0]) if order.shape[0] else order)
 
 
 def _combine(rows: Tensor, order: Tensor, places: Tensor, splits: Tensor) -> Tensor:
     """Return rows that lie sorted by group `[S, ...]` in the order that they had before."""
+    # Contiguous whatever the layout of `rows`, as `_rows_like` says.
     return torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
 
 
@@ -172,6 +175,7 @@ def _match_routing(sort: fx.Node) -> _RoutingMatch | None:
     gathered = [end for order in orders for end in _gathered_by(order)]
     inverses = [inverse for order in orders for inverse in _inverses(order)]
     returned = [(node, rows) for inverse in inverses for node, rows in _indexed_with(inverse)]
+    # A sort that is counted for different numbers of groups, or for none, is no routing.
     numbers = {groups for _, groups in counted}
     if len(numbers) != 1 or not gathered or not returned:
         return None
@@ -253,6 +257,7 @@ def _replace(graph: fx.Graph, sort: fx.Node, match: _RoutingMatch) -> None:
     order, places, splits, ends = route
     for node in match.ends:
         _substitute(node, ends)
+    # Rows come back first: their weights are found by the nodes that gather them, which are replaced next.
     for node, rows in match.returned:
         weights, rows = _weights_and_rows(rows, dict(match.gathered))
         with graph.inserting_before(node):
