@@ -28,20 +28,12 @@ from autoshard.errors import CaptureError
 aten = torch.ops.aten
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
+def attend(query: Tensor, *operands: Any, **options: Any) -> Tensor:
     """Return `torch.nn.functional.scaled_dot_product_attention` in code that is traced and was not exported."""
     # Exported nodes note the dtype of their result; here it is that of autocast, where autocast acts.
     cast = torch.is_autocast_enabled("cpu") and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype("cpu") if cast else query.dtype
-    return attention(query, key, value, attn_mask, dropout_p, is_causal, **options, dtype=dtype)
+    return attention(query, *operands, **options, dtype=dtype)
 
 
 def gaussian_nll_loss(

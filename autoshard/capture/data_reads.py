@@ -7,7 +7,6 @@ import contextlib
 import linecache
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
 from autoshard.capture.call_layout import RuntimeCheck
 from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
-from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
+from autoshard.capture.conditions import InputProgram, NoNumbersError
 from autoshard.capture.nodes import closure, is_random
 from autoshard.errors import CaptureError
 
@@ -39,19 +38,6 @@ READS = (
 _BOOL_CONVERSIONS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Assumption:
-    """A flag that depends on what a graph computes, and the value that the graph assumes: every run checks it.
-
-    Attributes:
-        flag: a tensor of one element, in the graph under construction.
-        check: its assumed value, line and error.
-    """
-
-    flag: Tensor
-    check: RuntimeCheck
-
-
 class DataReads(TorchFunctionMode):
     """Mode in which `forward` reads numbers of its inputs from the example.
 
@@ -64,7 +50,8 @@ class DataReads(TorchFunctionMode):
         note_number: called with every other number that is read, and its tensor.
 
     Attributes:
-        assumptions: flags that runs of the graph have to check.
+        assumptions: flags in the graph under construction, tensors of one element, which every run has to check.
+        program: what is read from inputs.
         running: True while `forward` runs; the mode answers no other code.
     """
 
@@ -73,9 +60,9 @@ class DataReads(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._note_number = note_number
-        self.assumptions: list[Assumption] = []
+        self.assumptions: list[tuple[Tensor, RuntimeCheck]] = []
         self._examples = examples
-        self._program = InputProgram({})
+        self.program = InputProgram({})
         self.running = False
         # torch passes the function that was called: a method, and the function of its name, are two of them.
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -104,21 +91,13 @@ class DataReads(TorchFunctionMode):
 
     def begin(self, inputs: Mapping[str, Tensor]) -> None:
         """Begin to answer the reads of a call, given the tensors that it takes by name."""
-        self._program = InputProgram(dict(self._nodes(inputs)))
+        self.program = InputProgram(dict(self._nodes(inputs)))
         self.assumptions, self.running = [], True
-
-    def has_read(self) -> bool:
-        """Return True if a branch that was taken depends on the numbers in inputs."""
-        return self._program.has_read()
-
-    def conditions(self) -> Conditions:
-        """Return the conditions on the numbers in inputs."""
-        return self._program.conditions()
 
     def _copy(self, tensor: object) -> fx.Node | None:
         """Return the program's node for a tensor computed from inputs and constants alone; None for any other."""
         traced = traced_node(tensor) if isinstance(tensor, FakeTensor) else None
-        return None if traced is None else self._program.copy(*traced)
+        return None if traced is None else self.program.copy(*traced)
 
     def _nodes(self, inputs: Mapping[str, Tensor]) -> Iterator[tuple[fx.Node, tuple[str, Tensor | None]]]:
         """Yield the nodes of inputs, with their names and the example's tensors, where these have numbers."""
@@ -131,8 +110,8 @@ class DataReads(TorchFunctionMode):
 
     def _read(self, copy: fx.Node) -> Tensor:
         """Return the value of a node of the program, which becomes a condition of the graph."""
-        self._program.read(copy, running_line())
-        value: Tensor = self._program.value(copy)
+        self.program.read(copy, running_line())
+        value: Tensor = self.program.value(copy)
         return value
 
     def _answer(self, tensor: object) -> fx.Node | None:
@@ -157,15 +136,15 @@ class DataReads(TorchFunctionMode):
             return number
         if read in _BOOL_CONVERSIONS:
             # The truth of a number is the condition, not the number: calls with other numbers share the graph.
-            copy = copy if tensor.dtype is torch.bool else self._program.call(aten.ne.Scalar, copy, 0)
-        elif tensor.is_floating_point() and not self._program.is_fixed(copy):
+            copy = copy if tensor.dtype is torch.bool else self.program.call(aten.ne.Scalar, copy, 0)
+        elif tensor.is_floating_point() and not self.program.is_fixed(copy):
             if read is not Tensor.__int__:
                 raise CaptureError(
                     f"{running_line()} takes a Python float from the numbers in an input. Each batch has another, and "
                     "would need a graph of its own: keep it a tensor (leave out .item()), or pass it as a plain Python "
                     "argument."
                 )
-            copy = self._program.call(aten.trunc.default, copy)  # `int` needs no more of the number
+            copy = self.program.call(aten.trunc.default, copy)  # `int` needs no more of the number
         with outside_functions():
             return read(self._read(copy), *args, **kwargs)
 
@@ -177,7 +156,7 @@ class DataReads(TorchFunctionMode):
         if answer is None:
             return bool(tensor)
         check = RuntimeCheck(running_line(), answer, decides=not is_reporting_only())
-        self.assumptions.append(Assumption(tensor.detach().reshape(()), check))
+        self.assumptions.append((tensor.detach().reshape(()), check))
         return answer
 
     def _assert(self, condition: Any, message: str = "") -> None:
@@ -199,7 +178,7 @@ class DataReads(TorchFunctionMode):
         copies = self._answer(first), self._answer(second)
         if None in copies:
             return torch.equal(first, second)
-        return bool(self._read(self._program.call(aten.all.default, self._program.call(aten.eq.Tensor, *copies))))
+        return bool(self._read(self.program.call(aten.all.default, self.program.call(aten.eq.Tensor, *copies))))
 
     def _positions(self, mask: Tensor) -> Tensor | None:
         """Return indices of non-zero elements, as many as in the example; None where their number is not known."""
@@ -209,7 +188,7 @@ class DataReads(TorchFunctionMode):
             copy = None  # torch makes the size a symbol; capture refuses it only if something depends on it
         if copy is None:
             return None
-        count = int(self._read(self._program.call(aten.count_nonzero.default, copy)))
+        count = int(self._read(self.program.call(aten.count_nonzero.default, copy)))
         positions: Tensor = aten.nonzero_static.default(mask, size=count)
         return positions
 
@@ -250,7 +229,7 @@ class DataReads(TorchFunctionMode):
             with contextlib.suppress(NoNumbersError):
                 copy = self._copy(repeats)
                 if copy is not None:
-                    kwargs["output_size"] = int(self._read(self._program.call(aten.sum.default, copy)))
+                    kwargs["output_size"] = int(self._read(self.program.call(aten.sum.default, copy)))
         return torch.repeat_interleave(tensor, *args, **kwargs)
 
     def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -273,11 +252,11 @@ class DataReads(TorchFunctionMode):
         copies = [self._answer(argument) if isinstance(argument, FakeTensor) else argument for argument in args]
         if copies[0] is None:
             return function(*args, **kwargs)
-        copy = self._program.call(function, *copies, **kwargs)
-        results = self._program.value(copy)
+        copy = self.program.call(function, *copies, **kwargs)
+        results = self.program.value(copy)
         if isinstance(results, Tensor):
             return self._literal(copy)
-        return tuple(self._literal(self._program.call(operator.getitem, copy, place)) for place in range(len(results)))
+        return tuple(self._literal(self.program.call(operator.getitem, copy, place)) for place in range(len(results)))
 
     def _literal(self, copy: fx.Node) -> Tensor:
         """Return a constant with the value of a node of the program, which becomes a condition of the graph."""
@@ -295,7 +274,7 @@ class DataReads(TorchFunctionMode):
             f"{name}: the input is singular, or has no such decomposition",
             torch.linalg.LinAlgError,  # type: ignore[attr-defined]
         )
-        self.assumptions.append(Assumption((info.detach() == 0).all(), check))
+        self.assumptions.append(((info.detach() == 0).all(), check))
         return result
 
 

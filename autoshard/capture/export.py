@@ -174,14 +174,14 @@ def export_forward(
     placeholders = dict(zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     constants = {node: item.value for node, item in placeholders.items() if item.value is not None}
     replace_position_masks(graph_module.graph, constants)
-    checks = tuple(assumption.check for assumption in watch.reads.assumptions)
+    checks = tuple(check for _, check in watch.reads.assumptions)
     outputs, set_buffers, result = _take_outputs(program, watch.assigned, checks)
     kinds = {node: item.kind for node, item in placeholders.items()}
     buffers = tuple(_take_buffers(zip(watch.assigned.buffers, set_buffers, strict=True), names, kinds))
     sources = [(item.kind, item.name, node) for node, item in placeholders.items()]
     views = dict(find_output_views(dict(zip(result.names, outputs, strict=False)), sources))
     result = replace(result, views=views)
-    python_state = replace(python_state, conditions=watch.reads.conditions())
+    python_state = replace(python_state, conditions=watch.reads.program.conditions())
     return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes, buffers, python_state)
 
 
@@ -205,7 +205,7 @@ class _ForwardWatch:
         self.opaque = OpaqueOutputs()
         self.reads = DataReads(examples, state.mutations.note_number)
         self.assigned = AssignedTensors(
-            state.twin, state.mutations, lambda: [assumption.flag for assumption in self.reads.assumptions]
+            state.twin, state.mutations, lambda: [flag for flag, _ in self.reads.assumptions]
         )
         self.calls = PythonCalls(state.twin, state.mutations)
         self.regions = Regions()
@@ -257,7 +257,7 @@ class _ForwardWatch:
             raise capture_error(model, error) from error
         except Exception as error:
             # Behind a branch that depends on numbers in inputs, an error is the model's own answer to these numbers.
-            if self.reads.has_read() and is_raised_by_user(error):
+            if self.reads.program.has_read() and is_raised_by_user(error):
                 raise ModelError(error) from error
             raise
         finally:
@@ -342,7 +342,9 @@ def _take_inputs(
             reader = next(iter(node.users), node)
             if not _has_storage(constant):
                 raise _lost_error(reader)
-            state.check_constant(constant, node_line(reader))
+            # Another call would not find it.
+            state.mutations.check_constant(constant, node_line(reader))
+            state.traced_parameters.check_constant(constant, node_line(reader))
             # A fake constant of no attribute was made by code that the export did not trace.
             if isinstance(constant, FakeTensor) and name not in attributes:
                 raise _lost_error(reader)

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -170,7 +171,7 @@ class HostRandom:
 
         for name, value in (("random", drawing), ("getrandbits", drawing_bits), ("seed", seeding)):
             yield kind, name, value
-            yield random, name, _bound(value, shared)
+            yield random, name, partial(value, shared)
         yield np.random, "default_rng", self._generator
         for name in dir(np.random):
             function = getattr(np.random, name)
@@ -244,10 +245,6 @@ def _set_state(generator: NumPyGenerator, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
-
-
-def _bound(function: Callable[..., Any], generator: object) -> Callable[..., Any]:
-    return lambda *args, **kwargs: function(generator, *args, **kwargs)
 
 
 def _called_by_user() -> bool:

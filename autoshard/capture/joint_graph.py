@@ -76,6 +76,8 @@ class JointGraph:
         fingerprint: hash of the graph as hexadecimal text, equal on all ranks and in all runs.
         dynamic: the sizes that calls may change, if there are any: `meta["val"]` then has the example's shapes, and
             `meta["sizes"]` of a node the shapes of its results with `DynamicSize`s in them.
+        call: makes the tensors of a call, in the order of the inputs of kind "input".
+        result: makes the value of `forward`, from tensors in the order of the outputs of kind "output".
         recomputed: names of the layers that the backward half runs again (see `capture.recomputation`).
         state: the flags, numbers, submodules and hooks that the graph depends on, the changes of these by a call, and
             the conditions on the numbers in inputs.
@@ -139,14 +141,6 @@ class JointGraph:
             return parse_pin(str(node.args[1]))
         return None
 
-    def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors of a call in the order of the inputs of kind "input".
-
-        Raises:
-            InputError: the call has another structure, or other values besides its tensors.
-        """
-        return self.call.flatten(args, kwargs)
-
     def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return True if a call of this signature would be captured as the same graph, by state and inputs."""
         return self.state.guards.hold() and self.state.conditions.hold(self._condition_inputs(args, kwargs))
@@ -163,10 +157,6 @@ class JointGraph:
             return {}
         names = [leaf for leaf in self.call.leaves if isinstance(leaf, str)]
         return dict(zip(names, self.call.flatten(args, kwargs), strict=True))
-
-    def unflatten_outputs(self, tensors: list[torch.Tensor]) -> Any:
-        """Return the value of `forward`, from tensors in the order of the outputs of kind "output"."""
-        return self.result.unflatten(tensors)
 
 
 def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:

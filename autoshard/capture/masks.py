@@ -462,10 +462,6 @@ def _rows(value: Any, first: int, end: int) -> Any:
     return value[..., first:end, :] if value.dim() > 1 and value.shape[-2] > 1 else value
 
 
-def _elementwise_rows(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Rows:
-    return lambda first, end: op(*(_rows(value, first, end) for value in args), **kwargs)
-
-
 def _triangle_rows(op: OpOverload, value: Any, diagonal: int, columns: int) -> _Rows:
     """Return the rows of `tril` or `triu` of a value with `columns` columns."""
 
@@ -526,7 +522,8 @@ class _MaskEvaluation:
         elementwise = torch.Tag.pointwise in op.tags or op in _ELEMENTWISE
         if not elementwise or len(val.shape) < 2:
             raise _UnknownValueError
-        return _elementwise_rows(op, tuple(map(_collapse_repeats, args)), kwargs)
+        operands = tuple(map(_collapse_repeats, args))
+        return lambda first, end: op(*(_rows(operand, first, end) for operand in operands), **kwargs)
 
 
 def _adds_no_rows(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""The state that `forward` reads and leaves: flags, numbers, submodules and hooks, and tensors in Python and in buffers.
+"""The state that `forward` reads and leaves: flags, numbers, submodules and hooks, tensors in Python and in buffers.
 
 A graph holds the state as it was at the capture. State that was read becomes guards, so that the graph serves no call
 that would run otherwise. State that was set is set again behind every call, as it would be on one device. Tensors that
@@ -188,11 +188,6 @@ class StateWatch:
         with around_dynamo(patches.close, patch), patches:  # Dynamo can't read how attributes are watched
             patch()
             yield
-
-    def check_constant(self, constant: Tensor, line: str) -> None:
-        """Raise a `CaptureError` for a constant of the graph that another call would not find."""
-        self.mutations.check_constant(constant, line)
-        self.traced_parameters.check_constant(constant, line)
 
     def begin(self) -> None:
         """Begin to record a call."""
