@@ -170,7 +170,7 @@ def export_forward(
     leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
     call = call_layout(module, structure, leaves)
     graph_module = program.graph_module
-    inputs = _take_inputs(program, names, call, leaves, bool(sizes), state)
+    inputs = _take_inputs(program, names, zip(call.leaves, leaves, strict=True), bool(sizes), state)
     placeholders = dict(zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     constants = {node: item.value for node, item in placeholders.items() if item.value is not None}
     replace_position_masks(graph_module.graph, constants)
@@ -218,12 +218,12 @@ class _ForwardWatch:
         forward = self._state.twin.forward
 
         @functools.wraps(forward)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def run_watched(*args: Any, **kwargs: Any) -> Any:
             return self._run(forward, args, kwargs)
 
         # Modes that are entered later see calls of torch earlier: reads of numbers before the replacement of operators.
         with (
-            attribute_patch(self._state.twin, "forward", watched),
+            attribute_patch(self._state.twin, "forward", run_watched),
             self.assigned.watching(),
             self._gradients.watching(),
             capturable_flex_attention(),
@@ -304,8 +304,7 @@ def named_tensors(module: nn.Module) -> NamedTensors:
 def _take_inputs(
     program: torch.export.ExportedProgram,
     names: NamedTensors,
-    call: CallLayout,
-    leaves: list[Any],
+    passed: Iterator[tuple[str | Constant, Any]],
     dynamic: bool,
     state: StateWatch,
 ) -> tuple[ExportedInput, ...]:
@@ -319,7 +318,6 @@ def _take_inputs(
         if isinstance(tensor, torch.Tensor)
     }
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    user = iter(zip(call.leaves, leaves, strict=True))
     first: dict[tuple[str, str], fx.Node] = {}
     inputs = []
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
@@ -332,7 +330,7 @@ def _take_inputs(
             )
         value = None
         if kind == "input":
-            name, fake = next(user)
+            name, fake = next(passed)
             if isinstance(name, Constant):
                 graph.erase_node(node)
                 continue

@@ -35,11 +35,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def fake_copy(
-    module: nn.Module,
-    mode: FakeTensorMode,
-    reachable: Reachable | None = None,
-    *,
-    one_device: bool = True,
+    module: nn.Module, mode: FakeTensorMode, reachable: Reachable | None = None, *, one_device: bool = True
 ) -> nn.Module:
     """Return a copy of `module` with fake parameters and buffers; no tensor of the module is touched or copied.
 

@@ -215,11 +215,7 @@ def _map_arguments(graph: fx.Graph, number: Callable[[Any], Any]) -> None:
             node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), number)
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-def _evaluate(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable[..., Any] = _call) -> Any:
+def _evaluate(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable[..., Any] = operator.call) -> Any:
     """Return an integer expression, computed from the values or nodes of its symbols."""
     if expr.is_Integer:
         return int(expr)
