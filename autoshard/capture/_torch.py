@@ -99,6 +99,7 @@ GLOBAL_HOOKS = (_global_forward_pre_hooks, _global_forward_hooks, _global_backwa
 
 def fake_mode() -> FakeTensorMode:
     """Return a fake tensor mode that accepts the real constants that a module holds."""
+    # With a ShapeEnv, sizes that depend on data are symbols, which errors can quote. Other sizes are plain numbers.
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
@@ -182,6 +183,7 @@ def operators_under_autocast(backend: str) -> frozenset[str]:
 
 def below_autocast() -> contextlib.AbstractContextManager[None]:
     """Context in which autocast of the CPU has no effect."""
+    # As torch's own kernels do it: code inside still finds autocast enabled.
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
@@ -194,6 +196,7 @@ def is_persistent(owner: torch.nn.Module, buffer: str) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return a number that all views of the same memory share, valid as long as one of them lives."""
+    # The identity of the storage, not the address of its memory: fake tensors have none.
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
@@ -213,6 +216,7 @@ def symbolic_integer(
         number: the count of integers made in that environment before.
         small: True if the integer may be 0 or 1.
     """
+    # The source only names the symbol in torch's guards and messages.
     source = ConstantSource(f"size_{number}")
     symbol = env.create_symbol(value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=small)
     return env.create_symintnode(symbol, hint=value, source=source), symbol
@@ -243,6 +247,7 @@ def symbolic_conditions(
 
 def apply_function(function: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Apply a `torch.autograd.Function`, also while `FunctionBase.apply` is patched."""
+    # The patch is an attribute of `FunctionBase`; torch's own method is that of its base class.
     return super(FunctionBase, function).apply(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -278,6 +283,7 @@ def functionalizes() -> bool:
 
 def engine_entry() -> tuple[Any, str]:
     """Return the module and the name of the function by which `backward` and `grad` start the autograd engine."""
+    # Both look the function up in this module at every call, so that a patch of it is seen.
     return torch.autograd, "_engine_run_backward"
 
 
@@ -319,6 +325,7 @@ def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterato
 def without_checkpoints() -> Iterator[None]:
     """Context in which non-reentrant checkpoints run their function and nothing else."""
 
+    # A plan decides what is recomputed. What a checkpoint adds (random states, hooks of saved tensors) is left out.
     def plain(*_: object, **__: object) -> Iterator[None]:
         yield
 
@@ -329,10 +336,7 @@ def without_checkpoints() -> Iterator[None]:
 @contextlib.contextmanager
 def without_root_buffers() -> Iterator[None]:
     """Context in which torch.export does not copy what `forward` assigns to buffers of the root module into them."""
-
-    def follow_none(*_: object) -> Any:
-        # torch.export removes the handle of its hook, so there has to be one.
-        return register_module_buffer_registration_hook(lambda *_: None)
-
+    # torch.export removes the handle of its hook, so there has to be one, of a hook that does nothing.
+    follow_none = lambda *_: register_module_buffer_registration_hook(lambda *_: None)  # noqa: E731
     with attribute_patch(export_trace, "register_buffer_assignment_hook", follow_none):
         yield

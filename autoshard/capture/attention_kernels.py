@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.functional import pad
 
+aten = torch.ops.aten
+
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -208,8 +210,6 @@ def _math_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> Gr
 MATH = Kernel(_math_forward, _math_backward)
 """Attention by matrix products, for keys that no heads share. It holds all scores in memory, and takes every call."""
 
-
-aten = torch.ops.aten
 
 # The numbers of `torch.nn.attention.SDPBackend`.
 _MATH, _FLASH, _EFFICIENT, _CUDNN = 0, 1, 2, 3

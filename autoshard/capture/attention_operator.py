@@ -42,7 +42,7 @@ the kernel that drew.
 """
 
 
-def _forward(
+def _call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,37 +53,30 @@ def _forward(
     scale: float,
     dropout: float = 0.0,
     seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[AttentionCall, int]:
+    """Return the call on the keys that its queries reach, and the number of keys before these."""
     call = AttentionCall(query, key, value, mask, causal, window, scale, dropout, _number(seed))
-    call, _ = drop_unreachable_keys(call, _number(start))
-    number = choose_dropout_kernel(call) if dropout else 0
-    kernel, call = dropout_kernel(call, number) if dropout else choose_kernel(call)
+    return drop_unreachable_keys(call, _number(start))
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call, _ = _call(query, key, value, *options)
+    number = choose_dropout_kernel(call) if call.dropout else 0
+    kernel, call = dropout_kernel(call, number) if call.dropout else choose_kernel(call)
     out, logsumexp = kernel.forward(call)
     return _heads_last(out), logsumexp.contiguous(), torch.full((), number, dtype=torch.int64, device="cpu")
 
 
 def _backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    start: Tensor | None,
-    causal: bool,
-    window: int,
-    scale: float,
-    mask_gradient: bool,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    number: Tensor | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *options: Any
 ) -> Gradients:
-    call = AttentionCall(query, key, value, mask, causal, window, scale, dropout, _number(seed))
-    call, first = drop_unreachable_keys(call, _number(start))
+    # The dispatcher leaves out the last arguments where they have their defaults: a call without dropout has no more.
+    *limits, mask_gradient = options[:6]
+    dropout, drawn_by = options[6:8], options[8:]
+    call, first = _call(query, key, value, *limits, *dropout)
     behind = key.shape[2] - first - call.key.shape[2]
-    if dropout:
-        kernel, call = dropout_kernel(call, _number(number))
+    if call.dropout:
+        kernel, call = dropout_kernel(call, _number(*drawn_by))
     else:
         # Not every kernel gives a gradient of the mask; the reference does.
         kernel, call = (MATH, call.with_repeated_keys()) if mask_gradient else choose_kernel(call)
@@ -95,7 +88,7 @@ def _backward(
     return _heads_last(gradients[0]), _heads_last(grad_key), _heads_last(grad_value), gradients[3].contiguous()
 
 
-def _number(value: Tensor | None) -> int:
+def _number(value: Tensor | None = None) -> int:
     """Return a number on the host; 0 for None."""
     return 0 if value is None else int(value)
 
@@ -129,6 +122,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[T
 def _fake_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *options: Any
 ) -> Gradients:
+    # In the order of the schema, where `mask_gradient` follows the five options of a call.
     mask, mask_gradient = options[0], options[5]
     grad_mask = mask.new_empty(mask.shape) if mask_gradient else query.new_empty(0)
     return (*(_empty(each, *each.shape) for each in (query, key, value)), grad_mask)  # type: ignore[return-value]
@@ -163,6 +157,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...
     if grad_out is None:
         return (None,) * 10
     mask_gradient = ctx.needs_input_grad[3]
+    # Query, key, value, output, logsumexp, mask, start; behind them, what backward needs to draw dropout again.
     saved = ctx.saved_tensors
     dropout = (ctx.dropout, *saved[7:]) if ctx.dropout else ()
     gradients = operators.attention_backward(grad_out, *saved[:7], *ctx.options, mask_gradient, *dropout)

@@ -1,6 +1,6 @@
-"""Outputs that `torch.export` does not take: dataclasses, types registered without keys, and opaque objects.
+"""Calls of a module as flat lists of tensors: layouts of arguments and results, names of tensors, keys of calls.
 
-Call signatures: the structure of a call's arguments, the names of its tensors, and a key for caches.
+Results may hold what `torch.export` does not take: dataclasses, types registered without keys, and opaque objects.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import re
 import warnings
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -118,7 +118,7 @@ _PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, tor
 
 
 class OpaqueOutputs:
-    """A forward hook that replaces objects other than tensors, plain values and known containers by None.
+    """Replacement, by None, of objects in an output other than tensors, plain values and known containers.
 
     Hugging Face models return their key-value cache beside the loss by default. A training step has no use for it, and
     a graph returns tensors alone.
@@ -130,11 +130,12 @@ class OpaqueOutputs:
     def __init__(self) -> None:
         self.replaced: dict[str, str] = {}
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def replace(self, output: Any) -> Any:
         """Return the output with None for such objects; the output itself if no tensor would be left."""
         recorded = record_dataclasses(output)
         leaves = leaves_by_path(recorded)
         opaque = {leaf_name(path): type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
+        # torch has a message of its own for an output without any tensor.
         if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
             return output
         if not opaque:
@@ -274,9 +275,15 @@ class CallLayout:
 
 def call_layout(module: nn.Module, structure: pytree.TreeSpec, leaves: list[Any]) -> CallLayout:
     """Return the layout of a call from the structure and the leaves of `(args, kwargs)`."""
-    named = zip(_leaf_names(module, structure), leaves, strict=True)
+    example = structure.unflatten(range(structure.num_leaves))
+    # Of the class: `forward` of the module itself may be wrapped, by this library or another one.
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [parameter.name for parameter in parameters if parameter.kind in kinds][1:]  # without `self`
+    positional += [f"args[{index}]" for index in range(len(positional), len(example[0]))]
+    named = zip(_leaf_names(positional, example), leaves, strict=True)
     layout = tuple(name if isinstance(leaf, torch.Tensor) else Constant(leaf) for name, leaf in named)
-    return CallLayout(structure, tuple(structure.unflatten(range(structure.num_leaves))[1]), layout)
+    return CallLayout(structure, tuple(example[1]), layout)
 
 
 def call_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -286,24 +293,13 @@ def call_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
 
 
-def _leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> list[str]:
-    """Return names such as `input_ids` or `batch['x'][0]`, from the parameter names of the module's `forward`."""
-    example = structure.unflatten(range(structure.num_leaves))
-    positional = _positional_names(module, len(example[0]))
-    names = []
-    for path, _ in leaves_by_path(example):
+def _leaf_names(positional: Sequence[str], call: Any) -> Iterator[str]:
+    """Yield names such as `input_ids` or `batch['x'][0]` of the leaves of `(args, kwargs)`."""
+    for path, _ in leaves_by_path(call):
         # The first key of a path chooses between `args` and `kwargs`, the second the argument.
         first, rest = path[1], path[2:]
         head = positional[first.idx] if isinstance(first, pytree.SequenceKey) else str(first.key)
-        names.append(head + pytree.keystr(rest))
-    return names
-
-
-def _positional_names(module: nn.Module, count: int) -> list[str]:
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds][1:]  # without `self`
-    return [names[index] if index < len(names) else f"args[{index}]" for index in range(count)]
+        yield head + pytree.keystr(rest)
 
 
 def without_omitted_arguments(
@@ -388,6 +384,7 @@ class OutputView:
         """Return the view of an input or buffer; None if that has another layout in memory than at the capture."""
         if self.layout is None:
             return tensor
+        # The strides of the view are those in a contiguous tensor.
         if not tensor.is_contiguous():
             return None
         size, stride, offset = self.layout
@@ -469,6 +466,7 @@ def find_output_views(
     for output, node in outputs.items():
         value = node.meta["val"]
         kind, name, source = held.get(storage_of(value), ("", "", value))
+        # A view of another dtype, such as `view_as_real`, has no strides in the tensor that it is a view of.
         if not kind or value.dtype != source.dtype:
             continue
         layout = (tuple(value.shape), tuple(value.stride()), value.storage_offset())

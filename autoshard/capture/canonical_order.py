@@ -14,7 +14,7 @@ from torch import fx
 
 from autoshard.capture._torch import OpOverload
 from autoshard.capture.export import Exported, ExportedInput
-from autoshard.capture.nodes import closure, is_in_place, is_random, regions_of, statistics
+from autoshard.capture.nodes import closure, is_in_place, is_random, operands_first, regions_of, statistics
 
 aten = torch.ops.aten
 
@@ -64,26 +64,17 @@ def _order_nodes(graph: fx.Graph, movable: set[fx.Node], roots: Iterable[fx.Node
     fixed = [node for node in graph.nodes if node not in movable and node.op != "placeholder"]
     # Movable results that only the output reads come in the order of the outputs, before the output node itself.
     for root in [*fixed[:-1], *roots, fixed[-1]]:
-        if root.target in _ASSERTIONS:
-            continue
-        # Depth first with an explicit stack: chains of operators may be longer than Python's recursion limit.
-        stack = [(root, iter(root.all_input_nodes))]
-        while stack:
-            node, operands = stack[-1]
-            operand = next((operand for operand in operands if operand in movable and operand not in ordered), None)
-            if operand is None:
-                stack.pop()
+        if root.target not in _ASSERTIONS:
+            for node in operands_first(root, lambda operand: operand in movable and operand not in ordered):
                 if node.op != "placeholder":
                     ordered[node] = None
-            else:
-                stack.append((operand, iter(operand.all_input_nodes)))
     return list(ordered)
 
 
 def _movable(exported: Exported) -> set[fx.Node]:
     """Return the nodes that may run at any time after their operands, and depend on nothing that is trained."""
     graph = exported.graph
-    ordered_by_memory = _mutation_neighbours(graph, exported.graph_module)
+    ordered_by_memory = _mutation_neighbours(graph)
     trained = {
         node for node, item in exported.placeholders.items() if item.kind == "parameter" or item.fake.requires_grad
     }
@@ -91,12 +82,12 @@ def _movable(exported: Exported) -> set[fx.Node]:
     for node in graph.nodes:
         if not trained.isdisjoint(node.all_input_nodes):
             trained.add(node)
-        elif node not in ordered_by_memory and _is_pure(node, exported.graph_module):
+        elif node not in ordered_by_memory and _is_pure(node):
             movable.add(node)
     return movable
 
 
-def _is_pure(node: fx.Node, module: torch.nn.Module) -> bool:
+def _is_pure(node: fx.Node) -> bool:
     """Return True if a node only computes the same result from the same operands."""
     if node.op == "get_attr":
         return True
@@ -104,15 +95,15 @@ def _is_pure(node: fx.Node, module: torch.nn.Module) -> bool:
         return False
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.returns) and not is_in_place(node) and not is_random(node)
-    regions = list(regions_of(node, module))
+    regions = [region for _, region in regions_of(node)]
     if regions:
-        inner = ((call, region) for _, region in regions for call in region.graph.nodes if call.op == "call_function")
-        return all(call.target in _ASSERTIONS or _is_pure(call, region) for call, region in inner)
+        inner = (call for region in regions for call in region.graph.nodes if call.op == "call_function")
+        return all(call.target in _ASSERTIONS or _is_pure(call) for call in inner)
     # Functions of Python's `operator` are pure, such as `getitem` and arithmetic on sizes; other code may not be.
     return getattr(operator, getattr(node.target, "__name__", ""), None) is node.target
 
 
-def _mutation_neighbours(graph: fx.Graph, module: torch.nn.Module) -> set[fx.Node]:
+def _mutation_neighbours(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes in memory that some node changes in place, and the readers of that memory."""
 
     def sharing_nodes(node: fx.Node) -> list[fx.Node]:
@@ -120,20 +111,20 @@ def _mutation_neighbours(graph: fx.Graph, module: torch.nn.Module) -> set[fx.Nod
         views = [user for user in node.users if _may_share(user)]
         return views + (node.all_input_nodes if _may_share(node) else [])
 
-    operands = (operand for node in graph.nodes for operand in _mutated_operands(node, module))
+    operands = (operand for node in graph.nodes for operand in _mutated_operands(node))
     changed = closure(operands, sharing_nodes)
     return changed | {user for node in changed for user in node.users}
 
 
-def _mutated_operands(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
+def _mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the operands that a node may change in place."""
     if node.op != "call_function" or node.target in _ASSERTIONS:
         return
-    yield from statistics(node, module)
+    yield from statistics(node)
     if isinstance(node.target, OpOverload):
         if is_in_place(node):
             yield from node.all_input_nodes
-    elif any(not _is_pure(node, module) for _ in regions_of(node, module)):
+    elif any(True for _ in regions_of(node)) and not _is_pure(node):
         yield from node.all_input_nodes
 
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import linecache
 import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import fx
 
-from autoshard.capture._torch import GuardOnDataDependentSymNode, around_dynamo, attribute_patch
+from autoshard.capture._torch import around_dynamo
 from autoshard.errors import AutoshardError, CaptureError
 
 # Torch computes sizes with sympy, which draws random numbers.
@@ -107,32 +105,6 @@ class ModelError(Exception):
         self.error = error
 
 
-@contextlib.contextmanager
-def refusing_branches(module: nn.Module, has_read: Callable[[], bool]) -> Iterator[None]:
-    """Context in which a branch on data in `forward` is a `CaptureError`, before torch writes out the whole graph.
-
-    Args:
-        module: the module that is captured.
-        has_read: returns True if a branch that `forward` took depends on the numbers in its inputs. An error behind it
-            is the model's own.
-    """
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(*args, **kwargs)
-        except GuardOnDataDependentSymNode as error:
-            raise capture_error(type(module).__name__, error) from error
-        except Exception as error:
-            if has_read() and _is_raised_by_user(error):
-                raise ModelError(error) from error
-            raise
-
-    with attribute_patch(module, "forward", refusing):
-        yield
-
-
 class Regions:
     """The user's lines at which Dynamo reads code for a graph of its own, such as that of a branch or a loop."""
 
@@ -156,7 +128,7 @@ class Regions:
                 )
 
 
-def _is_raised_by_user(error: Exception) -> bool:
+def is_raised_by_user(error: Exception) -> bool:
     """Return True if a `raise` or an `assert` of the user's raised the error."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     line = last.line or ""

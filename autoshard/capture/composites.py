@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture.attention_operator import attention, attention_with_dropout
 from autoshard.capture.capture_errors import is_users_file, running_line
 from autoshard.capture.fake_module import DEVICE
-from autoshard.capture.nodes import argument_of, graphs_of
+from autoshard.capture.nodes import argument_of
 from autoshard.capture.operators import ctc_loss, embedding_bag, rms_norm
 from autoshard.capture.recurrence import gru, lstm, rnn_relu, rnn_tanh
 from autoshard.capture.time_loops import gru_cell, lstm_cell
@@ -28,20 +28,12 @@ from autoshard.errors import CaptureError
 aten = torch.ops.aten
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
+def attend(query: Tensor, *operands: Any, **options: Any) -> Tensor:
     """Return `torch.nn.functional.scaled_dot_product_attention` in code that is traced and was not exported."""
     # Exported nodes note the dtype of their result; here it is that of autocast, where autocast acts.
     cast = torch.is_autocast_enabled("cpu") and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype("cpu") if cast else query.dtype
-    return attention(query, key, value, attn_mask, dropout_p, is_causal, **options, dtype=dtype)
+    return attention(query, *operands, **options, dtype=dtype)
 
 
 def gaussian_nll_loss(
@@ -157,6 +149,7 @@ def _warn_of_cuda_query() -> None:
         )
 
 
+# Functions by the operators that they replace; each takes the dtype that `torch.export` noted of the result.
 _TRACED_AS: dict[Any, Callable[..., Any]] = {
     aten.rms_norm.default: rms_norm,
     aten.lstm_cell.default: lstm_cell,
@@ -166,17 +159,15 @@ _TRACED_AS: dict[Any, Callable[..., Any]] = {
     aten.rnn_tanh.input: rnn_tanh,
     aten.rnn_relu.input: rnn_relu,
 }
-"""Functions by the operators that they replace; each takes the dtype that `torch.export` noted of the result."""
 
 
-def replace_composites(module: fx.GraphModule) -> None:
+def replace_composites(graph: fx.Graph) -> None:
     """Replace recurrent layers and cells, attention and root-mean-square norms by functions that are traced."""
-    for graph in graphs_of(module):
-        for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-            node.target = attention_with_dropout if argument_of(node, "dropout_p", 0.0) else attention
-            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
-        for target, function in _TRACED_AS.items():
-            for node in graph.find_nodes(op="call_function", target=target):
-                node.target = function
-                value = node.meta["val"]
-                node.kwargs = {**node.kwargs, "dtype": (value if isinstance(value, Tensor) else value[0]).dtype}
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        node.target = attention_with_dropout if argument_of(node, "dropout_p", 0.0) else attention
+        node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+    for target, function in _TRACED_AS.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.target = function
+            value = node.meta["val"]
+            node.kwargs = {**node.kwargs, "dtype": (value if isinstance(value, Tensor) else value[0]).dtype}

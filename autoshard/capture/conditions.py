@@ -1,8 +1,8 @@
-"""Values that Python reads from the numbers in inputs while `forward` is captured, and a program that reads them again.
+"""Numbers that Python reads while `forward` is captured: those in inputs, and those that `forward` counts with.
 
-A graph holds the branches that the example took. A call in which one of these values differs needs another graph.
-
-Stand-ins for numbers that `forward` counts with and containers that it fills: they raise an error when read.
+A graph holds the branches that the example took. A call in which a value read from an input differs needs another
+graph: a program reads the values again. Numbers that `forward` only counts with, and containers that it only fills,
+are no condition: stand-ins for them raise an error when they are read.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Conditions:
             return []
         passed = [tensors[name].detach() for name in self.inputs]
         inputs = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in passed]
+        # Without numbers there is no answer, and the graph is not known to be right.
         if any(tensor.is_meta for tensor in inputs):
             return [False] * len(self.readings)
         self._move(inputs[0].device)
@@ -208,6 +209,7 @@ class InputProgram:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator to the program, and return its node."""
         node = self._graph.call_function(target, args, kwargs)
+        # The same in every call: to read it is no condition.
         if self._fixed.issuperset(node.all_input_nodes):
             self._fixed.add(node)
         with outside_functions(), torch.no_grad():
@@ -235,13 +237,14 @@ class InputProgram:
             copy = self._input(name, value)
             # A mixed precision policy may have cast the input; the caller's own must not be changed in place.
             dtype = node.meta["val"].dtype
-            return self.call(_cast_copy, copy, dtype) if changes or value.dtype != dtype else copy
+            return self.call(aten.to.dtype, copy, dtype, False, True) if changes or value.dtype != dtype else copy
         if node.op == "get_attr":
             constant = _constant(getattr(root, str(node.target)))
             assert constant is not None
             name = f"constant_{len(self._values)}"
             copy = self._graph.get_attr(name)
             self._fixed.add(copy)
+            # A copy: the model may change its tensor in place later.
             with outside_functions():
                 self._values[copy] = self._constants[name] = constant.detach().clone()
             return copy
@@ -252,6 +255,7 @@ class InputProgram:
 
     def _input(self, name: str, value: Tensor) -> fx.Node:
         if name not in self._named:
+            # Placeholders come first in a graph, and an input may be read late.
             with self._graph.inserting_before(next(iter(self._graph.nodes), None)):
                 copy = self._graph.placeholder(f"input_{len(self._named)}")
             self._named[name] = copy
@@ -276,12 +280,12 @@ class InputProgram:
         return Conditions(tuple(names[node] for node in placeholders), tuple(self._readings), program)
 
 
+# Operators that read only the shape of their second operand, and the operators that take the shape itself.
 _LIKE: Mapping[Any, Any] = {
     aten.expand_as.default: aten.expand.default,
     aten.view_as.default: aten.view.default,
     aten.reshape_as.default: aten.reshape.default,
 }
-"""Operators that read only the shape of their second operand, and the operators that take the shape itself."""
 
 
 def _is_like(node: fx.Node) -> bool:
@@ -290,10 +294,6 @@ def _is_like(node: fx.Node) -> bool:
 
 
 _CAST = operators_under_autocast("CPU")
-
-
-def _cast_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype, copy=True)
 
 
 def _is_same(now: Tensor, value: Tensor) -> Tensor:
@@ -356,6 +356,7 @@ class Counter:
             number = operation(operand, number) if comes_first else operation(number, operand)
         return number
 
+    # Attributes that numbers have, such as `real` or `is_integer`.
     def __getattr__(self, name: str) -> NoReturn:
         _refuse(self)
 
@@ -368,6 +369,7 @@ def _refuse(counter: Any, *_: Any, **__: Any) -> NoReturn:
 
 def _arithmetic(operation: Callable[[Any, Any], Any], comes_first: bool) -> Callable[[Counter, Any], Counter]:
     def apply(counter: Counter, operand: Any) -> Counter:
+        # Another operand, such as a tensor, would get the number into what is computed.
         if type(operand) not in (int, float, bool):
             _refuse(counter)
         steps = (*counter.steps, (operation, operand, comes_first))

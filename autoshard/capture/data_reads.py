@@ -7,18 +7,17 @@ import contextlib
 import linecache
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
-from autoshard.capture.call_layout import RuntimeCheck, call_tensors
+from autoshard.capture.call_layout import RuntimeCheck
 from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
-from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
+from autoshard.capture.conditions import InputProgram, NoNumbersError
 from autoshard.capture.nodes import closure, is_random
 from autoshard.errors import CaptureError
 
@@ -39,19 +38,6 @@ READS = (
 _BOOL_CONVERSIONS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Assumption:
-    """A flag that depends on what a graph computes, and the value that the graph assumes: every run checks it.
-
-    Attributes:
-        flag: a tensor of one element, in the graph under construction.
-        check: its assumed value, line and error.
-    """
-
-    flag: Tensor
-    check: RuntimeCheck
-
-
 class DataReads(TorchFunctionMode):
     """Mode in which `forward` reads numbers of its inputs from the example.
 
@@ -64,7 +50,9 @@ class DataReads(TorchFunctionMode):
         note_number: called with every other number that is read, and its tensor.
 
     Attributes:
-        assumptions: flags that runs of the graph have to check.
+        assumptions: flags in the graph under construction, tensors of one element, which every run has to check.
+        program: what is read from inputs.
+        running: True while `forward` runs; the mode answers no other code.
     """
 
     def __init__(
@@ -72,10 +60,11 @@ class DataReads(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._note_number = note_number
-        self.assumptions: list[Assumption] = []
+        self.assumptions: list[tuple[Tensor, RuntimeCheck]] = []
         self._examples = examples
-        self._program = InputProgram({})
-        self._running = False
+        self.program = InputProgram({})
+        self.running = False
+        # torch passes the function that was called: a method, and the function of its name, are two of them.
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{read: partial(self._number, read) for read in READS},
             torch._assert: self._assert,
@@ -97,40 +86,18 @@ class DataReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = self._handlers.get(func) if self._running else None
+        handler = self._handlers.get(func) if self.running else None
         return (handler or func)(*args, **(kwargs or {}))
 
-    @contextlib.contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context in which the mode is active; it acts on code that runs in the forward of `module`."""
-
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # torch.export may call `forward` more than once: the last call is the one that is traced.
-            self._program = InputProgram(dict(self._nodes(call_tensors(module, args, kwargs))))
-            self.assumptions, self._running = [], True
-
-        def end(*_: Any) -> None:
-            self._running = False
-
-        with (
-            module.register_forward_pre_hook(begin, with_kwargs=True),
-            module.register_forward_hook(end, always_call=True),
-            self,
-        ):
-            yield
-
-    def has_read(self) -> bool:
-        """Return True if a branch that was taken depends on the numbers in inputs."""
-        return self._program.has_read()
-
-    def conditions(self) -> Conditions:
-        """Return the conditions on the numbers in inputs."""
-        return self._program.conditions()
+    def begin(self, inputs: Mapping[str, Tensor]) -> None:
+        """Begin to answer the reads of a call, given the tensors that it takes by name."""
+        self.program = InputProgram(dict(self._nodes(inputs)))
+        self.assumptions, self.running = [], True
 
     def _copy(self, tensor: object) -> fx.Node | None:
         """Return the program's node for a tensor computed from inputs and constants alone; None for any other."""
         traced = traced_node(tensor) if isinstance(tensor, FakeTensor) else None
-        return None if traced is None else self._program.copy(*traced)
+        return None if traced is None else self.program.copy(*traced)
 
     def _nodes(self, inputs: Mapping[str, Tensor]) -> Iterator[tuple[fx.Node, tuple[str, Tensor | None]]]:
         """Yield the nodes of inputs, with their names and the example's tensors, where these have numbers."""
@@ -143,8 +110,8 @@ class DataReads(TorchFunctionMode):
 
     def _read(self, copy: fx.Node) -> Tensor:
         """Return the value of a node of the program, which becomes a condition of the graph."""
-        self._program.read(copy, running_line())
-        value: Tensor = self._program.value(copy)
+        self.program.read(copy, running_line())
+        value: Tensor = self.program.value(copy)
         return value
 
     def _answer(self, tensor: object) -> fx.Node | None:
@@ -169,15 +136,15 @@ class DataReads(TorchFunctionMode):
             return number
         if read in _BOOL_CONVERSIONS:
             # The truth of a number is the condition, not the number: calls with other numbers share the graph.
-            copy = copy if tensor.dtype is torch.bool else self._program.call(aten.ne.Scalar, copy, 0)
-        elif tensor.is_floating_point() and not self._program.is_fixed(copy):
+            copy = copy if tensor.dtype is torch.bool else self.program.call(aten.ne.Scalar, copy, 0)
+        elif tensor.is_floating_point() and not self.program.is_fixed(copy):
             if read is not Tensor.__int__:
                 raise CaptureError(
                     f"{running_line()} takes a Python float from the numbers in an input. Each batch has another, and "
                     "would need a graph of its own: keep it a tensor (leave out .item()), or pass it as a plain Python "
                     "argument."
                 )
-            copy = self._program.call(aten.trunc.default, copy)  # `int` needs no more of the number
+            copy = self.program.call(aten.trunc.default, copy)  # `int` needs no more of the number
         with outside_functions():
             return read(self._read(copy), *args, **kwargs)
 
@@ -185,14 +152,16 @@ class DataReads(TorchFunctionMode):
         """Return the answer that ordinary numbers give, which every run checks."""
         traced = traced_node(tensor) if isinstance(tensor, FakeTensor) and tensor.dtype is torch.bool else None
         answer = None if traced is None else ordinary_answer(traced[0])
+        # torch's own error names the line.
         if answer is None:
             return bool(tensor)
         check = RuntimeCheck(running_line(), answer, decides=not is_reporting_only())
-        self.assumptions.append(Assumption(tensor.detach().reshape(()), check))
+        self.assumptions.append((tensor.detach().reshape(()), check))
         return answer
 
     def _assert(self, condition: Any, message: str = "") -> None:
         if not (self._number(Tensor.__bool__, condition) if isinstance(condition, Tensor) else condition):
+            # In a carrier: torch.export would report a plain AssertionError as a failure of its own.
             raise ModelError(AssertionError(message))
 
     def _unsqueeze(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -203,12 +172,13 @@ class DataReads(TorchFunctionMode):
         return tensor.unsqueeze_(*args, **kwargs)
 
     def _equal(self, first: Tensor, second: Tensor) -> bool:
+        # Known without numbers, and so no condition.
         if first.shape != second.shape:
             return False
         copies = self._answer(first), self._answer(second)
         if None in copies:
             return torch.equal(first, second)
-        return bool(self._read(self._program.call(aten.all.default, self._program.call(aten.eq.Tensor, *copies))))
+        return bool(self._read(self.program.call(aten.all.default, self.program.call(aten.eq.Tensor, *copies))))
 
     def _positions(self, mask: Tensor) -> Tensor | None:
         """Return indices of non-zero elements, as many as in the example; None where their number is not known."""
@@ -218,7 +188,7 @@ class DataReads(TorchFunctionMode):
             copy = None  # torch makes the size a symbol; capture refuses it only if something depends on it
         if copy is None:
             return None
-        count = int(self._read(self._program.call(aten.count_nonzero.default, copy)))
+        count = int(self._read(self.program.call(aten.count_nonzero.default, copy)))
         positions: Tensor = aten.nonzero_static.default(mask, size=count)
         return positions
 
@@ -259,7 +229,7 @@ class DataReads(TorchFunctionMode):
             with contextlib.suppress(NoNumbersError):
                 copy = self._copy(repeats)
                 if copy is not None:
-                    kwargs["output_size"] = int(self._read(self._program.call(aten.sum.default, copy)))
+                    kwargs["output_size"] = int(self._read(self.program.call(aten.sum.default, copy)))
         return torch.repeat_interleave(tensor, *args, **kwargs)
 
     def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -282,19 +252,21 @@ class DataReads(TorchFunctionMode):
         copies = [self._answer(argument) if isinstance(argument, FakeTensor) else argument for argument in args]
         if copies[0] is None:
             return function(*args, **kwargs)
-        copy = self._program.call(function, *copies, **kwargs)
-        results = self._program.value(copy)
+        copy = self.program.call(function, *copies, **kwargs)
+        results = self.program.value(copy)
         if isinstance(results, Tensor):
             return self._literal(copy)
-        return tuple(self._literal(self._program.call(operator.getitem, copy, place)) for place in range(len(results)))
+        return tuple(self._literal(self.program.call(operator.getitem, copy, place)) for place in range(len(results)))
 
     def _literal(self, copy: fx.Node) -> Tensor:
         """Return a constant with the value of a node of the program, which becomes a condition of the graph."""
         value = self._read(copy)
+        # Made of plain numbers: the tensor of the program is not one that the export knows.
         return torch.tensor(value.tolist(), dtype=value.dtype).reshape(value.shape)
 
     def _call_decomposition(self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         """Return a decomposition by a function that raises no error itself; every run checks for its failure."""
+        # Functions that raise need the numbers at once. Their forms with `info` compute the same.
         result, info = function(*args, **kwargs)
         check = RuntimeCheck(
             running_line(),
@@ -302,29 +274,29 @@ class DataReads(TorchFunctionMode):
             f"{name}: the input is singular, or has no such decomposition",
             torch.linalg.LinAlgError,  # type: ignore[attr-defined]
         )
-        self.assumptions.append(Assumption((info.detach() == 0).all(), check))
+        self.assumptions.append(((info.detach() == 0).all(), check))
         return result
 
 
+# Functions whose results have sizes that depend on numbers, and that are no matter of positions of a mask.
 _DATA_DEPENDENT = (
     *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
     *(torch.bincount, Tensor.bincount),
 )
-"""Functions whose results have sizes that depend on numbers, and that are no matter of positions of a mask."""
 
 _LIKE_FACTORIES = (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
+# Functions that make tensors of sizes that may be passed as tensors.
 _FACTORIES = (
     *(torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.linspace),
     *_LIKE_FACTORIES,
 )
-"""Functions that make tensors of sizes that may be passed as tensors."""
 
+# Functions that raise an error for some numbers, and their forms that return it in a second result.
 _WITH_ERRORS: dict[Any, tuple[Callable[..., Any], str]] = {
     **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), (torch.linalg.inv_ex, "linalg.inv")),
     torch.linalg.cholesky: (torch.linalg.cholesky_ex, "linalg.cholesky"),
     torch.linalg.solve: (torch.linalg.solve_ex, "linalg.solve"),
 }
-"""Functions that raise an error for some numbers, and their forms that return it in a second result."""
 
 # Operands that a flag is evaluated on: the answer to all of them is that of a run without infinities or the like.
 _ORDINARY = (0.0, 1.0, -1.0, 0.5, 100.0, -100.0)
@@ -361,6 +333,7 @@ def _is_flag(node: fx.Node) -> bool:
 def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Collection[fx.Node], number: float) -> bool:
     """Return the flag where all operands are `number`; operands that are flags are True where it is positive."""
     with outside_functions(), torch.no_grad():
+        # Expanded, an operand takes the memory of one number, whatever its shape.
         values: dict[fx.Node, Any] = {}
         for operand in operands:
             like = operand.meta["val"]
@@ -379,6 +352,7 @@ def is_reporting_only() -> bool:
     if frame is None:
         return False
     number = frame.f_lineno
+    # The innermost statement at the line has to be the `if` itself, and the line has to belong to its test.
     around = [node for node in _statements(frame.f_code.co_filename) if node.lineno <= number <= (node.end_lineno or 0)]
     innermost = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
     return (

@@ -68,6 +68,7 @@ class DynamicSizes:
                 size = shapes[name][dim]
                 text = f"dim {dim} of {name} is {size}"
                 value, rest = divmod(size - constant, factor)
+                # A dim that is a multiple, such as 8 * batch, takes no other sizes.
                 if rest:
                     raise InputError(f"{text}, and was declared to be {expr}: pad the input to such a size.")
                 if values.setdefault(symbol, (value, text))[0] != value:
@@ -115,7 +116,7 @@ def may_be_dynamic(dynamic: Dynamic, shapes: Mapping[str, tuple[int, ...]]) -> b
 
 
 def export_dynamic(
-    twin: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Dynamic
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Dynamic
 ) -> tuple[torch.export.ExportedProgram, dict[str, dict[int, str]]]:
     """Export with dynamic sizes.
 
@@ -126,17 +127,26 @@ def export_dynamic(
         InputError: an input, a dim or a name is not valid, or the example is too small to stand for others.
         UserError: (of torch) the model allows no other size than the example's.
     """
-    inputs = call_tensors(twin, args, kwargs)
+    inputs = call_tensors(module, args, kwargs)
     dims = _declared_dims(inputs, dynamic)
-    try:
-        program = _export(twin, args, kwargs, inputs, dims)
-    except UserError as error:
-        # The model limits a size, such as by its longest sequence: export again within that range.
-        refined = _refine_dims(dims, str(error))
-        if refined is None:
-            raise
-        dims = refined
-        program = _export(twin, args, kwargs, inputs, dims)
+
+    def export() -> torch.export.ExportedProgram:
+        shapes = ShapesCollection()
+        for name, dims_of_input in dims.items():
+            shapes[inputs[name]] = dict(dims_of_input)
+        dynamic_shapes = shapes.dynamic_shapes(module, args, dict(kwargs))
+        return torch.export.export(module, args, dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
+
+    with _named_keywords(module, kwargs):
+        try:
+            program = export()
+        except UserError as error:
+            # The model limits a size, such as by its longest sequence: export again within that range.
+            refined = _refine_dims(dims, str(error))
+            if refined is None:
+                raise
+            dims = refined
+            program = export()
     # A multiple such as `8 * batch` has the name of its root.
     roots = {name: {dim: getattr(each, "root", each).__name__ for dim, each in of.items()} for name, of in dims.items()}
     return program, roots
@@ -168,26 +178,11 @@ def _torch_dim(declaration: object, known: dict[str, Any], where: str) -> Any:
     return known.setdefault(declaration, Dim(declaration))
 
 
-def _export(
-    twin: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    inputs: Mapping[str, torch.Tensor],
-    dims: Mapping[str, Mapping[int, Any]],
-) -> torch.export.ExportedProgram:
-    shapes = ShapesCollection()
-    for name, dims_of_input in dims.items():
-        shapes[inputs[name]] = dict(dims_of_input)
-    with _named_keywords(twin, kwargs):
-        dynamic_shapes = shapes.dynamic_shapes(twin, args, dict(kwargs))
-        return torch.export.export(twin, args, dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
-
-
 @contextlib.contextmanager
-def _named_keywords(twin: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _named_keywords(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context in which the signature of `forward` names each argument that its `**kwargs` takes."""
     # With dynamic sizes `torch.export` counts such arguments twice: by their names, and as the mapping.
-    forward = twin.forward
+    forward = module.forward
     signature = inspect.signature(forward)
     named = {name: each for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD}
     if len(named) == len(signature.parameters):
@@ -199,7 +194,7 @@ def _named_keywords(twin: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None
 
     added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in named]
     vars(call)["__signature__"] = signature.replace(parameters=[*named.values(), *added])
-    with attribute_patch(twin, "forward", call):
+    with attribute_patch(module, "forward", call):
         yield
 
 

@@ -1,11 +1,13 @@
-"""The forward graph of a module by `torch.export`, with one placeholder per tensor and a flat tuple of outputs.
+"""The forward graph of a module, with one placeholder per tensor and a flat tuple of outputs; effects of its nodes.
 
-Modules that are flat graphs of operators already, and so need no export.
+`torch.export` makes the graph, while everything is watched that it would lose or get wrong. A module that is a flat
+graph of operators already, such as a stage of a pipeline, needs no export.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeGuard
@@ -16,6 +18,7 @@ from torch import fx, nn
 from autoshard.capture._torch import (
     FakeTensor,
     FakeTensorMode,
+    GuardOnDataDependentSymNode,
     InputKind,
     TensorArgument,
     attribute_patch,
@@ -23,7 +26,6 @@ from autoshard.capture._torch import (
     storage_of,
     version_of,
 )
-from autoshard.capture.assigned_tensors import AssignedTensors, SetBuffer
 from autoshard.capture.call_layout import (
     CallLayout,
     Constant,
@@ -31,10 +33,19 @@ from autoshard.capture.call_layout import (
     ResultLayout,
     RuntimeCheck,
     call_layout,
+    call_tensors,
     find_output_views,
     result_names,
 )
-from autoshard.capture.capture_errors import Regions, node_line, node_place, refusing_branches, running_line
+from autoshard.capture.capture_errors import (
+    ModelError,
+    Regions,
+    capture_error,
+    is_raised_by_user,
+    node_line,
+    node_place,
+    running_line,
+)
 from autoshard.capture.composites import Exportable, replace_composites
 from autoshard.capture.data_reads import DataReads
 from autoshard.capture.dynamic import Dynamic, export_dynamic
@@ -43,9 +54,9 @@ from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.host_random import HostRandom
 from autoshard.capture.masks import replace_position_masks
-from autoshard.capture.nodes import closure, is_random, statistics
+from autoshard.capture.nodes import closure, graphs_of, is_random, statistics
 from autoshard.capture.python_calls import PythonCalls, module_tensors, replace_python_calls, tensors_of
-from autoshard.capture.python_state import PythonState, StateWatch
+from autoshard.capture.python_state import AssignedTensors, PythonState, SetBuffer, StateWatch
 from autoshard.capture.routing import replace_routing
 from autoshard.errors import CaptureError
 
@@ -56,6 +67,7 @@ ExportedKind = Literal["parameter", "buffer", "constant", "input"]
 ASSIGNS = "assigns"
 """Key in the meta of a copy into a buffer that comes behind all readers of the buffer."""
 
+# What a graph can hold; other inputs, such as generators and tokens of effects, are refused.
 _KINDS: dict[InputKind, ExportedKind] = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",
@@ -135,58 +147,123 @@ def export_forward(
     Raises:
         CaptureError: no graph can hold what `forward` does.
     """
-    twin = state.twin
-    opaque = OpaqueOutputs()
+    module = state.twin
     state.mutations.note_state()
-    reads = DataReads(examples, state.mutations.note_number)
-    assigned = AssignedTensors(twin, state.mutations, lambda: [assumption.flag for assumption in reads.assumptions])
-    twin.register_forward_hook(opaque)
-    calls, regions = PythonCalls(twin, state.mutations), Regions()
-    # Modes that are entered later see calls of torch earlier: reads of numbers before the replacement of operators.
-    with (
-        refusing_branches(twin, reads.has_read),
-        assigned.watching(),
-        GradientCode(calls).watching(twin),
-        capturable_flex_attention(),
-        Exportable(),
-        regions.watching(),
-        HostRandom(state.mutations).watching(twin),
-        reads.watching(twin),
-        _unconverted_modules(),
-        state.traced_parameters,
-        state.watching(),
-    ):
+    watch = _ForwardWatch(state, examples)
+    with watch.watching():
         if dynamic:
-            program, sizes = export_dynamic(twin, args, kwargs, dynamic)
+            program, sizes = export_dynamic(module, args, kwargs, dynamic)
         else:
-            program, sizes = torch.export.export(twin, args, dict(kwargs), strict=False), {}
-    opaque.warn(type(twin).__name__)
-    regions.check(program.graph)
+            program, sizes = torch.export.export(module, args, dict(kwargs), strict=False), {}
+    watch.opaque.warn(type(module).__name__)
+    watch.regions.check(program.graph)
     python_state = state.state()
-    replace_python_calls(program.graph_module, calls)
-    replace_composites(program.graph_module)
-    replace_routing(program.graph_module)
-    names = named_tensors(twin)
+    for graph in graphs_of(program.graph_module):
+        replace_python_calls(graph, watch.calls)
+        replace_composites(graph)
+        replace_routing(graph)
+    names = named_tensors(module)
     structure = program.call_spec.in_spec
     assert structure is not None
     # torch.export orders keyword arguments as `forward` does, not as the caller.
     keywords = structure.unflatten(range(structure.num_leaves))[1]
     leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
-    call = call_layout(twin, structure, leaves)
+    call = call_layout(module, structure, leaves)
     graph_module = program.graph_module
-    inputs = _take_inputs(program, names, call, leaves, bool(sizes), state)
+    inputs = _take_inputs(program, names, zip(call.leaves, leaves, strict=True), bool(sizes), state)
     placeholders = dict(zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     constants = {node: item.value for node, item in placeholders.items() if item.value is not None}
     replace_position_masks(graph_module.graph, constants)
-    checks = tuple(assumption.check for assumption in reads.assumptions)
-    outputs, set_buffers, result = _take_outputs(program, assigned, checks)
+    checks = tuple(check for _, check in watch.reads.assumptions)
+    outputs, set_buffers, result = _take_outputs(program, watch.assigned, checks)
     kinds = {node: item.kind for node, item in placeholders.items()}
-    buffers = tuple(_take_buffers(zip(assigned.buffers, set_buffers, strict=True), names, kinds))
+    buffers = tuple(_take_buffers(zip(watch.assigned.buffers, set_buffers, strict=True), names, kinds))
     sources = [(item.kind, item.name, node) for node, item in placeholders.items()]
     views = dict(find_output_views(dict(zip(result.names, outputs, strict=False)), sources))
     result = replace(result, views=views)
-    python_state = replace(python_state, conditions=reads.conditions())
+    python_state = replace(python_state, conditions=watch.reads.program.conditions())
     return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes, buffers, python_state)
+
+
+class _ForwardWatch:
+    """All that is watched while the `forward` of a twin is exported.
+
+    Args:
+        state: has the twin, and records its reads and changes of Python's state.
+        examples: the inputs by name, as far as they have numbers.
+
+    Attributes:
+        opaque: objects that no graph can return.
+        reads: reads of numbers in tensors.
+        assigned: tensors that the call leaves in Python.
+        calls: Python code that acts on gradients.
+        regions: branches and loops.
+    """
+
+    def __init__(self, state: StateWatch, examples: Mapping[str, torch.Tensor]) -> None:
+        self._state = state
+        self.opaque = OpaqueOutputs()
+        self.reads = DataReads(examples, state.mutations.note_number)
+        self.assigned = AssignedTensors(
+            state.twin, state.mutations, lambda: [flag for flag, _ in self.reads.assumptions]
+        )
+        self.calls = PythonCalls(state.twin, state.mutations)
+        self.regions = Regions()
+        self._gradients = GradientCode(self.calls)
+        self._random = HostRandom(state.mutations)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context of the export."""
+        forward = self._state.twin.forward
+
+        @functools.wraps(forward)
+        def run_watched(*args: Any, **kwargs: Any) -> Any:
+            return self._run(forward, args, kwargs)
+
+        # Modes that are entered later see calls of torch earlier: reads of numbers before the replacement of operators.
+        with (
+            attribute_patch(self._state.twin, "forward", run_watched),
+            self.assigned.watching(),
+            self._gradients.watching(),
+            capturable_flex_attention(),
+            Exportable(),
+            self.regions.watching(),
+            self._random.watching(),
+            self.reads,
+            _unconverted_modules(),
+            self._state.traced_parameters,
+            self._state.watching(),  # last, so that no code but that of `forward` is watched
+        ):
+            yield
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one call, and return its output with the tensors that it leaves."""
+        # torch.export may call `forward` more than once: every watch begins anew, and the last call is the traced one.
+        state, model = self._state, type(self._state.twin).__name__
+        self.assigned.begin()
+        self._gradients.begin()
+        self._random.begin()
+        self.reads.begin(call_tensors(state.twin, args, kwargs))
+        state.begin()
+        try:
+            output = forward(*args, **kwargs)
+            state.end()  # before code of this library reads attributes of the module
+            output = self.assigned.end(self.opaque.replace(output))
+            self._gradients.end(output)
+            self._random.end(model)
+        except GuardOnDataDependentSymNode as error:
+            # Raised here, before torch writes the whole graph into a message of its own.
+            raise capture_error(model, error) from error
+        except Exception as error:
+            # Behind a branch that depends on numbers in inputs, an error is the model's own answer to these numbers.
+            if self.reads.program.has_read() and is_raised_by_user(error):
+                raise ModelError(error) from error
+            raise
+        finally:
+            # torch's code that runs behind `forward` is not watched, nor behind an error.
+            state.running = self._gradients.running = self._random.running = self.reads.running = False
+        return output
 
 
 @contextlib.contextmanager
@@ -214,6 +291,7 @@ def _unconverted_modules() -> Iterator[None]:
 def named_tensors(module: nn.Module) -> NamedTensors:
     """Return the parameters and buffers of a module."""
     names = NamedTensors()
+    # By identity, since tensors are compared number by number.
     by_identity: dict[int, str] = {}
     for name, tensor in module_tensors(module):
         first = by_identity.setdefault(id(tensor), name)
@@ -226,8 +304,7 @@ def named_tensors(module: nn.Module) -> NamedTensors:
 def _take_inputs(
     program: torch.export.ExportedProgram,
     names: NamedTensors,
-    call: CallLayout,
-    leaves: list[Any],
+    passed: Iterator[tuple[str | Constant, Any]],
     dynamic: bool,
     state: StateWatch,
 ) -> tuple[ExportedInput, ...]:
@@ -241,7 +318,6 @@ def _take_inputs(
         if isinstance(tensor, torch.Tensor)
     }
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    user = iter(zip(call.leaves, leaves, strict=True))
     first: dict[tuple[str, str], fx.Node] = {}
     inputs = []
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
@@ -254,7 +330,7 @@ def _take_inputs(
             )
         value = None
         if kind == "input":
-            name, fake = next(user)
+            name, fake = next(passed)
             if isinstance(name, Constant):
                 graph.erase_node(node)
                 continue
@@ -264,7 +340,9 @@ def _take_inputs(
             reader = next(iter(node.users), node)
             if not _has_storage(constant):
                 raise _lost_error(reader)
-            state.check_constant(constant, node_line(reader))
+            # Another call would not find it.
+            state.mutations.check_constant(constant, node_line(reader))
+            state.traced_parameters.check_constant(constant, node_line(reader))
             # A fake constant of no attribute was made by code that the export did not trace.
             if isinstance(constant, FakeTensor) and name not in attributes:
                 raise _lost_error(reader)
@@ -309,7 +387,7 @@ def _take_outputs(
     program: torch.export.ExportedProgram, assigned: AssignedTensors, checks: tuple[RuntimeCheck, ...]
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...], ResultLayout]:
     """Return the nodes of outputs and flags, those of assigned buffers, and the layout of the result of `forward`."""
-    output = next(reversed(program.graph_module.graph.nodes))
+    output = program.graph_module.graph.output_node()
     structure = program.call_spec.out_spec
     assert structure is not None
     specs = program.graph_signature.output_specs
@@ -417,7 +495,7 @@ class _EffectInterpreter(fx.Interpreter):
         before = [version_of(tensor) for tensor in tensors]
         result = super().run_node(n)
         changed = [tensor for tensor, version in zip(tensors, before, strict=True) if version_of(tensor) != version]
-        changed += [self.env[source] for source in statistics(n, self.module)]
+        changed += [self.env[source] for source in statistics(n)]
         if changed:
             self.changed[n] = frozenset(storage_of(tensor) for tensor in changed)
         return result
@@ -436,27 +514,28 @@ def is_flat(module: nn.Module) -> TypeGuard[fx.GraphModule]:
     return isinstance(module, fx.GraphModule) and _KEY in module.meta
 
 
-def flat_forward(twin: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exported:
+def flat_forward(module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exported:
     """Return the forward graph of a flat fake copy, as `export_forward` does.
 
     Args:
-        twin: returns a tuple of tensors; its graph reads parameters, buffers and regions of the module.
+        module: returns a tuple of tensors; its graph reads parameters, buffers and regions of the module.
         args: fake tensors for its first placeholders, in order.
         kwargs: fake tensors for placeholders by name.
     """
-    names = named_tensors(twin)
-    parameters = {name for name, _ in twin.named_parameters(remove_duplicate=False)}
+    names = named_tensors(module)
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     graph = fx.Graph()
     held: dict[str, fx.Node] = {}
     inputs: list[ExportedInput] = []
+    # Parameters and buffers become inputs, as torch.export makes them of other modules.
     for path, tensor in names.fakes.items():
         # With a prefix, since paths may begin with digits.
         held[path] = graph.placeholder(f"own_{path}".replace(".", "_"))
         held[path].meta["val"] = tensor
         inputs.append(ExportedInput("parameter" if path in parameters else "buffer", path, tensor, None))
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    call = call_layout(twin, structure, leaves)
-    placeholders = twin.graph.find_nodes(op="placeholder")
+    call = call_layout(module, structure, leaves)
+    placeholders = module.graph.find_nodes(op="placeholder")
     by_name = {node.target: node for node in placeholders}
     copies: dict[fx.Node, fx.Node] = {}
     passed = (*placeholders[: len(args)], *(by_name[name] for name in kwargs))
@@ -465,12 +544,12 @@ def flat_forward(twin: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[st
         inputs.append(ExportedInput("input", str(name), fake, None))
     regions = nn.Module()  # the module of the new graph, whose parameters are inputs
     assigned: list[tuple[str, fx.Node]] = []
-    for node in twin.graph.nodes:
+    for node in module.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr" and target in names.first:
             copies[node] = held[names.first[target]]
         elif node.op == "get_attr":
-            regions.add_module(target, twin.get_submodule(target))
+            regions.add_module(target, module.get_submodule(target))
             copies[node] = graph.node_copy(node)
         elif ASSIGNS in node.meta:
             # A copy into a buffer, which `with_copies` made of an assignment: an assignment again.
@@ -478,7 +557,7 @@ def flat_forward(twin: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[st
             assigned.append((names.first[str(buffer.target)], copies[value]))
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    (returned,) = twin.graph.output_node().args
+    (returned,) = module.graph.output_node().args
     assert isinstance(returned, tuple)
     outputs = tuple(copies[node] for node in returned if isinstance(node, fx.Node))
     graph.output(outputs)

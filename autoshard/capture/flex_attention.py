@@ -108,7 +108,8 @@ def flex_attention(
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     key, value = (each.expand(query.shape[0], *each.shape[1:]) for each in (key, value))
-    mask = None if block_mask is None else _mask(block_mask, shape)
+    hides = block_mask is not None and block_mask.mask_mod not in (torchs.noop_mask, _keep_all)
+    mask = _evaluate_at_positions(block_mask.mask_mod, shape) if hides else None
     bias, is_sum = _score_bias(score_mod, shape, query)
     if is_sum and not return_lse and return_aux is None:
         if bias is not None:
@@ -175,13 +176,6 @@ def _keeps_all_blocks(block_mask: Any) -> bool:
     blocks = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
     with outside_modes():
         return bool((sum(counts) == blocks).all())
-
-
-def _mask(block_mask: Any, shape: Sequence[int]) -> Tensor | None:
-    """Return truth values that keep a score, `[1 or b, 1 or h, 1 or s, 1 or t]`; None for all."""
-    if block_mask.mask_mod in (torchs.noop_mask, _keep_all):
-        return None
-    return _evaluate_at_positions(block_mask.mask_mod, shape)
 
 
 def _evaluate_at_positions(function: _Modification, shape: Sequence[int], *scores: Tensor) -> Tensor:

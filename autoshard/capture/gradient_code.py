@@ -1,8 +1,6 @@
-"""Code of `forward` that acts on gradients, as calls of Python code in the exported graph.
+"""Code of `forward` that acts on gradients: while it is exported, it becomes calls in the graph or is refused.
 
 Such code is functions with their own backward, hooks on tensors, and gradients that `forward` takes.
-
-Code of `forward` that acts on gradients: while it is exported, it becomes calls in the graph or is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -38,6 +36,7 @@ from autoshard.capture._torch import (
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.mutations import Mutations
 from autoshard.capture.python_calls import (
+    SET_GRAD,
     FreeTensors,
     PythonCall,
     PythonCalls,
@@ -111,11 +110,7 @@ def _set_hook(
     handle = HookHandle()
 
     def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
-        def run(*gradients: Any) -> Any:
-            scope.note(gradients)
-            with scope:
-                return hook(*gradients)
-
+        run = _in_scope(hook, scope)
         # In a scope of FreeTensors, the call is only tried, to find the tensors that the hook reads.
         if isinstance(scope, FreeTensors):
             if owner is _identity:
@@ -154,6 +149,7 @@ def _try_hook(run: Hook, tensor: Tensor, where: str, mutations: Mutations) -> No
 
 def _hook_text(calls: PythonCalls, method: str, hook: Hook) -> str:
     """Return the text of a hook in fingerprints."""
+    # Fingerprints of all ranks have to be equal, so no text may have an address in memory.
     # Plain functions without surroundings are told apart by their source line. All others may read anything: each has
     # a number of its own.
     if isinstance(hook, FunctionType) and not (hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__):
@@ -282,12 +278,14 @@ def _scoped_function(function: type[Function], scope: TensorScope) -> type[Funct
     return scoped
 
 
-def _in_scope(backward: Callable[..., Any], scope: TensorScope) -> Callable[..., Any]:
-    @wraps(backward)
+def _in_scope(function: Callable[..., Any], scope: TensorScope) -> Callable[..., Any]:
+    """Return a hook or the backward of a function that runs in a scope, whenever autograd calls it."""
+
+    @wraps(function)
     def run(*args: Any) -> Any:
         scope.note(args)
         with scope:
-            return backward(*args)
+            return function(*args)
 
     return run
 
@@ -305,23 +303,26 @@ def _function_text(calls: PythonCalls, function: type[Function], leaves: list[An
 # torch passes the accessors of these attributes to a function mode as the functions that are called.
 _attributes: Any = Tensor
 _GET_GRAD_FN = _attributes.grad_fn.__get__
-_SET_GRAD = _attributes.grad.__set__
 _GET_DATA, _SET_DATA = _attributes.data.__get__, _attributes.data.__set__
 _SET_REQUIRES_GRAD = _attributes.requires_grad.__set__
 
 
 class GradientCode(TorchFunctionMode):
-    """A mode that puts what the forward of a module does to gradients into the exported graph.
+    """A mode that puts what `forward` does to gradients into the exported graph.
 
     Args:
         calls: the calls of Python code in that graph.
+
+    Attributes:
+        running: True while `forward` runs; the mode handles no other code.
+        differentiates: True if `forward` was called with gradients.
     """
 
     def __init__(self, calls: PythonCalls) -> None:
         super().__init__()
         self.calls = calls
         self.running = False
-        self.differentiates = False  # True if forward was called with gradients
+        self.differentiates = False
         self._lost: list[str] = []  # lines of checkpoints whose results have no gradient
         # The tensors that `.data` of tensors with a gradient returned, by id; holding them keeps the ids unique.
         self._data: dict[int, Tensor] = {}
@@ -374,30 +375,24 @@ class GradientCode(TorchFunctionMode):
         return watched and bool(args) and isinstance(args[0], Tensor) and args[0].is_leaf and args[0].requires_grad
 
     @contextlib.contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context in which the mode is active and handles what runs in the forward of `module`."""
-
-        def begin(*_: Any) -> None:
-            self.running, self.differentiates = True, torch.is_grad_enabled()
-
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            self.running = False
-            if self._lost and not any(tensor.requires_grad for tensor in tensors_of(output)):
-                raise CaptureError(
-                    f"nothing that forward returns has a gradient: {self._lost[0]} runs a reentrant checkpoint, whose "
-                    "result has none where no argument of the function needs one. Pass use_reentrant=False to "
-                    "torch.utils.checkpoint.checkpoint (Hugging Face: gradient_checkpointing_kwargs="
-                    '{"use_reentrant": False}), or leave it out and say recompute= to autoshard.'
-                )
-
-        with (
-            module.register_forward_pre_hook(begin),
-            module.register_forward_hook(end, always_call=True),
-            collect_calls(self.calls),
-            self,
-            _interception(),
-        ):
+    def watching(self) -> Iterator[None]:
+        """Context of the export, in which the mode is active."""
+        with collect_calls(self.calls), self, _interception():
             yield
+
+    def begin(self) -> None:
+        """Begin to handle the code of a call."""
+        self.running, self.differentiates = True, torch.is_grad_enabled()
+
+    def end(self, output: Any) -> None:
+        """Raise a `CaptureError` if checkpoints are the reason why no output of the call has a gradient."""
+        if self._lost and not any(tensor.requires_grad for tensor in tensors_of(output)):
+            raise CaptureError(
+                f"nothing that forward returns has a gradient: {self._lost[0]} runs a reentrant checkpoint, whose "
+                "result has none where no argument of the function needs one. Pass use_reentrant=False to "
+                "torch.utils.checkpoint.checkpoint (Hugging Face: gradient_checkpointing_kwargs="
+                '{"use_reentrant": False}), or leave it out and say recompute= to autoshard.'
+            )
 
     def checkpoint(self, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Return the result of a reentrant checkpoint, traced as operators: the plan decides what is recomputed."""
@@ -414,6 +409,7 @@ class GradientCode(TorchFunctionMode):
         return None if node is None else GradientNode(self.calls, tensor, node)
 
     def _numbers(self, tensor: Tensor, owner: Any = None) -> Tensor:
+        # To torch, `.data` is `detach` without a count of changes in place.
         numbers = tensor.detach()
         if tensor.requires_grad:
             self._data[id(numbers)] = numbers
@@ -451,7 +447,7 @@ _REFUSED: dict[Any, Callable[..., None]] = {
         "sets a hook for accumulated gradients in forward, where every call would set another one. Set it on the "
         "parameter, before or after parallelizing."
     ),
-    _SET_GRAD: _refusing("sets the gradient of a tensor in forward. Do it outside of the module."),
+    SET_GRAD: _refusing("sets the gradient of a tensor in forward. Do it outside of the module."),
     _SET_DATA: _refusing(
         "gives a tensor other numbers by setting its data: no graph can hold that. Compute a new tensor; change a "
         "buffer, or a frozen parameter, with buffer.copy_(numbers) under torch.no_grad()."

@@ -125,6 +125,7 @@ class ValueGuard:
         now = self.table.get(self.name, ABSENT)
         if now is ABSENT:
             return "nothing"
+        # The text of an object may be long, or have its address in memory.
         text = repr(now) if is_plain(now) or copy_value(now) is not ABSENT else f"a {type(now).__name__}"
         return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
@@ -157,6 +158,7 @@ class TableGuard:
         """Return True if the table has the same objects."""
         if self.keys_only:
             return self.table.keys() == self.copy.keys()
+        # In order, in which hooks and submodules run.
         if self.names is None:
             now, then = list(self.table.values()), list(self.copy.values())
             return len(now) == len(then) and all(map(is_, now, then))

@@ -8,20 +8,21 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import nn
 
 from autoshard.capture._torch import attribute_patch
 from autoshard.capture.capture_errors import is_users_file, running_line
 from autoshard.capture.conditions import READS, Number
+from autoshard.capture.fake_module import NumPyGenerator
 from autoshard.capture.mutations import Mutations
-from autoshard.capture.reachable import NumPyGenerator
 from autoshard.errors import CaptureError
 
 _UNIT = ("rand", "random", "random_sample", "ranf", "sample")  # functions of NumPy that draw from 0 to 1
+# Taken before it is replaced.
 _default_rng = np.random.default_rng
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
@@ -48,6 +49,7 @@ class RandomStandIn:
         return RandomStandIn(self.low + _plain(number, self), self.high + number, self.line)
 
     def __mul__(self, number: Any) -> RandomStandIn:
+        # A negative factor turns the interval around.
         ends = self.low * _plain(number, self), self.high * number
         return RandomStandIn(min(ends), max(ends), self.line)
 
@@ -61,6 +63,7 @@ class RandomStandIn:
         return -self + number
 
     def __lt__(self, number: Any) -> bool:
+        # All numbers of the interval have to give the same answer.
         if self.high < _plain(number, self) or self.low >= number:
             return self.high < number
         raise _refusal(self.line)
@@ -108,42 +111,44 @@ class HostRandom:
 
     Args:
         mutations: its `generators` are those of NumPy that `forward` can reach.
+
+    Attributes:
+        running: True while `forward` runs.
     """
 
     def __init__(self, mutations: Mutations) -> None:
         self._mutations = mutations
         # Methods of NumPy's generators cannot be patched, so their pickled states before and after are compared.
         self._states: list[tuple[str, NumPyGenerator, bytes]] = []
-        self._running = False
+        self.running = False
         self._seeded: dict[int, object] = {}  # generators that return the same numbers in every call, by id
         self._drawn_by_others = False  # True once a library, such as torch itself, has drawn a number
 
     @contextlib.contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context of the export of a module, in which its forward is watched."""
+    def watching(self) -> Iterator[None]:
+        """Context of the export, in which functions that draw and seed are replaced."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(module.register_forward_pre_hook(self._begin))
-            stack.enter_context(module.register_forward_hook(self._end))
             for owner, name, value in self._patches():
                 stack.enter_context(attribute_patch(owner, name, value))
-            stack.callback(setattr, self, "_running", False)  # `forward` may have raised an error
             yield
 
-    def _begin(self, *_: Any) -> None:
-        self._state, self._running = _state(), True
+    def begin(self) -> None:
+        """Begin to watch a call."""
+        self._state, self.running = _state(), True
+        # Restored behind an error, so that a refused capture leaves the user's generators as they were.
         self._states = [
             (path, generator, pickle.dumps(_state_of(generator))) for path, generator in self._mutations.generators()
         ]
 
-    def _end(self, module: nn.Module, *_: Any) -> None:
-        self._running = False
+    def end(self, model: str) -> None:
+        """Raise a `CaptureError` if the call of a model of this name drew numbers in a way that no patch sees."""
         for path, generator, state in self._states:
             if pickle.dumps(_state_of(generator)) != state:
                 _set_state(generator, pickle.loads(state))
                 raise _refusal(self._mutations.line_of(path))
         # The shared generators may also be drawn from in ways that no patch sees, such as methods kept in variables.
         if not (self._seeded or self._drawn_by_others or _state() == self._state):
-            raise _refusal(f"forward of {type(module).__name__}")
+            raise _refusal(f"forward of {model}")
 
     def _patches(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Yield the owners and names of functions that draw or seed, with their replacements."""
@@ -159,13 +164,14 @@ class HostRandom:
                 raise _refusal(running_line())
             return bits(generator, count)
 
+        # Arguments are named as those of `random.seed`, since callers may name them.
         def seeding(generator: Any, a: Any = None, version: int = 2) -> None:
             self._note_seed(generator, a)
             seed(generator, a, version)
 
         for name, value in (("random", drawing), ("getrandbits", drawing_bits), ("seed", seeding)):
             yield kind, name, value
-            yield random, name, _bound(value, shared)
+            yield random, name, partial(value, shared)
         yield np.random, "default_rng", self._generator
         for name in dir(np.random):
             function = getattr(np.random, name)
@@ -177,7 +183,8 @@ class HostRandom:
                     yield owner, name, self._wrap_torch(getattr(owner, name))
 
     def _generator(self, seed: Any = None) -> np.random.Generator:
-        if seed is None and self._running and _called_by_user():
+        # With a seed, the numbers are the same in every call, and constants of the graph.
+        if seed is None and self.running and _called_by_user():
             raise _refusal(running_line())
         return _default_rng(seed)
 
@@ -204,7 +211,7 @@ class HostRandom:
 
     def _wrap_torch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._running and _called_by_user():
+            if self.running and _called_by_user():
                 raise CaptureError(
                     f"{running_line()} sets the seed of torch's random numbers in forward, which the programs of a "
                     "parallelised module do not draw from: they have a seed of their own for each step. Set it outside "
@@ -215,13 +222,14 @@ class HostRandom:
         return run
 
     def _note_seed(self, generator: object, seed: object) -> None:
-        if self._running and seed is not None:
+        if self.running and seed is not None:
             self._seeded[id(generator)] = generator
 
     def _is_watched(self, generator: object) -> bool:
         """Return True if the user's code draws from a generator that it has not seeded."""
-        if not self._running or id(generator) in self._seeded:
+        if not self.running or id(generator) in self._seeded:
             return False
+        # A library draws for purposes of its own, such as names of files; no result of the model is to depend on it.
         if _called_by_user():
             return True
         self._drawn_by_others = True
@@ -237,10 +245,6 @@ def _set_state(generator: NumPyGenerator, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
-
-
-def _bound(function: Callable[..., Any], generator: object) -> Callable[..., Any]:
-    return lambda *args, **kwargs: function(generator, *args, **kwargs)
 
 
 def _called_by_user() -> bool:

@@ -86,7 +86,7 @@ def capture(
 
     def attempt(counting: Sequence[str]) -> JointGraph:
         with _watched_twin(module, grad, counting) as watch:
-            signature = signature_of(watch.twin, args, kwargs, grad)
+            signature = signature_of(module, args, kwargs, grad)
             begin("export of forward")
             exported = _export(watch, args, kwargs, dynamic, mp_policy)
             everything = tuple(True for _ in exported.outputs)
@@ -152,7 +152,7 @@ def capture_forward(
     def attempt(counting: Sequence[str]) -> tuple[Exported, Effects]:
         with _watched_twin(module, grad, counting) as watch:
             # Raises InputError for arguments that cannot be part of a signature.
-            signature_of(watch.twin, args, kwargs, grad)
+            signature_of(module, args, kwargs, grad)
             exported = with_copies(_export(watch, args, kwargs, dynamic, mp_policy))
             _refuse_transforms(exported.graph)
             if exported.dynamic:
@@ -194,22 +194,22 @@ def _export(
     mp_policy: MixedPrecisionPolicy | None,
 ) -> Exported:
     """Return the forward graph of a fake twin, in the precisions of a policy."""
-    twin, mode = watch.twin, watch.mode
+    module = watch.twin
     args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda leaf: fake_like(leaf, mode), (real_args, dict(real_kwargs))
+        torch.Tensor, lambda leaf: fake_like(leaf, watch.mode), (real_args, dict(real_kwargs))
     )
-    if is_flat(twin):
-        exported = flat_forward(twin, args, kwargs)
-        exported = with_symbols(exported, mode) if dynamic else without_sizes(exported)
+    if is_flat(module):
+        exported = flat_forward(module, args, kwargs)
+        exported = with_symbols(exported, watch.mode) if dynamic else without_sizes(exported)
         check_sizes(exported.graph)
         return canonicalize_order(exported)
-    examples = call_tensors(twin, real_args, real_kwargs)
+    examples = call_tensors(module, real_args, real_kwargs)
     if dynamic:
-        dynamic = without_omitted_arguments(twin, dynamic, examples)
+        dynamic = without_omitted_arguments(module, dynamic, examples)
     if mp_policy is None:
         exported = export_forward(watch, args, kwargs, dynamic, examples)
     else:
-        lowered = LoweredModule(twin, mp_policy)
+        lowered = LoweredModule(module, mp_policy)
         lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
         exported = export_forward(watch, lowered_args, lowered_kwargs, dynamic, examples)
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
@@ -229,8 +229,10 @@ def _watched_twin(module: nn.Module, grad: bool, counting: Sequence[str]) -> Ite
             stack.enter_context(_without_global_hooks())
             stack.enter_context(without_tracebacks())
             stack.enter_context(unwritten_graphs())
+            # The caller may be in inference mode, whose tensors autograd does not know.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
+            # A device context sees every call of torch, and costs time: only where the default is another one.
             if torch.get_default_device() != DEVICE:
                 stack.enter_context(DEVICE)
             stack.enter_context(autocast_of_gpus())
@@ -262,6 +264,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 def _losses(exported: Exported) -> tuple[bool, ...]:
     """Return which outputs to differentiate: floating scalars, or all if there are none."""
+    # Beside a loss, models return logits and states, whose gradients no training step asks for.
     values = [node.meta["val"] for node in exported.outputs]
     scalars = tuple(value.ndim == 0 and value.is_floating_point() for value in values)
     return scalars if any(scalars) else tuple(True for _ in values)
@@ -269,19 +272,19 @@ def _losses(exported: Exported) -> tuple[bool, ...]:
 
 def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModule:
     """Trace the joint graph; outputs that are not differentiated are detached, assigned buffers follow the outputs."""
-    module = exported.graph_module
-    module.graph.erase_node(next(reversed(module.graph.nodes)))
+    graph = exported.graph
+    graph.erase_node(graph.output_node())
     results = []
     assigned = [(node, False) for _, node in exported.assigned]
     for node, has_tangent in [*zip(exported.outputs, differentiated, strict=True), *assigned]:
-        source = node if has_tangent else module.graph.call_function(aten.detach.default, (node,))
+        source = node if has_tangent else graph.call_function(aten.detach.default, (node,))
         # torch treats outputs that alias inputs, parameters or each other in ways of their own: every output is a copy
         # while it is traced. `describe` removes the copies.
-        results.append(module.graph.call_function(aten.clone.default, (source,)))
-    module.graph.output(tuple(results))
-    module.recompile()
-    with keeping_marks(module.graph):
-        return trace_joint(module, tuple(item.fake for item in exported.inputs))
+        results.append(graph.call_function(aten.clone.default, (source,)))
+    graph.output(tuple(results))
+    exported.graph_module.recompile()
+    with keeping_marks(graph):
+        return trace_joint(exported.graph_module, tuple(item.fake for item in exported.inputs))
 
 
 def _has_tangents(traced: fx.GraphModule) -> bool:

@@ -76,6 +76,8 @@ class JointGraph:
         fingerprint: hash of the graph as hexadecimal text, equal on all ranks and in all runs.
         dynamic: the sizes that calls may change, if there are any: `meta["val"]` then has the example's shapes, and
             `meta["sizes"]` of a node the shapes of its results with `DynamicSize`s in them.
+        call: makes the tensors of a call, in the order of the inputs of kind "input".
+        result: makes the value of `forward`, from tensors in the order of the outputs of kind "output".
         recomputed: names of the layers that the backward half runs again (see `capture.recomputation`).
         state: the flags, numbers, submodules and hooks that the graph depends on, the changes of these by a call, and
             the conditions on the numbers in inputs.
@@ -124,6 +126,7 @@ class JointGraph:
         sources: dict[fx.Node, frozenset[str]] = {
             item.node: frozenset([item.name]) for item in self.inputs if item.kind == "tangent"
         }
+        # Nodes stand in topological order: the sources of all operands are known.
         for node in self.graph.nodes:
             if node.op == "call_function":
                 operands = [sources[operand] for operand in node.all_input_nodes if operand in sources]
@@ -149,14 +152,6 @@ class JointGraph:
             return parse_pin(str(node.args[1]))
         return None
 
-    def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors of a call in the order of the inputs of kind "input".
-
-        Raises:
-            InputError: the call has another structure, or other values besides its tensors.
-        """
-        return self.call.flatten(args, kwargs)
-
     def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return True if a call of this signature would be captured as the same graph, by state and inputs."""
         return self.state.guards.hold() and self.state.conditions.hold(self._condition_inputs(args, kwargs))
@@ -168,14 +163,11 @@ class JointGraph:
 
     def _condition_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors of a call by name; nothing if the graph depends on no numbers in them."""
+        # Most graphs have no conditions, and this runs at every call.
         if not self.state.conditions.inputs:
             return {}
         names = [leaf for leaf in self.call.leaves if isinstance(leaf, str)]
         return dict(zip(names, self.call.flatten(args, kwargs), strict=True))
-
-    def unflatten_outputs(self, tensors: list[torch.Tensor]) -> Any:
-        """Return the value of `forward`, from tensors in the order of the outputs of kind "output"."""
-        return self.result.unflatten(tensors)
 
 
 def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:
@@ -190,6 +182,7 @@ def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[
         digest.update(f"{item.kind} {item.name}\n".encode())
     for node in graph.nodes:
         if node.op == "get_attr":
+            # The names of regions depend on the process, too: their contents count.
             region = getattr(graph.owning_module, str(node.target))
             if isinstance(region, fx.GraphModule):
                 digest.update(fingerprint((), (), region.graph).encode())

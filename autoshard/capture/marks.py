@@ -1,6 +1,7 @@
-"""`shard`: placements of an activation, written into `forward` and kept in the graph by an identity operator.
+"""Marks that a user writes into `forward`, and that a captured graph keeps.
 
-`replicate` and `split`: stretches of `forward` marked with how they are to be parallelised (Whale 3.1).
+`shard` pins the placements of an activation, by an identity operator. `replicate` and `split` mark stretches of
+`forward` with how they are to be parallelised (Whale 3.1).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autoshard.capture._torch import StridedShard, annotate_nodes, tracing_annot
 from autoshard.errors import HintError
 from autoshard.names import ancestors
 
+# A context variable: other threads may run models while one captures.
 CAPTURE: ContextVar[Iterator[int] | None] = ContextVar("autoshard_capture", default=None)
 """Numbers for the task graphs of the capture that runs; None outside of a capture."""
 
@@ -130,6 +132,7 @@ pin.register_autograd(_backward, setup_context=_setup_context)
 _MARK = "autoshard_task_graph"  # the key, in `node.meta["custom"]`, of the mark of operators under a primitive
 _DEFAULT = "_autoshard_default_strategy"  # the attribute of a module that `set_default_strategy` makes
 
+# A stack, since one primitive may be entered several times, also inside of itself.
 _entered: ContextVar[tuple[contextlib.ExitStack, ...]] = ContextVar("autoshard_entered", default=())
 
 
@@ -155,6 +158,7 @@ class Primitive:
         return f"{self.kind}({'' if self.devices is None else self.devices})"
 
     def __enter__(self) -> Primitive:
+        # Dynamo, which reads the code of branches and loops, would have to follow what stands here.
         numbers = None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
         if numbers is not None:
             stack = contextlib.ExitStack()
@@ -249,6 +253,7 @@ def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
         raise HintError(
             f"set_default_strategy(module, {strategy!r}): choose autoshard.replicate(n), autoshard.split(n), or None."
         )
+    # In `__dict__`, which a copy of the module gets, too, and its `state_dict` has not.
     if strategy is None:
         module.__dict__.pop(_DEFAULT, None)
     else:
@@ -256,6 +261,7 @@ def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
 
 
 def _check_devices(kind: str, devices: object) -> int | tuple[str, ...] | None:
+    # True is an int of Python's, and no number of devices.
     if devices is None or (isinstance(devices, int) and not isinstance(devices, bool) and devices > 0):
         return devices
     names = (devices,) if isinstance(devices, str) else devices
@@ -269,6 +275,7 @@ def _check_devices(kind: str, devices: object) -> int | tuple[str, ...] | None:
 
 def keeping_marks(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
     """Context in which the nodes traced from a graph, derivatives included, have the marks of its nodes."""
+    # Annotations of all nodes take time to keep: only where there is a mark.
     is_marked = any(_mark_of(node) is not None for node in graph.nodes)
     return tracing_annotations() if is_marked else contextlib.nullcontext()
 
@@ -288,6 +295,7 @@ def mark_defaults(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
         graph: an exported graph, with the modules of every node.
         defaults: task graphs by paths of modules; the innermost counts.
     """
+    # Most models have no defaults, and graphs are long.
     for node in graph.nodes if defaults else ():
         if node.op == "call_function" and _mark_of(node) is None:
             stack = node.meta.get("nn_module_stack") or {"": ("",)}

@@ -1,21 +1,20 @@
-"""Attention masks of dynamic sizes as linear inequalities of positions, which hold at all sizes.
-
-A tensor of integers is represented by a linear expression of its own indices, as `arange` is one; a tensor of booleans
-by expressions that all have to be zero or less. The rule of each operator is exact for tensors of every size; without a
-rule, the mask stays as it is.
-
-Attention masks that depend on positions alone: evaluated during capture and replaced by flags of the operator.
+"""Attention masks that depend on positions alone: evaluated during capture and replaced by flags of the operator.
 
 Models write a causal mask, or a sliding window, as comparisons of positions. Such a mask takes the memory of all
 scores and keeps attention from its fast kernels. A mask that hides nothing is dropped; a mask that hides later keys,
 or all keys outside of a window as well, becomes `is_causal` and `window`.
+
+A mask of fixed sizes is evaluated. One of dynamic sizes is read as linear inequalities of positions, which hold at all
+sizes: a tensor of integers is represented by a linear expression of its own indices, as `arange` is one; a tensor of
+booleans by expressions that all have to be zero or less. The rule of each operator is exact for tensors of every size;
+without a rule, the mask stays as it is.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -26,7 +25,7 @@ from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload, pytree
 from autoshard.capture.attention_operator import attention, attention_with_dropout
-from autoshard.capture.nodes import argument_of, base_of, changed_memory, is_random
+from autoshard.capture.nodes import argument_of, base_of, changed_memory, is_random, operands_first
 
 aten = torch.ops.aten
 
@@ -178,6 +177,7 @@ def _constant_form(value: Tensor, number: object) -> _Form:
 
 
 def _arange(forms: _Forms, node: fx.Node) -> _Form:
+    # The only dim is the last one, whose index is that of keys in a mask.
     return _number(argument_of(node, "start", 0)) + _number(argument_of(node, "step", 1)) * _KEY
 
 
@@ -211,6 +211,7 @@ def _unsqueeze(forms: _Forms, node: fx.Node) -> _Form:
 def _slice(forms: _Forms, node: fx.Node) -> _Form:
     ndim = node.meta["val"].dim()
     index = _index(ndim - _number(argument_of(node, "dim", 0)) % ndim)
+    # A negative start counts from an end that depends on the size.
     start = _number(argument_of(node, "start") or 0)
     if start < 0 or _number(argument_of(node, "step", 1)) != 1:
         raise _NotLinearError
@@ -222,6 +223,7 @@ def _select(forms: _Forms, node: fx.Node) -> _Form:
     gone, index = ndim - _number(node.args[1]) % ndim, _number(node.args[2])
     if index < 0:
         raise _NotLinearError
+    # Dims are counted from the end: those before the one that goes move nearer to it.
     shifted = {_index(place): _index(place - 1) for place in range(gone + 1, ndim + 1)}
     return _substitute(forms.of(node.all_input_nodes[0]), {**shifted, _index(gone): sympy.Integer(index)})
 
@@ -268,6 +270,7 @@ def _comparison(sign: int, margin: int) -> Callable[[_Forms, fx.Node], _Form]:
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
         difference = forms.linear(node.args[0]) - forms.linear(node.args[1])
+        # Of integers, a < b is a - b + 1 <= 0: the margin of strict comparisons.
         signed = sympy.expand(margin + sign * difference)
         return _Truth(frozenset([signed])) if signed.free_symbols else _Truth(never=int(signed) > 0)
 
@@ -294,12 +297,14 @@ def _triangle(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
         truth, diagonal = forms.truth(node.args[0]), _number(argument_of(node, "diagonal", 0))
+        # `tril` keeps key - query <= diagonal, `triu` the places where the negative is; all others become False.
         inside = sympy.expand(sign * (_KEY - _QUERY - diagonal))
         return _Truth(truth.forms | {inside}, truth.never)
 
     return form
 
 
+# The rule of each operator: the form of its result from those of its operands.
 _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
     **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step), _arange),
     **dict.fromkeys(
@@ -328,19 +333,18 @@ _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
     **dict.fromkeys((aten.ne.Tensor, aten.ne.Scalar), _equal(False)),
     **dict.fromkeys((aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default), _logical_and),
 }
-"""The rule of each operator: the form of its result from those of its operands."""
 
 
 _SMALL = 1 << 22  # elements up to which a tensor is held whole; larger ones are computed some rows at a time
 _MOST = 1 << 30  # elements up to which a mask is evaluated: 32,768 positions take a second or two
 
+# Element-wise operators without `torch.Tag.pointwise`.
 _ELEMENTWISE = frozenset(
     {
         *(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.__and__.Tensor),
         *(aten.__or__.Tensor, aten.__xor__.Tensor),
     }
 )
-"""Element-wise operators without `torch.Tag.pointwise`."""
 
 _VIEWS = frozenset({aten.unsqueeze.default, aten.slice.Tensor})
 _TRIANGLES = frozenset({aten.tril.default, aten.triu.default})
@@ -355,6 +359,7 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
         constants: placeholders of tensors with known numbers.
     """
     changed = _changed_in_place(graph)
+    # One evaluation for all calls: layers share a mask, or what it is computed from.
     evaluation = _MaskEvaluation({node: value for node, value in constants.items() if node not in changed}, changed)
     meanings: dict[fx.Node, Meaning | None] = {}
     calls = [graph.find_nodes(op="call_function", target=target) for target in (attention, attention_with_dropout)]
@@ -409,6 +414,7 @@ def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meani
         window = int(_kept_scores(_rows(value, query - 1, query), 1, key)[0].sum())
         unmasked, causal = Meaning(False), Meaning(True, 0 if window == key else window)
         candidates = [unmasked] if query != key else [unmasked, causal]
+        # By blocks of rows: a mask of all scores need not fit into memory.
         for first in range(0, query, step := max(1, _SMALL // key)):
             end = min(first + step, query)
             kept = _kept_scores(_rows(value, first, end), end - first, key)
@@ -423,6 +429,7 @@ def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meani
 def _kept_scores(rows: Tensor, queries: int, keys: int) -> Tensor:
     """Return which scores the rows of a mask keep, `[samples and heads, queries, keys]`."""
     if rows.dtype != torch.bool:  # a mask that is added to the scores
+        # Models hide a score by minus infinity, or by the lowest number. Any other number is a bias.
         lowest = torch.finfo(rows.dtype).min
         if not ((rows == 0) | (rows <= lowest)).all():
             raise _UnknownValueError
@@ -444,8 +451,8 @@ class _UnknownValueError(Exception):
     """A value depends on an input, or on an operator that is not evaluated here."""
 
 
+# A value that is computed for a range of its last but one dim; dims of size one stand for repeats.
 _Rows = Callable[[int, int], Tensor]
-"""A value that is computed for a range of its last but one dim; dims of size one stand for repeats."""
 
 
 def _rows(value: Any, first: int, end: int) -> Any:
@@ -453,10 +460,6 @@ def _rows(value: Any, first: int, end: int) -> Any:
     if not isinstance(value, Tensor):
         return value(first, end) if callable(value) else value
     return value[..., first:end, :] if value.dim() > 1 and value.shape[-2] > 1 else value
-
-
-def _elementwise_rows(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Rows:
-    return lambda first, end: op(*(_rows(value, first, end) for value in args), **kwargs)
 
 
 def _triangle_rows(op: OpOverload, value: Any, diagonal: int, columns: int) -> _Rows:
@@ -480,9 +483,20 @@ class _MaskEvaluation:
 
     def of(self, node: fx.Node) -> Tensor | _Rows:
         """Return the value of a node, or raise `_UnknownValueError`."""
-        for operand in _unevaluated_nodes(node, self._values):
+        # All are listed before any is computed: a mask that depends on an input costs nothing.
+        missing: dict[fx.Node, None] = {}
+        if node not in self._values:
+            for operand in operands_first(node, lambda each: each not in missing and self._is_missing(each)):
+                missing[operand] = None
+        for operand in missing:
             self._values[operand] = self._value(operand)
         return self._values[node]
+
+    def _is_missing(self, operand: fx.Node) -> bool:
+        """Return True if an operand has no value yet, or raise `_UnknownValueError` at an input."""
+        if operand not in self._values and operand.op != "call_function":
+            raise _UnknownValueError
+        return operand not in self._values
 
     def _value(self, node: fx.Node) -> Tensor | _Rows:
         if node in self.changed:
@@ -498,6 +512,7 @@ class _MaskEvaluation:
         if op in _BROADCASTS or (op in _VIEWS and _adds_no_rows(node)):
             # Broadcasting later has the same result.
             return partial(_rows, _collapse_repeats(args[0]))
+        # One element stands for all of them.
         if op in FACTORIES:
             shape = [argument.name for argument in op._schema.arguments].index("size")
             element = op(*_numbers(args[:shape]), [1] * len(val.shape), *args[shape + 1 :], **_numbers(kwargs))
@@ -507,31 +522,14 @@ class _MaskEvaluation:
         elementwise = torch.Tag.pointwise in op.tags or op in _ELEMENTWISE
         if not elementwise or len(val.shape) < 2:
             raise _UnknownValueError
-        return _elementwise_rows(op, tuple(map(_collapse_repeats, args)), kwargs)
+        operands = tuple(map(_collapse_repeats, args))
+        return lambda first, end: op(*(_rows(operand, first, end) for operand in operands), **kwargs)
 
 
 def _adds_no_rows(node: fx.Node) -> bool:
     """Return True if a view keeps the last two dims of its operand, and adds or drops only dims of size one."""
     source, shape = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
     return source[-2:] == shape[-2:] and math.prod(source) == math.prod(shape)
-
-
-def _unevaluated_nodes(node: fx.Node, known: Mapping[fx.Node, Any]) -> Iterator[fx.Node]:
-    """Yield the node and its operands without a value, operands first; raise `_UnknownValueError` at an input."""
-    order: dict[fx.Node, None] = {}  # an explicit stack: chains of nodes may be longer than Python's recursion limit
-    stack = [node]
-    while stack:
-        latest = stack[-1]
-        missing = [operand for operand in latest.all_input_nodes if operand not in known and operand not in order]
-        if latest in known or latest in order or not missing:
-            stack.pop()
-            if latest not in known:
-                order[latest] = None
-            continue
-        if any(operand.op != "call_function" for operand in missing):
-            raise _UnknownValueError
-        stack += missing
-    return iter(order)
 
 
 def _numbers(arguments: Any) -> Any:

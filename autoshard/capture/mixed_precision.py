@@ -3,10 +3,9 @@
 A cast of a sharded parameter is local, and half as many bytes are gathered after it. A cast of a partial gradient says
 in which dtype the ranks' partial sums are added. No other part of the library needs to know of precisions.
 
-`torch.autocast("cuda")` on the tensors of a capture, which are on the CPU.
-
-Autocast acts by the device of a tensor, and has one list of operators for GPUs and another for the CPU. While a model
-under the autocast of GPUs is captured, autocast of the CPU stands for it, with the list of GPUs.
+Policies of FSDP2 are written into the graph. `torch.autocast("cuda")` is traced: it acts by the device of a tensor, and
+has one list of operators for GPUs and another for the CPU, where the tensors of a capture are. While a model under the
+autocast of GPUs is captured, autocast of the CPU stands for it, with the list of GPUs.
 """
 
 from __future__ import annotations
@@ -39,33 +38,34 @@ class LoweredModule:
     the inputs of `forward`, its outputs, and gradients on their way to the optimizer.
 
     Args:
-        twin: the fake copy; its parameters are replaced.
+        module: the fake copy; its parameters are replaced.
         policy: the precisions, as for FSDP2.
     """
 
-    def __init__(self, twin: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         self.policy = policy
         self.originals: dict[str, torch.dtype] = {}
         dtype = policy.param_dtype
         lowered: dict[nn.Parameter, nn.Parameter] = {}
-        for name, parameter in list(twin.named_parameters(remove_duplicate=False)):
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
             if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                 if parameter not in lowered:  # a parameter of several names stays one
                     lowered[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                owner, _, leaf = name.rpartition(".")
-                setattr(twin.get_submodule(owner), leaf, lowered[parameter])
+                path, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(path), leaf, lowered[parameter])
                 self.originals[name] = parameter.dtype
 
     def inputs(self, call: Any) -> Any:
         """Return the arguments of a call with floating tensors in the dtype in which `forward` gets them."""
         if self.policy.param_dtype is None or not self.policy.cast_forward_inputs:
             return call
-        return pytree.tree_map_only(torch.Tensor, self._to_param_dtype, call)
 
-    def _to_param_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return tensor.detach().to(self.policy.param_dtype).requires_grad_(tensor.requires_grad)
+        def lower(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            return tensor.detach().to(self.policy.param_dtype).requires_grad_(tensor.requires_grad)
+
+        return pytree.tree_map_only(torch.Tensor, lower, call)
 
     def with_casts(self, exported: Exported, call: Sequence[torch.Tensor]) -> Exported:
         """Return the exported graph with the callers' dtypes as inputs, and a cast at the first use of each.
@@ -86,7 +86,7 @@ class LoweredModule:
             inputs.append(item if dtype == item.fake.dtype else _cast_at_first_use(graph, node, item, dtype))
         output_dtype = self.policy.output_dtype
         outputs = tuple(
-            _cast(graph, node, output_dtype, _last(graph))
+            _cast(graph, node, output_dtype, graph.output_node(), graph.output_node())
             if output_dtype is not None and node.meta["val"].is_floating_point()
             else node
             for node in exported.outputs
@@ -94,31 +94,30 @@ class LoweredModule:
         return replace(exported, inputs=tuple(inputs), outputs=outputs)
 
 
-def _last(graph: fx.Graph) -> fx.Node:
-    return next(reversed(graph.nodes))
-
-
 def _cast_at_first_use(graph: fx.Graph, node: fx.Node, item: ExportedInput, dtype: torch.dtype) -> ExportedInput:
     """Give the placeholder the dtype that callers pass, insert a cast before its first user, and return its input."""
+    # At the first use, not at the start: a cast copy of every parameter would be held from the first layer on.
     users = list(node.users)
     fake = item.fake.detach().to(dtype).requires_grad_(item.fake.requires_grad)
     node.meta["val"] = fake
     if users:
         first = min(users)
-        cast = _cast(graph, node, item.fake.dtype, first)
+        cast = _cast(graph, node, item.fake.dtype, first, first)
         cast.meta["val"] = item.fake
         for user in users:
             user.replace_input_with(node, cast)
     return replace(item, fake=fake)
 
 
-def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
-    """Return `node` in another dtype, cast in the module of the node that it is cast for."""
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, before: fx.Node, like: fx.Node) -> fx.Node:
+    """Return `node` in another dtype, cast before one node, in the module and the half of another."""
     if node.meta["val"].dtype == dtype:
         return node
     with graph.inserting_before(before):
         cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-    cast.meta.update({key: before.meta[key] for key in ("nn_module_stack",) if key in before.meta})
+    # Forward graphs have stacks of modules, joint graphs have the rest.
+    keys = ("nn_module_stack", "partitioner_tag", "module_path", "sizes")
+    cast.meta.update({key: like.meta[key] for key in keys if key in like.meta})
     cast.meta["val"] = node.meta["val"].to(dtype)
     return cast
 
@@ -147,7 +146,7 @@ def reduce_gradients(
                 reduced[node] = _cast_for_reduction(graph, node, policy)
             output = replace(output, node=reduced[node])
         result.append(output)
-    _last(graph).args = (tuple(output.node for output in result),)
+    graph.output_node().args = (tuple(output.node for output in result),)
     for node in reduced:
         if not node.users:
             graph.erase_node(node)  # autograd's own cast, in whose place another one stands
@@ -161,37 +160,26 @@ def _cast_for_reduction(graph: fx.Graph, node: fx.Node, policy: MixedPrecisionPo
     if node.target is aten._to_copy.default and node.all_input_nodes[0].meta["val"].dtype == policy.param_dtype:
         source = node.all_input_nodes[0]
     dtype = policy.reduce_dtype or source.meta["val"].dtype
-    if dtype == final_dtype:
-        reduced = node
-    else:
-        reduced = source if source.meta["val"].dtype == dtype else _cast_after(graph, source, dtype, node)
+    reduced = node if dtype == final_dtype else _cast(graph, source, dtype, source.next, node)
     if reduced is not source:
         reduced.meta[REDUCED] = "here"
     if dtype == final_dtype:
         return reduced
-    restored = node if reduced is source else _cast_after(graph, reduced, final_dtype, node)
+    restored = node if reduced is source else _cast(graph, reduced, final_dtype, reduced.next, node)
     restored.meta[REDUCED] = "before"
     return restored
 
 
-def _cast_after(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-    """Return a cast of `source` right behind it, with the meta of `like`."""
-    with graph.inserting_after(source):
-        cast = graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
-    cast.meta.update({key: like.meta[key] for key in ("partitioner_tag", "module_path", "sizes") if key in like.meta})
-    cast.meta["val"] = source.meta["val"].to(dtype)
-    return cast
-
-
 # fmt: off
+# Operators that compute in the dtype of autocast.
 _LOWER_PRECISION = (
     "_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
     "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul",
     "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
     "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention",
 )
-"""Operators that compute in the dtype of autocast."""
 
+# Operators that compute in float32.
 _FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
     "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
@@ -203,28 +191,27 @@ _FLOAT32 = (
     "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
     "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
 )
-"""Operators that compute in float32."""
 
+# Operators that are called with the dtype float32 unless the caller passes a dtype.
 _FLOAT32_BY_ARGUMENT = (
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
 )
-"""Operators that are called with the dtype float32 unless the caller passes a dtype."""
 
+# Operators that compute in the widest dtype among their operands.
 _WIDEST = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 )
-"""Operators that compute in the widest dtype among their operands."""
 
 # fmt: on
 
+# Norms, and the overloads with a dtype that are called with float32 in their place.
 _FLOAT32_NORMS = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
     "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",  # in builds with named tensors
 }
-"""Norms, and the overloads with a dtype that are called with float32 in their place."""
 
 _Kernel = Callable[..., Any]
 

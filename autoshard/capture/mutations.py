@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from autoshard.capture._torch import FakeTensor, storage_of, traced_node
 from autoshard.capture.capture_errors import code_line, node_line
 from autoshard.capture.conditions import FILLABLE, ContainerStandIn, Counter, added_entries, container_stand_in
-from autoshard.capture.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
-from autoshard.capture.reachable import (
+from autoshard.capture.fake_module import (
     MODULE_STATE,
     NumPyGenerator,
     Reachable,
@@ -27,6 +26,7 @@ from autoshard.capture.reachable import (
     elements,
     is_parameter_list,
 )
+from autoshard.capture.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
 from autoshard.errors import CaptureError
 
 _EMPTY: Mapping[Any, Any] = {}
@@ -105,12 +105,14 @@ class Mutation:
         """Put the entries of `result` into the place."""
         place = self.place
         removed = [*place.entries(place.original)] if self.mode == "replace" and not place.is_ordered else self.removed
+        # First what goes: this empties an ordered object, and the second call fills it.
         place.write(place.original, {}, removed)
         place.write(place.original, result)
 
 
 def _kind(value: Any) -> Any:
     """Return the properties of an old value that a call may depend on."""
+    # The numbers of a tensor are an input of the next call, and no matter of the graph.
     if isinstance(value, Tensor):
         return Tensor
     return (type(value), len(value)) if isinstance(value, (*CONTAINERS, deque)) else value
@@ -190,10 +192,6 @@ class Mutations:
         if isinstance(symbol, _SYMBOLS):
             self._numbers[str(symbol.node.expr)] = tensor.detach()
 
-    def knows_number(self, symbol: Any) -> bool:
-        """Return True if a number is taken from a tensor that a call can leave."""
-        return isinstance(symbol, _SYMBOLS) and str(symbol.node.expr) in self._numbers
-
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
         """Context of the capture, after which objects outside of the module are as before."""
@@ -217,6 +215,7 @@ class Mutations:
 
     def begin(self) -> None:
         """Begin to record a call; torch.export may call `forward` more than once."""
+        # What the call before left is undone, or this one would find it.
         self._restore()
         self.changes, self.kept, self._numbers = [], [], {}
         for place in self._reachable.places if self._counting else ():
@@ -237,6 +236,7 @@ class Mutations:
 
     def end(self) -> None:
         """End the record of a call."""
+        # Attributes come first, so that what they are called in the outputs does not depend on other objects.
         for find in (self._tensor_attributes, self._mutations):
             for place in self._reachable.places:
                 self.changes += find(place)
@@ -341,8 +341,10 @@ class Mutations:
         elif place.is_changed():
             before = list(place.before.values())
             mode = "replace" if place.is_ordered else "update"
-            if isinstance(place.original, (list, deque)) and _starts_with(list(changed.values()), before):
-                changed, mode = dict(enumerate(list(changed.values())[len(before) :])), "append"
+            after = list(changed.values())
+            is_longer = len(after) >= len(before) and all(map(is_, after, before))
+            if isinstance(place.original, (list, deque)) and is_longer:
+                changed, mode = dict(enumerate(after[len(before) :])), "append"
             assert place.root is not None
             owner, name = place.root
             # A container of settings is guarded as a whole.
@@ -351,7 +353,7 @@ class Mutations:
 
     def _is_effect(self, place: TrackedObject, key: str, value: Any) -> bool:
         """Return True if every call sets an attribute of the module, or of one of its objects, to this value."""
-        if isinstance(value, torch.SymInt) and not self.knows_number(value):
+        if isinstance(value, torch.SymInt) and str(value.node.expr) not in self._numbers:  # no tensor has the size
             path = _path(place, key)
             self.unknown_sizes[path] = self._line(place, path, {key: value})
             return False
@@ -376,6 +378,7 @@ class Mutations:
     ) -> Mutation:
         line = self._line(place, path, changed)
         old = {id(value): key for key, value in place.before.items() if not is_plain(value)} if place.is_ordered else {}
+        # Elements of an ordered object that only move are those of the run, not of the capture.
         entries = {}
         for key, value in changed.items():
             where = path if place.is_namespace else f"{path}[{key!r}]"
@@ -384,6 +387,7 @@ class Mutations:
 
     def _keep(self, path: str, tensor: Tensor) -> int:
         """Return the number of a tensor that the call leaves, and note it under a path of its own."""
+        # A path may keep several tensors; names of outputs have to differ.
         paths = [path for path, _ in self.kept]
         self.kept.append((path if path not in paths else f"{path} ({len(paths)})", tensor))
         return len(paths)
@@ -403,6 +407,7 @@ class Mutations:
         if isinstance(value, FakeTensor):
             self.check_traced(value, path, line)
             return TensorSlot(self._keep(path, value))
+        # The user's own module, in place of its copy.
         if isinstance(value, nn.Module):
             return self._modules.get(id(value), value)
         if isinstance(value, (*CONTAINERS, deque)):
@@ -421,6 +426,7 @@ class Mutations:
 
     def line_of(self, path: str, changed: Mapping[Any, Any] = _EMPTY) -> str:
         """Return the user's line that changes an object: a line that names it, if there is one."""
+        # The code that changed an object has gone: what is left are the names in the code that can reach it.
         names = {path.partition("[")[0].rpartition(".")[2], *(key for key in changed if isinstance(key, str))}
         named = [(is_store, line) for name, is_store, line in self._named_lines if name in names]
         if named:
@@ -449,7 +455,3 @@ def _entry(place: TrackedObject, key: Any) -> Any:
 def _path(place: TrackedObject, key: Any) -> str:
     """Return the path of a variable or an attribute."""
     return place.path if isinstance(place.original, types.CellType) else f"{place.path}.{key}"
-
-
-def _starts_with(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    return len(now) >= len(before) and all(map(is_, now, before))

@@ -32,6 +32,7 @@ def is_random(node: fx.Node) -> bool:
     """Return True if two calls of the operator may have different results."""
     if not isinstance(node.target, OpOverload):
         return False
+    # Not every operator of dropout has the tag.
     return torch.Tag.nondeterministic_seeded in node.target.tags or "dropout" in str(node.target)
 
 
@@ -61,32 +62,31 @@ def base_of(node: fx.Node) -> fx.Node:
     """Return the node that made the memory in which the value of a node lies, or may lie."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
+        # An operator of several results has its memory in the results, which `getitem` takes.
         if node.target is not operator.getitem and not any(result.alias_info is not None for result in returns):
             break
         node = node.args[0]
     return node
 
 
-def statistics(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
-    """Yield the running statistics that a node changes: a normalisation, or one in a region that the node calls.
-
-    Args:
-        node: of the graph of `module`; regions under autocast or without gradients are submodules.
-    """
+def statistics(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the running statistics that a node changes: a normalisation, or one in a region that the node calls."""
     if node.target in _STATISTICS:
         _, _, _, *running, training = node.args[:6]
         if training:
             yield from (source for source in running if isinstance(source, fx.Node))
         return
-    for source, region in regions_of(node, module):
+    for source, region in regions_of(node):
         operands = node.args[node.args.index(source) + 1 :]
         values: dict[fx.Node, Any] = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=False))
         for inner in region.graph.nodes:
-            yield from (values[operand] for operand in statistics(inner, region))
+            yield from (values[operand] for operand in statistics(inner))
 
 
-def regions_of(node: fx.Node, module: torch.nn.Module) -> Iterator[tuple[fx.Node, fx.GraphModule]]:
+def regions_of(node: fx.Node) -> Iterator[tuple[fx.Node, fx.GraphModule]]:
     """Yield the operands of a node that are graphs, such as those under another autocast, with these graphs."""
+    module = node.graph.owning_module
+    assert module is not None
     for source in node.all_input_nodes:
         region = module.get_submodule(str(source.target)) if source.op == "get_attr" else None
         if isinstance(region, fx.GraphModule):
@@ -96,6 +96,20 @@ def regions_of(node: fx.Node, module: torch.nn.Module) -> Iterator[tuple[fx.Node
 def graphs_of(module: fx.GraphModule) -> list[fx.Graph]:
     """Return the graph of an exported module, and the graphs of its regions, which are modules inside of it."""
     return [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+
+
+def operands_first(root: fx.Node, is_wanted: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    """Yield a node behind the operands that are wanted and theirs; no operand that was yielded may be wanted again."""
+    # Depth first with an explicit stack: chains of operators may be longer than Python's recursion limit.
+    stack = [(root, iter(root.all_input_nodes))]
+    while stack:
+        node, operands = stack[-1]
+        operand = next(filter(is_wanted, operands), None)
+        if operand is None:
+            stack.pop()
+            yield node
+        else:
+            stack.append((operand, iter(operand.all_input_nodes)))
 
 
 def closure(nodes: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:

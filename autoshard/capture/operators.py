@@ -1,18 +1,14 @@
-"""Definition of operators of the `autoshard` namespace, which run on every device and in every captured graph.
+"""Definition of operators of the `autoshard` namespace, which run on every device, and three families of them.
 
-The connectionist temporal classification loss with results whose shapes do not depend on lengths.
+*Connectionist temporal classification.* ATen's operator also returns a table as wide as the longest target, which a
+graph of fixed shapes cannot hold. Here the backward computes the table again.
 
-ATen's operator also returns a table as wide as the longest target, which a graph of fixed shapes cannot hold. Here the
-backward computes the table again.
+*Bags of embeddings of one size*, `[B, K]` indices of rows of a table `[V, D]`. ATen's operators take bags of any sizes
+one after another in one dim, in which no shard knows its borders. Where the indices are a matrix, every row is a bag:
+bags are sharded as any batch is. No operator makes a tensor `[B, K, D]`.
 
-Bags of embeddings of one size, `[B, K]` indices of rows of a table `[V, D]`, as operators of their own.
-
-ATen's operators take bags of any sizes one after another in one dim, in which no shard knows its borders. Where the
-indices are a matrix, every row is a bag: bags are sharded as any batch is. No operator makes a tensor `[B, K, D]`.
-
-Root-mean-square normalisation as an operator of the `autoshard` namespace: GPUs have a kernel, the CPU has none.
-
-Traced on the CPU it would be five operators, each of which reads and writes the whole tensor wherever the graph runs.
+*Root-mean-square normalisation.* GPUs have a kernel for it, the CPU has none: traced on the CPU it would be five
+operators, each of which reads and writes the whole tensor wherever the graph runs.
 """
 
 from __future__ import annotations
@@ -40,6 +36,7 @@ def define(
         tags: properties that passes over graphs ask for.
     """
     name = _library.define(schema, tags=tags)
+    # One program for all devices, which autograd does not look into: the backward is an operator, too.
     _library.impl(name, program, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autoshard::{name}", results_like, lib=_library)
     return getattr(torch.ops.autoshard, name).default
@@ -66,6 +63,7 @@ losses = torch.ops.autoshard
 
 def _loss(log_probs: Tensor, *options: Any) -> Tensor:
     """Return the negative log-likelihood of every sample, `[N]`, of log-probabilities `[T, N, C]`."""
+    # The second result is the table.
     likelihood: Tensor = aten._ctc_loss.Tensor(log_probs, *options)[0]
     return likelihood
 
@@ -162,6 +160,7 @@ def _per_index(grad: Tensor, indices: Tensor, mode: int, padding: int) -> Tensor
     """Return the gradient of each row of a bag, without its weight, `[B, D]`."""
     if mode == SUM:
         return grad
+    # A bag of padding alone has a sum of zero, which is divided by one.
     count = (indices != padding).sum(1, keepdim=True).clamp_min(1)
     return grad / count.to(grad.dtype)
 
@@ -264,10 +263,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _has_kernel(x: Tensor, weight: Tensor | None) -> bool:
+    # torch's kernel takes a weight of the dtype of the input alone.
     return x.device.type == "cuda" and (weight is None or weight.dtype == x.dtype)
 
 
-def _forward(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     if _has_kernel(x, weight):
         result, rstd = aten._fused_rms_norm(x, list(shape), weight, eps)
         return result, rstd
@@ -278,7 +278,7 @@ def _forward(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float)
     return (result if weight is None else result * weight).to(x.dtype), rstd
 
 
-def _backward(
+def _rms_norm_backward(
     grad_out: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
     if _has_kernel(x, weight):
@@ -288,6 +288,7 @@ def _backward(
     normal, absent = wide * rstd, x.new_empty(0)
     dims = list(range(-len(shape), 0))
     of_input = of_weight = absent
+    # With n = x * rstd, and the mean over the normalised dims: dx = rstd * (dn - n * mean(dn * n)).
     if mask[0]:
         inner = gradient if weight is None else gradient * weight
         along = (inner * normal).sum(dims, keepdim=True) / math.prod(shape)
@@ -300,13 +301,13 @@ def _backward(
     return of_input, of_weight
 
 
-def _fake_forward(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm_like(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     batch = x.dim() - len(shape)
     rows = [size if dim < batch else 1 for dim, size in enumerate(x.shape)]
     return torch.empty_like(x), x.new_empty(rows, dtype=_wide(x.dtype))
 
 
-def _fake_backward(
+def _rms_norm_backward_like(
     grad_out: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
     of_weight = weight.new_empty(weight.shape) if mask[1] and weight is not None else x.new_empty(0)
@@ -315,19 +316,20 @@ def _fake_backward(
 
 define(
     "rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float eps) -> (Tensor, Tensor)",
-    _forward,
-    _fake_forward,
+    _rms_norm,
+    _rms_norm_like,
 )
 define(
     "rms_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight, "
     "bool[2] output_mask) -> (Tensor, Tensor)",
-    _backward,
-    _fake_backward,
+    _rms_norm_backward,
+    _rms_norm_backward_like,
 )
 
 
 def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, ctx.shape, weight, _ = inputs
+    # The reciprocal root is for the backward alone. Without materialised gradients, no zeros are made for it.
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, output[1], weight)
@@ -359,6 +361,7 @@ def rms_norm(
         x, normalized_shape, weight, eps: as of the ATen operator.
         dtype: of the result, as `torch.export` noted it: under autocast, the dtype in which norms are computed.
     """
+    # Contiguous, as the results of `_rms_norm_like` are, whichever kernel runs.
     eps = torch.finfo(_wide(dtype)).eps if eps is None else eps
     result: Tensor = operators.rms_norm(x.to(dtype).contiguous(), list(normalized_shape), weight, eps)[0]
     return result

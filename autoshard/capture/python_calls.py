@@ -23,12 +23,11 @@ from autoshard.capture.capture_errors import running_line
 from autoshard.capture.composites import Exportable, attend
 from autoshard.capture.data_reads import READS
 from autoshard.capture.mutations import Mutations
-from autoshard.capture.nodes import graphs_of
 from autoshard.capture.operators import define_for_autograd
 from autoshard.errors import CaptureError
 
 _attributes: Any = Tensor  # attributes of the class are descriptors, which the type does not know
-_SET_GRAD = _attributes.grad.__set__
+SET_GRAD = _attributes.grad.__set__
 
 # Exported graphs have such calls replaced in them; this code is not in an exported graph.
 _TRACED_AS: dict[Any, Callable[..., Any]] = {functional.scaled_dot_product_attention: attend}
@@ -44,7 +43,7 @@ class TensorScope(Exportable):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Equal and not identical: every access of the descriptor makes a new object.
-        if func == _SET_GRAD:
+        if func == SET_GRAD:
             raise CaptureError(
                 f"{running_line()} sets the gradient of a tensor in the midst of backward: no graph can hold that. "
                 "Take the tensor as an argument of the function, and return its gradient from backward."
@@ -158,7 +157,8 @@ class PythonCall:
     free: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.__name__ = self.__qualname__ = self.name  # the names by which graphs print it
+        # The names by which a graph prints the function that a node calls.
+        self.__name__ = self.__qualname__ = self.name
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
         """Run the code; the last of `tensors` replace those of `free`."""
@@ -177,6 +177,7 @@ class PythonCall:
     def __str__(self) -> str:
         return self.text
 
+    # A copied graph calls the same code, whose tensors `free` knows by identity.
     def __deepcopy__(self, memo: dict[int, Any]) -> PythonCall:
         return self
 
@@ -186,23 +187,23 @@ class PythonCalls:
     """The calls of one export.
 
     Attributes:
-        root: the exported module.
+        module: the exported module.
         mutations: record of the changes of Python objects.
         module_tensors: parameters and buffers by name, as they are outside of the export.
         calls: the calls, by the number in the operator.
     """
 
-    root: nn.Module
+    module: nn.Module
     mutations: Mutations
     module_tensors: dict[str, Tensor] = field(init=False)
     calls: list[PythonCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.module_tensors = dict(module_tensors(self.root))
+        self.module_tensors = dict(module_tensors(self.module))
 
     def is_module_tensor(self, tensor: Tensor) -> bool:
         """Return True if the tensor is a parameter or buffer of the module."""
-        return any(tensor is each for _, each in module_tensors(self.root))
+        return any(tensor is each for _, each in module_tensors(self.module))
 
     def add(self, call: PythonCall, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
         """Put a call into the graph that is being exported, and return its results.
@@ -212,7 +213,9 @@ class PythonCalls:
         """
         given = list(tensors)
         free = _try_call(call, given, list(sizes), self.mutations)
-        named = {id(tensor): name for name, tensor in module_tensors(self.root)}
+        # While it is exported, a module has other parameters than outside, where the graph is run later: the code may
+        # name either.
+        named = {id(tensor): name for name, tensor in module_tensors(self.module)}
         for tensor in free:
             name = named.get(id(tensor))
             call.free.append((tensor,) if name is None else (tensor, self.module_tensors[name]))
@@ -235,6 +238,7 @@ def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutatio
     """Run the code and its backward unseen by the export, and return the free tensors that it reads."""
     scope = FreeTensors([] if call.has_effect else tensors)  # a hook is given no more than a gradient
     versions = [version_of(tensor) for tensor in tensors]
+    # Without the modes of the export, which would write each operator of the code into the graph.
     mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), contextlib.nullcontext())
     with outside_modes(), mode:
         results = call.body(tensors, sizes, scope)
@@ -254,6 +258,7 @@ def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutatio
 
 def _differentiate(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Run the backward to find the tensors that it reads; its errors are those of tracing."""
+    # Backward reads more than forward does: tensors that only it names are found by running it.
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     differentiable = [result for result in results if result.requires_grad]
     if wanted and differentiable:
@@ -285,17 +290,17 @@ def _run_for_effect(tensors: list[Tensor], sizes: list[int], number: int) -> Non
     _run(tensors, sizes, number)
 
 
+# The effect is declared as a change of the tensors: a call without results would be dropped as dead code.
 define_for_autograd("python_call(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]", _run)
 define_for_autograd("python_effect(Tensor(a!)[] tensors, SymInt[] sizes, int number) -> ()", _run_for_effect)
 
 
-def replace_python_calls(module: fx.GraphModule, calls: PythonCalls) -> None:
+def replace_python_calls(graph: fx.Graph, calls: PythonCalls) -> None:
     """Replace the operators that stand for calls by the calls."""
-    for graph in graphs_of(module):
-        for target in (operators.python_call.default, operators.python_effect.default):
-            for node in graph.find_nodes(op="call_function", target=target):
-                node.target = calls.calls[node.args[-1]]
-                node.args = node.args[:-1]
+    for target in (operators.python_call.default, operators.python_effect.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.target = calls.calls[node.args[-1]]
+            node.args = node.args[:-1]
 
 
 def is_effect(node: fx.Node) -> bool:

@@ -1,7 +1,8 @@
-"""The state of Python that a capture reads, and that `forward` leaves: flags, numbers, submodules, hooks.
+"""The state that `forward` reads and leaves: flags, numbers, submodules and hooks, tensors in Python and in buffers.
 
 A graph holds the state as it was at the capture. State that was read becomes guards, so that the graph serves no call
-that would run otherwise. State that was set is set again behind every call, as it would be on one device.
+that would run otherwise. State that was set is set again behind every call, as it would be on one device. Tensors that
+are left are outputs of the graph beside its results.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_patch, storage_of
+from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_patch, storage_of, without_root_buffers
+from autoshard.capture.call_layout import Attribute
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.conditions import Conditions
-from autoshard.capture.fake_module import fake_copy
+from autoshard.capture.fake_module import DEPTH, FOREIGN, MODULE_STATE, Reachable, fake_copy, is_object
 from autoshard.capture.guards import (
     ABSENT,
     HOOKS,
@@ -31,12 +35,10 @@ from autoshard.capture.guards import (
     copy_value,
 )
 from autoshard.capture.mutations import Mutation, Mutations
-from autoshard.capture.reachable import FOREIGN, MODULE_STATE, Reachable, is_object
 from autoshard.errors import CaptureError, InputError
 
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module
 _MOST_STATES = 4  # graphs of one kind of call that its own changes of what it reads may ask for
-_DEPTH = 4  # of objects that hold objects
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +83,7 @@ class PythonState:
 
     def apply_effects(self, tensors: Sequence[Tensor] = ()) -> None:
         """Change the state as a call does that leaves these tensors."""
+        # All results before any change: a value may move from one object to another.
         results = [mutation.result(tensors) for mutation in self.mutations]
         for mutation, result in zip(self.mutations, results, strict=True):
             mutation.apply(result)
@@ -120,7 +123,7 @@ class _WatchedModule:
     """A module of the twin, and the names of its attributes that `forward` read.
 
     Attributes:
-        path: as a user writes it.
+        path: in the twin.
         fake: the module of the twin.
         original: the user's module.
         read: names of attributes that were read, in order.
@@ -132,6 +135,11 @@ class _WatchedModule:
     original: nn.Module
     read: dict[str, None] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
+
+    @property
+    def text(self) -> str:
+        """The module as a user writes it."""
+        return f"self.{self.path}" if self.path else "self"
 
 
 class StateWatch:
@@ -145,6 +153,7 @@ class StateWatch:
     Attributes:
         twin: the fake copy.
         mutations: the changes of objects.
+        running: True while `forward` runs.
         traced_parameters: replaces tensors of the user's module by those of the twin.
     """
 
@@ -152,18 +161,19 @@ class StateWatch:
         reachable, originals = Reachable(module), dict(module.named_modules())
         self.mode = mode
         self.twin = fake_copy(module, mode, reachable)
+        # By identity, since every access to an attribute asks for its module.
         self._parts = {
-            id(part): _WatchedModule(f"self.{path}" if path else "self", part, originals[path])
+            id(part): _WatchedModule(path, part, originals[path])
             for path, part in self.twin.named_modules()
             if path in originals
         }
-        self._running = False
+        self.running = False
         self._counting = counting
         self._hooked: set[tuple[int, str, int]] = set()
         self._added: tuple[AddedHook, ...] = ()
         modules = {id(part.fake): part.original for part in self._parts.values()}
         self.mutations = Mutations(reachable, modules, counting)
-        self.traced_parameters = TracedParameters(module, self.twin)
+        self.traced_parameters = TracedParameters(self._parts.values())
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -175,25 +185,13 @@ class StateWatch:
             patches.enter_context(attribute_patch(nn.Module, "__getattribute__", reader))
             patches.enter_context(attribute_patch(nn.Module, "__setattr__", setter))
 
-        with (
-            self.twin.register_forward_pre_hook(self._begin),
-            self.twin.register_forward_hook(self._end, prepend=True),
-            around_dynamo(patches.close, patch),  # Dynamo can't read how attributes are watched
-            patches,
-        ):
+        with around_dynamo(patches.close, patch), patches:  # Dynamo can't read how attributes are watched
             patch()
-            try:
-                yield
-            finally:
-                self._running = False  # `forward` may have raised an error
+            yield
 
-    def check_constant(self, constant: Tensor, line: str) -> None:
-        """Raise a `CaptureError` for a constant of the graph that another call would not find."""
-        self.mutations.check_constant(constant, line)
-        self.traced_parameters.check_constant(constant, line)
-
-    def _begin(self, *_: Any) -> None:
-        self._running = True
+    def begin(self) -> None:
+        """Begin to record a call."""
+        self.running = True
         self._hooked = {(id(part), table, key) for part, table, key, _ in self._hooks()}
 
     def _hooks(self) -> Iterator[tuple[_WatchedModule, str, int, Callable[..., Any]]]:
@@ -203,20 +201,21 @@ class StateWatch:
                 for key, hook in vars(part.fake)[table].items():
                     yield part, table, key, hook
 
-    def _added_hooks(self) -> Iterator[AddedHook]:
-        for part, table, key, hook in self._hooks():
-            if (id(part), table, key) not in self._hooked and not _holds_module(hook):
-                yield AddedHook(part.original, table, hook, key in vars(part.fake)[f"{table}_with_kwargs"])
-
-    def _end(self, *_: Any) -> None:
-        self._running = False
-        self._added = tuple(self._added_hooks())
+    def end(self) -> None:
+        """End the record of a call."""
+        self.running = False
+        self._added = tuple(
+            AddedHook(part.original, table, hook, key in vars(part.fake)[f"{table}_with_kwargs"])
+            for part, table, key, hook in self._hooks()
+            if (id(part), table, key) not in self._hooked and not _holds_module(hook)
+        )
 
     def _reader(self) -> Callable[[nn.Module, str], Any]:
+        # Local names, since this runs at every access to an attribute of any module.
         plain, parts = object.__getattribute__, self._parts
 
         def read(module: nn.Module, name: str) -> Any:
-            if self._running:
+            if self.running:
                 part = parts.get(id(module))
                 if part is not None:
                     part.read[name] = None
@@ -228,8 +227,9 @@ class StateWatch:
         parts, lines = self._parts, self.mutations.lines
 
         def write(module: nn.Module, name: str, value: Any) -> None:
-            part = parts.get(id(module)) if self._running else None
+            part = parts.get(id(module)) if self.running else None
             if part is not None:
+                # Whatever the attribute held before the call: nothing has depended on it.
                 if name not in part.read:
                     part.fresh.add(name)
                 lines[id(part.original), name] = running_line()
@@ -245,6 +245,7 @@ class StateWatch:
                 "size, or leave it out of dynamic.",
                 stacklevel=2,
             )
+        # From what was read of the copy, guards of the user's own modules.
         guards = _GuardCollector()
         for part in self._parts.values():
             is_root = part.fake is self.twin
@@ -258,7 +259,8 @@ class StateWatch:
             guards.module(part, [name for name in names if not (is_root and name == "forward")])
             if "_forward_hooks" in part.read and not is_root:  # the root's hooks run around the program
                 tables = vars(part.original)
-                guards.hooks += [TableGuard(part.path, "hooks", tables[name]) for name in HOOKS]
+                guards.hooks += [TableGuard(part.text, "hooks", tables[name]) for name in HOOKS]
+        # Only such numbers are worth a second capture, which asks if anything depends on them.
         numbers = {read.path for read in guards.reads if type(read.value) in (int, float)}
         mutations = tuple(self.mutations.changes)
         return PythonState(
@@ -278,6 +280,7 @@ class StateWatch:
 
 def _holds_module(hook: Callable[..., Any]) -> bool:
     """Return True if a hook may belong to the twin's module alone: all but functions that close over no module."""
+    # A method is bound to a module of the twin, and would run on fake tensors.
     if not isinstance(hook, FunctionType):
         return True
     return any(isinstance(value, nn.Module) for value in inspect.getclosurevars(hook).nonlocals.values())
@@ -295,7 +298,7 @@ class _GuardCollector:
 
     def module(self, part: _WatchedModule, names: Sequence[str]) -> None:
         """Add guards of the attributes of a module that were read."""
-        path, module = part.path, part.original
+        path, module = part.text, part.original
         held, children = vars(module), module._modules
         if "_modules" in names:
             self.submodules.append(TableGuard(path, "submodules", children))
@@ -319,6 +322,7 @@ class _GuardCollector:
             self.attributes.append(TableGuard(path, "attributes", held, looked_up))
 
     def _of_class(self, kind: type, name: str) -> None:
+        # Where Python finds the name, which is where a later assignment would change it for all instances.
         owner = next((base for base in kind.__mro__ if name in vars(base)), None)
         known = owner is None or (id(owner), name) in self._known
         if owner is not None and not known and owner.__module__.split(".")[0] not in FOREIGN:
@@ -333,7 +337,7 @@ class _GuardCollector:
 
     def _inside(self, path: str, value: Any, depth: int) -> None:
         """Add guards of the attributes of an object, also of one in a container."""
-        if depth == _DEPTH or copy_value(value) is not ABSENT or isinstance(value, Tensor):
+        if depth == DEPTH or copy_value(value) is not ABSENT or isinstance(value, Tensor):
             return
         if isinstance(value, (dict, list, tuple)):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -352,21 +356,19 @@ class TracedParameters(TorchFunctionMode):
     tensors are fake; the real parameter would be a constant of the graph, without a gradient.
 
     Args:
-        module: the user's module.
-        twin: the copy that is captured.
+        parts: the modules of the copy that is captured, with those of the user.
     """
 
-    def __init__(self, module: nn.Module, twin: nn.Module) -> None:
+    def __init__(self, parts: Iterable[_WatchedModule]) -> None:
         super().__init__()
         self._tensors: dict[int, tuple[nn.Module, str]] = {}
         self._whole: dict[int, str] = {}  # names by storage, of tensors that can have views
-        parts = dict(twin.named_modules())
-        for path, part in module.named_modules():
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-                if tensor is not None and path in parts:
-                    self._tensors[id(tensor)] = parts[path], name
+        for part in parts:
+            for name, tensor in (*part.original._parameters.items(), *part.original._buffers.items()):
+                if tensor is not None:
+                    self._tensors[id(tensor)] = part.fake, name
                     if not isinstance(tensor, DTensor):
-                        self._whole[storage_of(tensor)] = f"{path}.{name}" if path else name
+                        self._whole[storage_of(tensor)] = f"{part.path}.{name}" if part.path else name
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -380,6 +382,7 @@ class TracedParameters(TorchFunctionMode):
         if isinstance(value, Tensor):
             place = self._tensors.get(id(value))
             return value if place is None else getattr(*place)
+        # Functions of torch take tensors in no other containers.
         return type(value)(map(self._traced_value, value)) if type(value) in (list, tuple) else value
 
     def check_constant(self, constant: Tensor, line: str) -> None:
@@ -390,3 +393,142 @@ class TracedParameters(TorchFunctionMode):
                 f"{line} reads a view of {name} that was made outside of forward: a parallelised module has another "
                 f"{name} in its place. Make the view in forward."
             )
+
+
+# How torch.export's warning of an assignment that is lost begins.
+_ASSIGNMENT_WARNING = "The tensor attribute"
+
+
+@dataclass(frozen=True, slots=True)
+class SetBuffer:
+    """A buffer that `forward` set to another tensor.
+
+    Attributes:
+        name: of the buffer.
+        fault: the reason why the module cannot hold the new tensor; None where it can.
+    """
+
+    name: str
+    fault: str | None
+
+
+class AssignedTensors:
+    """Watch of a call by which it returns, beside its output, the tensors that it leaves in Python.
+
+    Mixtures of experts keep their balancing loss in an attribute, and recurrent networks their state; running
+    statistics are buffers. torch.export undoes assignments to attributes, and follows those to buffers in the root
+    module alone.
+
+    Args:
+        module: the module, before its call.
+        mutations: records which tensors the call leaves in attributes and other objects.
+        flags: returns, after the call, flags that are outputs behind everything else.
+
+    Attributes:
+        buffers: the buffers that the call set to other tensors, which are returned behind those of `attributes`.
+    """
+
+    def __init__(
+        self, module: nn.Module, mutations: Mutations, flags: Callable[[], Sequence[torch.Tensor]] = tuple
+    ) -> None:
+        self._module = module
+        self._mutations = mutations
+        self._flags = flags
+        self.buffers: tuple[SetBuffer, ...] = ()
+        self._buffers_before: dict[str, torch.Tensor | None] = {}
+        self._lines: dict[tuple[int, str], str] = {}  # the line that set a buffer of a module last
+
+    @property
+    def attributes(self) -> tuple[Attribute, ...]:
+        """The tensors that the call leaves in attributes, containers and variables."""
+        return tuple(Attribute(path, value.requires_grad) for path, value in self._mutations.kept)
+
+    def begin(self) -> None:
+        """Note the buffers before a call."""
+        # Not in `__init__`: when the call begins, torch.export has put other buffers in place of the module's.
+        self._buffers_before = dict(self._named_buffers())
+        self._mutations.begin()
+
+    def _note_line(self, part: nn.Module, name: str, buffer: object) -> None:
+        self._lines[id(part), name] = running_line()
+
+    def end(self, output: Any) -> Any:
+        """Return the output, the values of attributes and buffers, and flags; the output alone where there are none."""
+        self._mutations.end()
+        buffers = dict(self._new_buffers())
+        self.buffers = tuple(buffers)
+        more = tuple(value for _, value in self._mutations.kept), tuple(buffers.values()), tuple(self._flags())
+        return (output, *more) if any(more) else output
+
+    def _new_buffers(self) -> Iterator[tuple[SetBuffer, torch.Tensor]]:
+        """Yield the buffers that were set to other tensors, and these tensors.
+
+        Raises:
+            CaptureError: no graph can hold the assignment.
+        """
+        now = dict(self._named_buffers())
+        for name in self._buffers_before | now:
+            old, new = self._buffers_before.get(name), now.get(name)
+            # In-place changes keep the tensor; the graph has them as operators.
+            if new is old:
+                continue
+            path, _, last = name.rpartition(".")
+            part = self._module.get_submodule(path)
+            line = self._lines.get((id(part), last), f"forward of {type(self._module).__name__}")
+            if new is None:
+                raise CaptureError(
+                    f"{line} sets the buffer {name} to None or deletes it: a parallelised module keeps its buffers. "
+                    f"Fill it with zeros (self.{last}.zero_()), or keep a flag in a plain attribute."
+                )
+            aliases = [alias for alias, buffer in self._buffers_before.items() if buffer is old and alias != name]
+            if old is not None and aliases:
+                raise CaptureError(
+                    f"{line} sets the buffer {name}, which is registered as {', '.join(aliases)} too: these would be "
+                    f"different tensors from then on. Change it in place (self.{last}.copy_(new)), or register two "
+                    "tensors."
+                )
+            if new.requires_grad:
+                raise CaptureError(
+                    f"{line} sets the buffer {name} to a tensor that requires a gradient, which would reach from every "
+                    f"call into those before. Set it to the detached tensor: self.{last} = new.detach()."
+                )
+            fits = old is not None and old.dtype == new.dtype and _shape(old) == _shape(new)
+            fault = (
+                f"{line} sets the buffer {name}, which {_describe_tensor(old)}, to a tensor that "
+                f"{_describe_tensor(new)}: a parallelised module keeps its buffers, with their "
+                "shapes and dtypes. Register it as it will be, keep "
+                f"what changes in a plain attribute (self.{last} = ... without register_buffer), or return it."
+            )
+            # Whether a fault is an error is known only from the graph: a cache of constants may be made anew.
+            yield SetBuffer(name, None if fits else fault), new
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context of a call of torch.export, whose warnings of lost assignments are dropped: none is lost."""
+        with (
+            register_module_buffer_registration_hook(self._note_line),
+            warnings.catch_warnings(record=True) as raised,
+            without_root_buffers(),
+        ):
+            warnings.filterwarnings("always", _ASSIGNMENT_WARNING)
+            yield
+        for warning in raised:
+            if not str(warning.message).startswith(_ASSIGNMENT_WARNING):
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield all buffers by path, also those that are None, which torch's `named_buffers` leaves out."""
+        for path, part in self._module.named_modules():
+            for name, value in part._buffers.items():
+                yield (f"{path}.{name}" if path else name), value
+
+
+def _shape(tensor: torch.Tensor) -> tuple[str, ...]:
+    # Symbolic sizes as text: comparing the symbols would add a condition on the sizes to the graph.
+    return tuple(map(str, tensor.shape))
+
+
+def _describe_tensor(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "was not there"
+    return f"is of shape ({', '.join(_shape(tensor))}) and {tensor.dtype}"

@@ -1,10 +1,8 @@
-"""Layers of a model: parts that the backward half can recompute, and modules that are the same layer again.
+"""Layers of a model, modules that are the same layer again, and recomputation of layers by the backward half.
 
-Recomputation: the backward half runs layers of the forward half again instead of keeping their tensors.
-
-The joint graph is rewritten before anything is planned: copies of a layer's operators, in the backward half, compute
-from the inputs of the layer what the backward half reads of it, just before it is needed. The copies are placed,
-priced and accounted for like all operators, their collectives with them.
+Recomputation rewrites the joint graph before anything is planned: copies of a layer's operators, in the backward half,
+compute from the inputs of the layer what the backward half reads of it, just before it is needed, and their tensors are
+not kept. The copies are placed, priced and accounted for like all operators, their collectives with them.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ Key = TypeVar("Key")
 
 _MIN_OPERATORS = 3  # operators that a layer has on average: lists of single operators say nothing of layers
 _UNCUTTABLE_BYTES = 10**18  # more than any tensor has: no cut parts an operator of several results from its getitems
+# A part of a path that is a number.
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 PREPARATIONS = frozenset(
@@ -79,6 +78,7 @@ def layers(graph: JointGraph) -> tuple[Layer, ...]:
     callers = {node: node.all_input_nodes[0] if node.target is operator.getitem else node for node in nodes}
     groups = group_by_list_element({node: graph.module_path(caller) for node, caller in callers.items()})
     candidates = [Layer(name, tuple(members)) for name, members in groups.items()]
+    # Lists that hold less than half of the work are parts of layers, such as experts, or lie beside them.
     inside = sum(_compute_count(layer.nodes) for layer in candidates)
     if len(candidates) > 1 and inside >= max(_MIN_OPERATORS * len(candidates), _compute_count(nodes) / 2):
         return tuple(candidates)
@@ -177,6 +177,7 @@ def repeated_modules(graph: JointGraph, work: Mapping[fx.Node, Hashable]) -> tup
         for (pattern, _), paths in groups.items()
         if len(paths) > 1
     ]
+    # Stable: modules of one depth stay in the order of the graph.
     return tuple(sorted(repeated, key=lambda module: module.pattern.count(".")))
 
 
@@ -206,13 +207,13 @@ def _order(path: str) -> list[tuple[bool, int, str]]:
 RECOMPUTES = "recomputes"
 """Key of the name, in `node.meta`, of the forward node that a node of the backward half runs again."""
 
+# Operators whose results, except for the new running statistics, do not depend on the old statistics.
 _STATISTICS = frozenset(
     {aten._native_batch_norm_legit_functional.default, aten._batch_norm_with_update_functional.default}
 )
-"""Operators whose results, except for the new running statistics, do not depend on the old statistics."""
 
+# Operators of two tensors whose results a rounding may change: the gradient of `amax` goes where `input == result`.
 _COMPARISONS = frozenset(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge"))
-"""Operators of two tensors whose results a rounding may change: the gradient of `amax` goes where `input == result`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +255,7 @@ def recompute_layers(graph: JointGraph, names: Collection[str]) -> JointGraph:
             f"the plan recomputes {unknown[0]!r}, which is no layer of this model: it was made for another model, or "
             "by another version of autoshard. Make the plan again."
         )
+    # A copy, since a search compares graphs with and without recomputation.
     copy, at = copy_graph(graph)
     made_again: set[fx.Node] = set()
     for name in dict.fromkeys(names):
@@ -296,6 +298,7 @@ def copy_graph(graph: JointGraph) -> tuple[JointGraph, dict[fx.Node, fx.Node]]:
     """Return a copy of a joint graph whose nodes have the same names, and the copy of every node."""
     new, at = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.graph.nodes:
+        # Plans and constraints name nodes: the names have to stay.
         at[node] = new.node_copy(node, at.__getitem__)
         assert at[node].name == node.name, f"{node.name} became {at[node].name}"
     copy = replace(
@@ -371,6 +374,7 @@ def _insert_recomputation(graph: JointGraph, made_again: Collection[fx.Node]) ->
         if node.op != "call_function" or _forward(graph, node):
             continue
         read = [source for source in node.all_input_nodes if source in made_again]
+        # At the first reader, so that what is made again lives as briefly as it can.
         for source in sorted(_pending_nodes(read, missing), key=position.__getitem__):
             with graph.graph.inserting_before(node):
                 copies[source] = _copy(graph.graph, source, copies, renewed)

@@ -114,6 +114,7 @@ def _lstm_gradients(ctx: Any, grad_output: Tensor | None, grad_cells: Tensor | N
     grad_gates, grad_h, grad_c, totals = steps.lstm_steps_backward(
         grad_output, grad_cells, c, weight, projection, cells, active
     )
+    # One product for all steps, in the place of one in each step of the loop.
     grad_weight = _weight_gradient(grad_gates, _previous(h, output))
     grad_projection = None
     if projection is not None:
@@ -156,13 +157,14 @@ define_backward("rnn_steps", _keep_rnn, _rnn_gradients)
 # between layers.
 
 _States = tuple[Tensor, ...]
+# Runs one direction of one layer: `[T, B, I]`, states and weights in torch's order -> `[T, B, P]` and last states.
 _Cell = Callable[[Tensor, _States, Sequence[Tensor | None]], tuple[Tensor, _States]]
-"""Runs one direction of one layer: `[T, B, I]`, states and weights in torch's order -> `[T, B, P]` and last states."""
 
 
 def _lstm_cell(x: Tensor, states: _States, weights: Sequence[Tensor | None]) -> tuple[Tensor, _States]:
     into, across, bias, other_bias, projection = weights
     gates = linear(x, _require(into), _add_biases(bias, other_bias))
+    # Under autocast `linear` has chosen the dtype; the operator of the loop takes one dtype.
     h, c, weight = (_require(value).to(gates.dtype) for value in (*states, across))
     output, cells, _ = steps.lstm_steps(gates, h, c, weight, _cast_like(projection, gates))
     return output, (output[-1], cells[-1])
@@ -223,6 +225,7 @@ def _layers(
     for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
+            # torch lists both directions of a layer one after the other; the second reads from the end.
             index = layer * directions + direction
             initial = tuple(state[index] for state in states)
             output, final = cell(x.flip(0) if direction else x, initial, weights[index])
@@ -238,6 +241,7 @@ def _layers(
 
 def _split_params(params: Sequence[Tensor], has_biases: bool, count: int) -> list[list[Tensor | None]]:
     """Return, for every layer and direction, weights and biases of input and state, and the projection or None."""
+    # As many per layer as there are: two weights, two biases unless left out, and a projection or not.
     size = len(params) // count
     groups = []
     for start in range(0, len(params), size):

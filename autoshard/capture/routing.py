@@ -10,7 +10,7 @@ Source: GShard 3.2, dispatch and combine; MegaBlocks 4 for groups of any size, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.capture.nodes import argument_of, graphs_of
+from autoshard.capture.nodes import argument_of
 from autoshard.capture.operators import define, define_backward
 
 aten = torch.ops.aten
@@ -35,6 +35,7 @@ def _group(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         each group that this device sends, and that arrive; `ends [groups]`, int32: the end of each group among the rows
         at this device.
     """
+    # Stable, so that a token's rows in one group keep their order on every mesh.
     ranked, order = ids.sort(stable=True)
     ends = torch.searchsorted(ranked, torch.arange(groups, device=ids.device), right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
@@ -50,11 +51,13 @@ def _group_like(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def _dispatch(values: Tensor, order: Tensor, places: Tensor, splits: Tensor) -> Tensor:
     """Return rows sorted by group `[S, ...]` of values `[T, ...]`, each of which becomes S / T rows in turn."""
+    # Without rows there is nothing to divide by.
     return values.index_select(0, order // (order.shape[0] // values.shape[0]) if order.shape[0] else order)
 
 
 def _combine(rows: Tensor, order: Tensor, places: Tensor, splits: Tensor) -> Tensor:
     """Return rows that lie sorted by group `[S, ...]` in the order that they had before."""
+    # Contiguous whatever the layout of `rows`, as `_rows_like` says.
     return torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
 
 
@@ -95,29 +98,23 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
-def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    back = routing.combine(grad, *ctx.saved_tensors)
-    if back.shape != ctx.shape:
-        back = back.view(ctx.shape[0], -1, *ctx.shape[1:]).sum(1)
-    return back, None, None, None
+def _differentiate_by(inverse: str) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Return the backward of an operator whose gradient goes the way back, by another operator on the same route."""
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        route = ctx.saved_tensors
+        back = getattr(routing, inverse)(grad, *route)
+        # A value that was dispatched as several rows gets the sum of their gradients.
+        if inverse == "combine" and back.shape != ctx.shape:
+            back = back.view(ctx.shape[0], -1, *ctx.shape[1:]).sum(1)
+        return back, *(None for _ in route)
+
+    return gradients
 
 
-def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return routing.dispatch(grad, *ctx.saved_tensors), None, None, None
-
-
-def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return routing.collect(grad, *ctx.saved_tensors), None, None
-
-
-def _collect_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return routing.spread(grad, *ctx.saved_tensors), None, None
-
-
-define_backward("spread", _keep, _spread_backward)
-define_backward("collect", _keep, _collect_backward)
-define_backward("dispatch", _keep, _dispatch_backward)
-define_backward("combine", _keep, _combine_backward)
+for _name, _inverse in (("dispatch", "combine"), ("spread", "collect")):
+    define_backward(_name, _keep, _differentiate_by(_inverse))
+    define_backward(_inverse, _keep, _differentiate_by(_name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +138,16 @@ class _RoutingMatch:
     looked_up: tuple[tuple[fx.Node, fx.Node], ...]
 
 
-def replace_routing(module: fx.GraphModule) -> None:
+def replace_routing(graph: fx.Graph) -> None:
     """Replace nodes that sort rows by group, gather them, and put them back, by operators for it.
 
     A sort without the other steps stays as it is. Numbers stay the same, except for the order in which the gradients of
     a value that became several rows are added.
     """
-    for graph in graphs_of(module):
-        for sort in [node for node in graph.nodes if node.op == "call_function" and node.target in _SORTS]:
-            match = _match_routing(sort)
-            if match is not None:
-                _replace(graph, sort, match)
+    for sort in [node for node in graph.nodes if node.op == "call_function" and node.target in _SORTS]:
+        match = _match_routing(sort)
+        if match is not None:
+            _replace(graph, sort, match)
 
 
 _SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})
@@ -179,6 +175,7 @@ def _match_routing(sort: fx.Node) -> _RoutingMatch | None:
     gathered = [end for order in orders for end in _gathered_by(order)]
     inverses = [inverse for order in orders for inverse in _inverses(order)]
     returned = [(node, rows) for inverse in inverses for node, rows in _indexed_with(inverse)]
+    # A sort that is counted for different numbers of groups, or for none, is no routing.
     numbers = {groups for _, groups in counted}
     if len(numbers) != 1 or not gathered or not returned:
         return None
@@ -260,6 +257,7 @@ def _replace(graph: fx.Graph, sort: fx.Node, match: _RoutingMatch) -> None:
     order, places, splits, ends = route
     for node in match.ends:
         _substitute(node, ends)
+    # Rows come back first: their weights are found by the nodes that gather them, which are replaced next.
     for node, rows in match.returned:
         weights, rows = _weights_and_rows(rows, dict(match.gathered))
         with graph.inserting_before(node):

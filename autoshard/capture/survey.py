@@ -22,8 +22,7 @@ from autoshard.capture._torch import (
     survey_mode,
 )
 from autoshard.capture.capture_errors import running_line, user_line
-from autoshard.capture.fake_module import fake_copy, fake_like
-from autoshard.capture.reachable import Reachable
+from autoshard.capture.fake_module import Reachable, fake_copy, fake_like
 
 aten = torch.ops.aten
 
@@ -77,6 +76,7 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     mode, reachable = survey_mode(), Reachable(module)
     with outside_modes(), contextlib.ExitStack() as stack:
         twin = fake_copy(module, mode, reachable, one_device=False)
+        # The code that runs is the user's: what it changed outside of the module is changed back.
         stack.callback(reachable.restore)
         fake_args, fake_kwargs = pytree.tree_map_only(
             torch.Tensor, lambda leaf: fake_like(leaf, mode), (args, dict(kwargs))
@@ -97,10 +97,11 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 class _ModuleCalls:
     """Record of the module that runs now, and of the first call of every module."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.stack = [""]
         self.calls: dict[str, CallArguments] = {}
-        for path, part in root.named_modules():
+        # Not the root, whose arguments the caller has. Hooks of the user's own may raise, so these come before them.
+        for path, part in module.named_modules():
             if path:
                 part.register_forward_pre_hook(partial(self._enter, path), prepend=True, with_kwargs=True)
                 part.register_forward_hook(self._leave)
@@ -134,12 +135,14 @@ class _StandIns(TorchDispatchMode):
         except DataDependentOutputException:
             where = running_line()
             self.note("data-dependent: a Python number, or the way at a branch, is taken from a tensor", where)
+            # Code asks for a number by this operator, for the truth of a comparison by others, such as `equal`.
             self.query_counts[where] += 1
             dtype = args[0].dtype if func is aten._local_scalar_dense.default else torch.bool
             first = self.query_counts[where] == 1
             return first if dtype is torch.bool else (1.0 if dtype.is_floating_point else 1)
         except DynamicOutputShapeException:
             self.note(f"data-dependent: the size of what {func} returns is taken from a tensor", running_line())
+            # As large as it can be: code behind it then sees the shapes that need most.
             stand_in = _LARGEST.get(func)
             if stand_in is None:
                 raise
@@ -166,14 +169,15 @@ def _index(x: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
 
 
 def _unique(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # As if all numbers were different.
     flat = x.reshape(-1)
     return flat, x.new_empty(x.shape, dtype=torch.int64), flat.new_empty(flat.shape, dtype=torch.int64)
 
 
+# Largest possible results of operators whose size depends on numbers.
 _LARGEST: dict[Any, Any] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten.index.Tensor: _index,
     aten._unique2.default: _unique,
 }
-"""Largest possible results of operators whose size depends on numbers."""

@@ -42,9 +42,11 @@ def with_sizes(
     for name, node in inputs:
         for dim, declared in names.get(name, {}).items():
             size = node.meta["val"].shape[dim]
+            # A dim that was declared as a multiple has an expression of one symbol.
             (torch_symbol,) = size.node.expr.free_symbols
             symbols[torch_symbol] = symbol(declared)
             dims.setdefault(name, {})[dim] = size
+    # A second pass, since torch may express a size by the symbol of another input.
     for sizes in dims.values():
         for dim, size in sizes.items():
             sizes[dim] = expression_of(size, symbols)
@@ -65,6 +67,7 @@ def with_sizes(
             numbers[node] = kind.of(expression_of(value, symbols), example)
         elif node.op != "output":
             _set_metadata(node, symbols, example, mode)
+    # Users before what they use.
     for node in reversed(numbers):
         graph.erase_node(node)
     ranges, conditions = symbolic_conditions(mode, symbols)
@@ -78,6 +81,7 @@ def expression_of(value: torch.SymInt | torch.SymFloat, symbols: Mapping[Any, sy
 
 
 def _translate(expr: sympy.Expr, symbols: Mapping[Any, sympy.Expr]) -> sympy.Expr:
+    # torch writes divisions and powers as functions of its own, which sympy cannot simplify.
     expr = expr.xreplace(symbols)
     for function, ours in (
         (symbolic.FloorDiv, lambda a, b: sympy.floor(a / b)),
@@ -102,6 +106,7 @@ def _set_metadata(node: fx.Node, symbols: Mapping[Any, sympy.Symbol], example: S
         if isinstance(value, torch.Tensor):
             shape = tuple(_number(size, symbols, example) for size in value.shape)
             if any(isinstance(size, DynamicSize) for size in shape):
+                # Torch's strides are expressions, too; those of the example are enough.
                 strides = [int(_number(stride, symbols, example)) for stride in value.stride()]
                 with mode:
                     values[place] = torch.empty_strided(
@@ -189,6 +194,7 @@ class _SizeNodes:
             return number
         key = number.expr
         if key not in self._known:
+            # A ratio of integers: floor division of graphs knows no fractions inside.
             above, below = sympy.together(key).as_numer_denom() if isinstance(number, Ratio) else (key, sympy.S.One)
             dividend = _evaluate(above, self._symbols, self._call)
             divisor = _evaluate(below, self._symbols, self._call)
@@ -209,11 +215,7 @@ def _map_arguments(graph: fx.Graph, number: Callable[[Any], Any]) -> None:
             node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), number)
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-def _evaluate(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable[..., Any] = _call) -> Any:
+def _evaluate(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable[..., Any] = operator.call) -> Any:
     """Return an integer expression, computed from the values or nodes of its symbols."""
     if expr.is_Integer:
         return int(expr)

@@ -1,18 +1,14 @@
-"""One step of LSTM and GRU behind its products, as operators of the `autoshard` namespace: GPUs have a kernel for it.
+"""Steps of LSTM and GRU as operators of the `autoshard` namespace, and the loops over time of LSTM, GRU and plain RNN.
 
-Traced on the CPU it would be some twenty operators, each of which reads and writes its tensors wherever the graph runs.
-Gates stand side by side in the last dim, in torch's order: input, forget, cell, output for LSTM (4·H); reset, update,
-new for GRU (3·H). Biases are part of the products.
-
-The loops over time steps of LSTM, GRU and plain RNN layers, forward and backward, one direction of one layer each.
+A step is what follows its products; biases are part of the products. GPUs have a kernel for it: traced on the CPU it
+would be some twenty operators, each of which reads and writes its tensors wherever the graph runs. A loop runs one
+direction of one layer, forward or backward.
 
 Shapes: T steps, B samples, H hidden units, P outputs (H unless an LSTM projects). Gates stand side by side in the last
 dim, in torch's order: input, forget, cell, output for LSTM (4·H); reset, update, new for GRU (3·H).
 
 The hidden units may be shared by several ranks, each of which has their columns of every tensor and their rows of the
 weight: `units` then puts the state together before every step. P, the columns of the weight, is whole.
-
-A step of LSTM and GRU behind its product is that of `recurrent_cell_operators`, which has a kernel on GPUs.
 
 Source: the formulas in the documentation of `torch.nn.LSTM`, `torch.nn.GRU` and `torch.nn.RNN`.
 """
@@ -56,6 +52,7 @@ def lstm_step_backward(
         grad_gates, grad_cx, _ = aten._thnn_fused_lstm_cell_backward_impl(grad_hy, grad_cy, cx, cy, workspace, False)
         return grad_gates, grad_cx
     into, forget, new, out = workspace.chunk(4, -1)
+    # The slope of a sigmoid s is s * (1 - s), that of a tanh t is 1 - t * t.
     squashed = cy.tanh()
     grad_hy = torch.zeros_like(cy) if grad_hy is None else grad_hy
     grad_cell = grad_hy * out * (1 - squashed * squashed)
@@ -81,6 +78,7 @@ def gru_step(input_gates: Tensor, hidden_gates: Tensor, hx: Tensor) -> tuple[Ten
     reset, update, new = input_gates.chunk(3, -1)
     reset, update = (reset + from_reset).sigmoid(), (update + from_update).sigmoid()
     new = (new + reset * candidate).tanh()
+    # In the form of ATen's kernels, whose rounding it has. Contiguous, as the kernels' results are.
     return ((hx - new) * update + new).contiguous(), torch.cat([reset, update, new, hx, candidate], -1)
 
 
@@ -130,6 +128,7 @@ define(
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    # The last result is the workspace, which the backward alone reads. Of the others, one may have no gradient.
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, *output[1:])
@@ -182,6 +181,7 @@ def lstm_cell(
     """
     h, c = states
     input_gates, hidden_gates = linear(x, into, bias), linear(h, across, hidden_bias)
+    # Autocast of CPUs casts the products, and not the step.
     if input_gates.dtype == hidden_gates.dtype == dtype:
         hy, cy, _ = operators.lstm_cell(input_gates, hidden_gates, c.to(dtype))
     else:
@@ -260,6 +260,7 @@ def lstm_backward(
     grad_c = torch.zeros_like(c)
     grad_gates, totals = [], []
     for step in reversed(range(cells.shape[0])):
+        # The output of a step is read by the loss, and by the next step.
         total = grad_h if grad_output is None else grad_h + grad_output[step]
         grad_hidden = total if projection is None else total @ projection
         grad_c = grad_c if grad_cells is None else grad_c + grad_cells[step]
@@ -302,6 +303,7 @@ def gru_backward(
         of_input, of_hidden, direct = gru_step_backward(grad_h + grad_output[step], workspace)
         grad_gates.append(of_input)
         grad_added.append(of_hidden)
+        # The state has two ways into the next one: through its gates, and as it is.
         grad_h = direct + units.reduce_scatter(of_hidden @ weight)
     return torch.stack(grad_gates[::-1]), torch.stack(grad_added[::-1]), grad_h
 
@@ -323,6 +325,7 @@ def rnn_backward(
     grad_h = torch.zeros_like(output[0])
     grad_gates = []
     for step in reversed(range(output.shape[0])):
+        # The slope by the output itself: that of relu is 1 above zero, that of a tanh t is 1 - t * t.
         slope = (output[step] > 0).to(output.dtype) if relu else 1 - output[step] * output[step]
         grad_gates.append((grad_h + grad_output[step]) * slope)
         grad_h = units.reduce_scatter(grad_gates[-1] @ weight)

@@ -210,7 +210,7 @@ class Runtime:
         """Compare the first batch of a signature over all ranks, where they must pass the same."""
         if self.inputs == "global" and self.only_call is None:
             names = [border.name for border in served.program.step.inputs if border.kind == "input"]
-            leaves = served.graph.flatten_inputs(args, kwargs)
+            leaves = served.graph.call.flatten(args, kwargs)
             inputs = {name: tensor for name, tensor in zip(names, leaves, strict=False) if not tensor.is_meta}
             check_same_inputs(self.device_mesh, inputs)
         served.compared = True
@@ -339,7 +339,7 @@ class Runtime:
 
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program, step = served.program, served.program.step
-        leaves = iter(served.graph.flatten_inputs(args, kwargs))
+        leaves = iter(served.graph.call.flatten(args, kwargs))
         # The tensors that the user knows, in the order of the program's inputs.
         sources = []
         for border, place in zip(step.inputs, served.locations, strict=True):
@@ -373,7 +373,7 @@ class Runtime:
         self._restore_views(served, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
-        return served.graph.unflatten_outputs(outputs)
+        return served.graph.result.unflatten(outputs)
 
     def _input(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         """Return an input as the program takes it: this rank's local tensor, contiguous as in the capture."""

@@ -31,7 +31,7 @@ def run_joint(
     """Interpret the graph with the module's own tensors; a tangent that is not given is all ones."""
     parameters = dict(module.named_parameters())
     buffers = dict(module.named_buffers())
-    leaves = iter(graph.flatten_inputs(args, kwargs or {}))
+    leaves = iter(graph.call.flatten(args, kwargs or {}))
     given = tangents or {}
     values = []
     for item in graph.inputs:
@@ -48,7 +48,7 @@ def run_joint(
             values.append(given.get(item.name, torch.ones(expected.shape, dtype=expected.dtype)))
     results = list(zip(fx.Interpreter(graph.graph_module).run(*values), graph.outputs, strict=True))
     return Step(
-        graph.unflatten_outputs([value for value, output in results if output.kind == "output"]),
+        graph.result.unflatten([value for value, output in results if output.kind == "output"]),
         {output.name: value for value, output in results if output.kind == "gradient"},
         {output.name: value for value, output in results if output.kind == "mutation"},
     )

@@ -261,13 +261,13 @@ def test_flatten_inputs_refuses_another_structure() -> None:
     args = (Batch(small_input(), 2.0), {"bias": [torch.ones(4, dtype=F64)]})
     graph = capture(Structured(), args, {"scale": 3})
     with pytest.raises(InputError, match=r"captured with keyword arguments scale, called with scale, kind"):
-        graph.flatten_inputs(args, {"scale": 3, "kind": "odd"})
+        graph.call.flatten(args, {"scale": 3, "kind": "odd"})
     with pytest.raises(InputError, match="was 3 when captured, and is 4"):
-        graph.flatten_inputs(args, {"scale": 4})
+        graph.call.flatten(args, {"scale": 4})
     with pytest.raises(InputError, match=r"\['bias'\]\[0\] was a tensor when captured, and is None"):
-        graph.flatten_inputs((args[0], {"bias": [None]}), {"scale": 3})
+        graph.call.flatten((args[0], {"bias": [None]}), {"scale": 3})
     with pytest.raises(InputError, match="captured with arguments nested as"):
-        graph.flatten_inputs((args[0], {"bias": []}), {"scale": 3})
+        graph.call.flatten((args[0], {"bias": []}), {"scale": 3})
 
 
 def test_the_same_tensor_twice_is_two_inputs() -> None:

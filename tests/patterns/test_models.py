@@ -66,7 +66,7 @@ class _Checking(fx.Interpreter):
 
 
 def _values(graph: JointGraph, module: nn.Module, inputs: dict[str, Any]) -> Iterator[torch.Tensor | None]:
-    leaves = iter(graph.flatten_inputs((), inputs))
+    leaves = iter(graph.call.flatten((), inputs))
     for source in graph.inputs:
         if source.kind == "parameter":
             yield module.get_parameter(source.name).detach()

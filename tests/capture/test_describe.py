@@ -11,8 +11,8 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoshard
+from autoshard.capture.describe import freeze, refresh_views, simplify
 from autoshard.capture.joint import capture
-from autoshard.capture.simplify import freeze, refresh_views, simplify
 from tests.capture.interpret import run_joint
 from tests.planner.steps import joint_graph
 from tests.runtime.meshes import simulated_mesh
