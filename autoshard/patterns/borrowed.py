@@ -12,7 +12,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -214,9 +214,8 @@ def _rule_from_strategies(call: OpCall, strategies: tuple[TorchStrategy, ...]) -
             group.append(loop)
     names = dict(zip(loops, _names(loops, call), strict=True))
     first, *others = ([(names[loop], loop) for loop in group] for group in groups)
-    return specialize(
-        _rule_from_loops(call, first, linear, [_rule_from_loops(call, group, (), ()) for group in others]), call
-    )
+    variants = tuple(_rule_from_loops(call, group, ()) for group in others)
+    return specialize(replace(_rule_from_loops(call, first, linear), variants=variants), call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +318,7 @@ def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:
 
 
 def _rule_from_loops(
-    call: OpCall, loops: Sequence[tuple[str, _StrategyLoop]], linear: Sequence[frozenset[int]], variants: Sequence[Rule]
+    call: OpCall, loops: Sequence[tuple[str, _StrategyLoop]], linear: Sequence[frozenset[int]]
 ) -> Rule:
     """The rule with these loops; dims that none of them shards are whole."""
     sizes = {name: loop.size for name, loop in loops}
@@ -344,7 +343,6 @@ def _rule_from_loops(
         contiguous=[name for name, loop in loops if not loop.strided],
         reductions={name: loop.reductions for name, loop in loops},
         linear=linear,
-        variants=variants,
         uneven=(),
     )
 

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -24,10 +24,10 @@ from autoshard.capture.nodes import is_random
 from autoshard.capture.recomputation import PREPARATIONS, RECOMPUTES, parameter_layers
 from autoshard.errors import HintError, InputError
 from autoshard.patterns.borrowed import batch_rule, whole_rule
-from autoshard.patterns.cuts import CutPropagation, useful_cuts
 from autoshard.patterns.ops.routed_rows import with_routed_rows
 from autoshard.patterns.ops.view import with_merged_dims
 from autoshard.patterns.padding import zero_padded_results
+from autoshard.patterns.propagation import CutPropagation, DimFactors, DimPropagation, useful_cuts
 from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
 from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
@@ -331,7 +331,26 @@ class GraphRules:
         """The tensors that every operator takes, in the order of `OpCall.operands`."""
         return {node: tuple(map(value_of, operand_nodes(node))) for node in self.operators}
 
-    def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[tuple[fx.Node, tuple[int, ...]]]]:
+    def batch_factors(self) -> dict[fx.Node, frozenset[int]]:
+        """Return for every operator those of its factors whose splitting splits the batch.
+
+        The batch is the first dim of the inputs: of those whose first dim has the size that most of them have. It is
+        followed along dims that are the same factor, through views, into results and gradients, to where it is summed.
+        A factor that stands for the batch and for dims inside it (rows of a flattened batch of sequences) is the
+        batch's: its blocks are of whole samples first. One that has the batch inside is not.
+
+        Source: Whale 3.1.2: each replica consumes its part of the mini-batch.
+        """
+        inputs = [source.node for source in self.graph.inputs if source.kind == "input"]
+        firsts = {node: int(Value(node).meta.shape[0]) for node in inputs if Value(node).meta.shape}
+        sizes = Counter(size for size in firsts.values() if size > 1).most_common(1)
+        return self.factors_along((node, 0) for node, first in firsts.items() if sizes and first == sizes[0][0])
+
+    def factors_along(self, dims: Iterable[tuple[fx.Node, int]]) -> dict[fx.Node, frozenset[int]]:
+        """Return for every operator those of its factors that run over one of these dims of placeholders, outermost."""
+        return DimPropagation(self.dims(), self.rules, dims).solve()
+
+    def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[DimFactors]]:
         """Yield for every dim of every tensor the descriptions of it by the operators that touch it.
 
         Args:

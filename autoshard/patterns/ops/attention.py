@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.patterns.exchanging import shift, shift_axes
@@ -402,7 +402,7 @@ def _attention_rule(call: OpCall, items: dict[str, str], results: list[str], **o
     variants = [grouped_heads(call, items, results, _attention, **options)] if heads > groups else []
     along = sequence_parallel(call, items, results, sizes=sizes, **options)
     variants += [along] if along is not None else []
-    return bind_named(call, items, results, sizes=sizes, local=_attention, variants=variants, **options)
+    return replace(bind_named(call, items, results, sizes=sizes, local=_attention, **options), variants=tuple(variants))
 
 
 @rule_maker("autoshard.attention_seed")

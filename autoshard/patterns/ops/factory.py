@@ -7,6 +7,7 @@ where it is needed, from the positions that a rank holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,10 +70,11 @@ def _new(call: OpCall) -> Rule:
     """Only the dtype of the operand matters: dims of equal size lie alike, or in any way."""
     pairs = zip(call.operands[0].shape, call.result.shape, strict=False)
     alike = {dim for dim, (size, new_size) in enumerate(pairs) if size == new_size}
-    return _new_rule(call, alike, [_new_rule(call, set(), ())] if alike else ())
+    rule = _new_rule(call, alike)
+    return replace(rule, variants=(_new_rule(call, set()),)) if alike else rule
 
 
-def _new_rule(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
+def _new_rule(call: OpCall, alike: set[int]) -> Rule:
     """Operand and result share the dims `alike`; what else the operand is split by, the result does not have."""
     shape, sizes = call.operands[0].shape, numbered_dims(call.result.shape)
     names = [f"d{dim}" if dim in alike else f"operand{dim}" for dim in range(len(shape))]
@@ -87,7 +89,6 @@ def _new_rule(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
         local=_local_new_empty if call.op == aten.new_empty_strided.default else run_resized("size"),
         uneven=True,
         fill=dict.fromkeys(unshared),
-        variants=variants,
     )
 
 

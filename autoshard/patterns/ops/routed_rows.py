@@ -48,13 +48,19 @@ _ROUTE = ([["source", "repeats"]], [["source", "repeats"]], ["ways", "counted"])
 """Dims of the order of rows, of their places on arrival, and of the counts of what is sent and arrives."""
 
 
+def _with_routed_tensors(rule: Rule, tensors: Collection[int]) -> Rule:
+    """Return a rule of a route's operator, with tensors whose rows the data places; results count after operands."""
+    factors = (replace(each, routed=each.name if each.name in _CONTIGUOUS else "") for each in rule.factors)
+    return replace(rule, factors=tuple(factors), routed=frozenset(tensors))
+
+
 @rule_maker("autoshard::group")
 def _group(call: OpCall) -> Rule:
     """The ranks tell each other how many rows of each group they send."""
     (ids,) = call.operands
     groups = call.arg("groups")
     sizes = {"source": ids.shape[0], "repeats": 1, "group": groups, "ways": 2, "counted": groups}
-    return build(
+    rule = build(
         sizes,
         [["source"]],
         [*_ROUTE, ["group"]],
@@ -62,8 +68,8 @@ def _group(call: OpCall) -> Rule:
         contiguous=_CONTIGUOUS,
         exchange={"group": [("exchange_of_each", 8 * groups)]},
         local=_local_group,
-        routed=[1, 2, 3, 4],
     )
+    return _with_routed_tensors(rule, [1, 2, 3, 4])
 
 
 @if_sharded("group")
@@ -94,7 +100,7 @@ def _move_rows(call: OpCall) -> Rule:
     dims = _row_dims(values)
     repeats = call.result.shape[0] // values.shape[0] if dispatches else 1
     sizes = {"source": values.shape[0], "repeats": repeats, "group": groups, **dims, "ways": 2, "counted": groups}
-    return build(
+    rule = build(
         sizes,
         [["source", *dims], *_ROUTE],
         [[["source", "repeats"], *dims]],
@@ -104,8 +110,8 @@ def _move_rows(call: OpCall) -> Rule:
         linear=[{0}],
         local=_local_dispatch if dispatches else _local_combine,
         uneven=list(dims),
-        routed=[1, 2, 3, 4] if dispatches else [0, 1, 2, 3],
     )
+    return _with_routed_tensors(rule, [1, 2, 3, 4] if dispatches else [0, 1, 2, 3])
 
 
 @if_sharded("group")
@@ -137,15 +143,15 @@ def _group_table(call: OpCall) -> Rule:
     dims = _row_dims(rows)
     sizes = {"source": rows.shape[0], "group": table.shape[0], **dims}
     operand, result = ("group", "source") if spreads else ("source", "group")
-    return build(
+    rule = build(
         sizes,
         [[operand, *dims], ["source"], ["group"]],
         [[result, *dims]],
         contiguous=_CONTIGUOUS,
         linear=[{0}],
         uneven=list(dims),
-        routed=[1, 2, 3] if spreads else [0, 1, 2],
     )
+    return _with_routed_tensors(rule, [1, 2, 3] if spreads else [0, 1, 2])
 
 
 def _exchange_rows(call: LocalCall, rows: Any, splits: Any, back: bool) -> Any:
