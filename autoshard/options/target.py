@@ -11,7 +11,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.nearest import default_cluster
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.options.options import Hints, Options, Placements, Shares
-from autoshard.reshard.deferred_reductions import DeferredReduction
+from autoshard.reshard.reductions import DeferredReduction
 
 
 @dataclass(frozen=True, slots=True)

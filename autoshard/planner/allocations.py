@@ -17,8 +17,7 @@ from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
 from autoshard.program.aliasing import makes_view, storage_root
 from autoshard.program.predicted_program import PredictedProgram
-from autoshard.reshard.bucket import waits_of
-from autoshard.reshard.collective_schedule import KEEPS_INPUT
+from autoshard.reshard.collective_schedule import KEEPS_INPUT, waits_of
 
 _PERSISTENT_KINDS: dict[str, AllocationKind] = {"parameter": "parameter", "buffer": "buffer", "constant": "buffer"}
 # If such an allocation lives from the forward to the backward half, every run of a step that is under way has its own.

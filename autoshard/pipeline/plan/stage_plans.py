@@ -34,7 +34,7 @@ from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner, with_provenance
 from autoshard.planner.recompute_search import recomputing_planner
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.reshard.deferred_reductions import DeferredReduction
+from autoshard.reshard.reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
