@@ -198,7 +198,7 @@ def borrowed_rule(call: OpCall) -> Rule | None:
 
 @lru_cache(maxsize=4096)
 def _rule_from_strategies(call: OpCall, strategies: tuple[TorchStrategy, ...]) -> Rule | None:
-    passed = dict.fromkeys(_linear_operands(each) for each in strategies if call.op._schema.name not in NOT_LINEAR)
+    passed = dict.fromkeys(_linear_operands(each) for each in strategies if call.name not in NOT_LINEAR)
     linear = [operands for operands in passed if operands]
     loops = [loop for each in strategies if (loop := _strategy_loop(each, call)) and _makes_shards(loop, call)]
     if not loops and not linear:
@@ -305,7 +305,7 @@ def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
 
 def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:
     """A name for every loop: the first operand that it shards and the dim there, such as `x0`."""
-    arguments = [argument.name for argument in call.op._schema.arguments]
+    arguments = call.argument_names
     owners = []
     for name, value in (*zip(arguments, call.args, strict=False), *call.kwargs):
         owners += [name] * sum(1 for _ in leaves(value, TensorMeta))

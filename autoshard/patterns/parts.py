@@ -319,7 +319,7 @@ def sets_result_sizes(node: fx.Node) -> bool:
 
 def _size_dims(call: OpCall, ndim: int) -> Sequence[int]:
     """Return the dims of a call's tensors of which an argument is a size or a place, as far as arguments tell them."""
-    names = {argument.name for argument in call.op._schema.arguments}
+    names = call.argument_names
     if call.op in _SPATIAL:
         return range(2, ndim)
     if "normalized_shape" in names:
@@ -341,7 +341,7 @@ def _is_plain_range(call: OpCall) -> bool:
     """Return True if a call makes the whole numbers from zero on, one by one."""
     if call.op not in _RANGE_END_ARGUMENT or not isinstance(call.arg("end"), int):
         return False
-    names = {argument.name for argument in call.op._schema.arguments}
+    names = call.argument_names
     return all(call.arg(name) == begin for name, begin in (("start", 0), ("step", 1)) if name in names)
 
 

@@ -60,6 +60,21 @@ class OpCall:
     results: tuple[TensorMeta | None, ...]
 
     @property
+    def name(self) -> str:
+        """The operator's name without its overload, such as `aten::mm`."""
+        return self.op._schema.name
+
+    @property
+    def is_backward(self) -> bool:
+        """True if the operator makes gradients, by its name."""
+        return "backward" in self.name
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """The names of all arguments in the operator's schema, passed or not."""
+        return tuple(argument.name for argument in self.op._schema.arguments)
+
+    @property
     def operands(self) -> tuple[TensorMeta, ...]:
         """The tensor operands in the order of `args` and `kwargs`, lists included."""
         return tuple(leaves((self.args, tuple(value for _, value in self.kwargs)), TensorMeta))
@@ -86,6 +101,11 @@ class OpCall:
                 # As in `args`, a list is a tuple: `aten.amax` has dim=[] by default.
                 return dict(self.kwargs).get(name, tuple(default) if isinstance(default, list) else default)
         raise RuleError(f"{self.op} has no argument {name!r}.")
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Return True for floating and complex numbers, of which alone there are partial sums."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def leaves(value: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
@@ -260,7 +280,7 @@ def specialize(rule: Rule, call: OpCall) -> Rule:
 
 def _without_impossible_sums(rule: Rule, call: OpCall) -> Rule:
     # Truth values and indices are no partial sums.
-    inexact = [meta.dtype.is_floating_point or meta.dtype.is_complex for meta in call.operands]
+    inexact = [is_inexact(meta.dtype) for meta in call.operands]
     linear = tuple(operands for operands in rule.linear if all(inexact[operand] for operand in operands))
     # No collective adds truth values up: `aten.index_add` along a contracted index can not be split for them.
     truths = [index for index, meta in enumerate(call.results) if meta is not None and meta.dtype is torch.bool]

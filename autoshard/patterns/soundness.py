@@ -27,7 +27,7 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.padding import emit_local
 from autoshard.patterns.registry import OPERATOR_NAME, call_of, has_rule, rule_for
-from autoshard.patterns.rule import Factor, OpCall, Rule, leaves, refine
+from autoshard.patterns.rule import Factor, OpCall, Rule, is_inexact, leaves, refine
 from autoshard.patterns.strategy import (
     Choices,
     axis_choices,
@@ -340,8 +340,7 @@ def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Co
         *(Spec.all_replicated(1)[0] if axis in spec.partial_axes else spec[axis] for axis in range(mesh.ndim))
     )
     # Programs may read anything in the place of padding: no number, or one that no index should be.
-    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    padding = math.nan if inexact else 1 if tensor.dtype == torch.bool else 101
+    padding = math.nan if is_inexact(tensor.dtype) else 1 if tensor.dtype == torch.bool else 101
     return {
         coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=padding)
         for coordinate, term in terms.items()
@@ -427,7 +426,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 def _tolerance(dtype: torch.dtype) -> float:
     """Relative and absolute difference that rounding explains."""
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not is_inexact(dtype):
         return 0.0
     eps = torch.finfo(dtype).eps
     # The terms of partial sums are larger than the sum, so that numbers of half precision lose several bits of it.
