@@ -1,9 +1,7 @@
-"""Rules borrowed from torch: what its registry of sharding strategies says of an operator that has no rule here.
+"""Rules of operators that have none in the registry: borrowed from torch, or whole on every rank.
 
-That registry holds DTensor's own strategies and those that users add with `torch.distributed.tensor.experimental.
+Torch's registry holds DTensor's own strategies and those that users add with `torch.distributed.tensor.experimental.
 register_sharding`. A strategy places operands and results on one axis; here each becomes a factor, or a linear set.
-
-The rule of an operator that nobody wrote a rule for: it runs whole on every rank; and a rule that it may have.
 """
 
 from __future__ import annotations
@@ -57,11 +55,6 @@ class TorchStrategy:
     strided: bool = False
 
 
-def is_registered(op: OpOverload) -> bool:
-    """Return True if torch has strategies for an operator: its own, or some that `register_sharding` added."""
-    return single_axis_strategy_function(op) is not None or mesh_strategy_function(op) is not None
-
-
 def torch_strategies(call: OpCall) -> tuple[TorchStrategy, ...]:
     """The strategies of torch for a call, each once; none where none are registered.
 
@@ -79,6 +72,7 @@ def torch_strategies(call: OpCall) -> tuple[TorchStrategy, ...]:
             if mesh_strategy_function(call.op)
             else ()
         )
+        # Torch lists the same placements several times where operands may be broadcast.
         return tuple(dict.fromkeys(strategies))
 
 
@@ -171,8 +165,8 @@ def may_borrow(op: OpOverload) -> bool:
     Not so where DTensor changes arguments on the way; nor for what draws at random, for which DTensor has generators of
     its own, and which would draw the same on every shard.
     """
-    random = torch.Tag.nondeterministic_seeded in op.tags
-    return is_registered(op) and runs_unchanged(op) and not random
+    is_registered = single_axis_strategy_function(op) is not None or mesh_strategy_function(op) is not None
+    return is_registered and runs_unchanged(op) and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def borrowed_rule(call: OpCall) -> Rule | None:
@@ -281,6 +275,7 @@ def _reduction_of(place: Placement | None) -> str | None:
 
 def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
     """Return True if the operator, on shards and with its arguments as they are, makes shards of its results."""
+    # By as few ranks as divide the loop, so that a shard is unlike the whole and unlike dims of size one.
     share = next((each for each in range(2, math.isqrt(loop.size) + 1) if loop.size % each == 0), loop.size)
 
     def local(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
@@ -347,12 +342,11 @@ def _rule_from_loops(
     )
 
 
-aten = torch.ops.aten
+# Operators that neither this library nor torch knows how to split.
 
 
 def whole_rule(call: OpCall) -> Rule:
     """Everything replicated. What an operator draws at random, every rank has from the first."""
-
     draws = torch.Tag.nondeterministic_seeded in call.op.tags
     operands = tuple(((),) * len(meta.shape) for meta in call.operands)
     results = tuple(None if meta is None else ((),) * len(meta.shape) for meta in call.results)

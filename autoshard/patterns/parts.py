@@ -58,6 +58,7 @@ def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[L
         if flow.rules.pin_spec(node, flow.mesh) is None:
             rule, choices = resolve_variant(flow.rules.rules[node], flow.decisions.choices[node.name])
             choice = choices[axis]
+            # A variant's factors are not those that the families count.
             if rule is flow.rules.rules[node] and choice >= 0 and rule.factors[choice].size > 1:
                 family = families.of((node.name, choice))
                 if family is not None and family not in equal:
@@ -210,6 +211,7 @@ class _LoopClasses:
         for column in zip(*loops, strict=True) if alike else [list(itertools.chain(*loops))]:
             for loop in column:
                 self._unite(column[0], loop)
+        # Some operator cuts the dim otherwise, so that no one loop of it is the same everywhere.
         if not alike:
             self._excluded.update(itertools.chain(*loops))
 
@@ -228,6 +230,7 @@ class _LoopClasses:
             self._excluded.update(loops)
 
     def _unite(self, *loops: Loop) -> None:
+        # The first in the graph stands for a family, so that its name does not depend on the order of joins.
         first, second = sorted(map(self._root, loops), key=lambda loop: self._order[loop[0]])
         if first != second:
             self._parent[second] = first
@@ -235,6 +238,7 @@ class _LoopClasses:
     def _root(self, loop: Loop) -> Loop:
         while loop in self._parent:
             above = self._parent[loop]
+            # Halve the path: later look-ups are short.
             self._parent[loop] = self._parent.get(above, above)
             loop = above
         return loop

@@ -1,30 +1,9 @@
-"""The variants of attention, forward and backward: along the sequence, and by query heads alone.
-
-In context parallelism, queries, keys and values lie along the sequence, one factor `n`, and keys go round a ring. A
-rank keeps its stretch of queries; stretches of keys and values are handed on from rank to rank until each has had all
-of them, each is attended to by itself, and the results are merged by the logarithms of their sums of exponentials. So a
-rank holds the keys of two stretches at a time, where the rule itself (queries sharded, keys gathered before the
-operator, their gradients scattered behind it) holds all of them. The bytes sent forward are the same; backward, keys go
-round once more and their gradients with them, to the rank that they belong to. The next stretch is under way while a
-rank attends to the one that it has.
-
-With a causal mask a rank attends to its own stretch causally and to earlier ones in full; what it computes for later
-ones is thrown away, since all ranks run one program.
-
-Several axes of one sequence are rings within rings: a stretch goes round the innermost axis, takes a step along the
-next one, and goes round again.
-
-Source: Ring Attention with Blockwise Transformers (Liu, Zaharia, Abbeel 2023), section 3.
-
-Scaled dot-product attention, forward and backward: the operator of captured graphs, and the kernels of ATen by name.
+"""Scaled dot-product attention, forward and backward: the operator of captured graphs, and the kernels of ATen by name.
 
 Batch and heads are independent. Fewer heads of keys than of queries (grouped-query attention) make a query head the
 product of the key head `h` and its share `r`, which keys lack. The queries' sequence may be sharded too, keys and
-values being whole: their gradients are then partial, as autograd of a contracted dim. A causal kernel counts queries
-from the start of the sequence; the operator of captured graphs is told where a rank's queries begin. ATen's kernels
-are not, so that their causal queries stay whole. The memory-efficient kernel pads what it keeps of each query, so that
-its queries are not sharded at all, and what a mask must look like for overridden kernels is theirs to say. Keys may go
-round instead (`units.attention`).
+values being whole: their gradients are then partial, as autograd of a contracted dim. Two variants of the rule shard
+the sequence of queries and keys alike, with keys that go round a ring, and query heads as one factor.
 """
 
 from __future__ import annotations
@@ -53,11 +32,11 @@ from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
 # Context parallelism: queries, keys and values lie along the sequence, one factor `n`, and keys go round a ring.
 #
 # A rank keeps its stretch of queries; stretches of keys and values are handed on from rank to rank until each has had
-# all of them, each is attended to by itself, and the results are merged by the logarithms of their sums of exponentials.
-# So a rank holds the keys of two stretches at a time, where the rule itself (queries sharded, keys gathered before the
-# operator, their gradients scattered behind it) holds all of them. The bytes sent forward are the same; backward, keys
-# go round once more and their gradients with them, to the rank that they belong to. The next stretch is under way while
-# a rank attends to the one that it has.
+# all of them, each is attended to by itself, and the results are merged by the logarithms of their sums of
+# exponentials. So a rank holds the keys of two stretches at a time, where the rule itself (queries sharded, keys
+# gathered before the operator, their gradients scattered behind it) holds all of them. The bytes sent forward are the
+# same; backward, keys go round once more and their gradients with them, to the rank that they belong to. The next
+# stretch is under way while a rank attends to the one that it has.
 #
 # With a causal mask a rank attends to its own stretch causally and to earlier ones in full; what it computes for later
 # ones is thrown away, since all ranks run one program.
@@ -362,7 +341,7 @@ def _is_captured_operator(call: OpCall) -> bool:
 
 
 def _is_supported(call: OpCall) -> bool:
-    """Return True for the operator of captured graphs, and for kernels without dropout whose heads are shared evenly."""
+    """Return True for the operator of captured graphs, and kernels without dropout whose heads are shared evenly."""
     # It is given a seed. What a kernel drew is kept as one state for all samples and heads, which no shard can tell its
     # part of.
     if _is_captured_operator(call):

@@ -1,9 +1,9 @@
 """Rows that are sent to groups and come back, as tokens to the experts of a mixture (`capture/routing.py`).
 
 Every operator of a route has two ways to be split beside its other dims. By `source`, a rank routes its own tokens
-among all groups, and sends nothing. By `group`, a rank holds a stretch of the groups besides: the ranks send each other the rows
-of their groups in an all-to-all, and back in another, forward and backward alike. The two go together on a mesh: tokens
-by one axis, tokens and groups by the other.
+among all groups, and sends nothing. By `group`, a rank holds a stretch of the groups besides: the ranks send each other
+the rows of their groups in an all-to-all, and back in another, forward and backward alike. The two go together on a
+mesh: tokens by one axis, tokens and groups by the other.
 
 A rank does to the rows that came to it what it would do to all rows, whichever they are, as long as the operator treats
 rows alike and takes no number of rows for an argument. So every operator on the way from a dispatch to the combines of
