@@ -135,17 +135,16 @@ def without_padding(call: LocalCall, operand: int, value: Any, names: Sequence[s
     return _replace_padding(call, value, call.rule.operands[operand], factors, fill)
 
 
-def without_padded_steps(call: LocalCall, value: Any, dims: Sequence[str], fill: float = 0.0) -> Any:
-    """Return a value with its padding replaced along all factors in its dims.
+def without_padded_steps(call: LocalCall, value: Any, dims: Sequence[str]) -> Any:
+    """Return a value with zeros in the place of its padding, along all factors in its dims.
 
     Args:
         call: the call.
         value: a local value, such as one number for every step of some factors.
         dims: the factors of every dim, major to minor, such as `"n"` or `"k s0"`; `""` for dims without padding.
-        fill: the number in the place of padding.
     """
     placed = tuple(tuple(index for name in dim.split() for index in call.rule.indices(name)) for dim in dims)
-    return _replace_padding(call, value, placed, [factor for dim in placed for factor in dim], fill)
+    return _replace_padding(call, value, placed, [factor for dim in placed for factor in dim], 0.0)
 
 
 def is_padded(call: LocalCall, names: Sequence[str]) -> bool:
