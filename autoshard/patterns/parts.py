@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.dynamic import DynamicSizes
-from autoshard.capture.joint import JointGraph, JointInput
+from autoshard.capture.joint import JointGraph
 from autoshard.capture.recomputation import copy_graph
 from autoshard.errors import PlanError
 from autoshard.patterns._torch import OpOverload
@@ -51,8 +51,11 @@ def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[L
         One loop of each family that is the same dim all over the graph, and the size of it.
     """
     families = _LoopClasses(flow.rules)
-    resting = [source for source in flow.graph.inputs if source.name in placed]
-    equal = {families.of(loop) for source in resting for loop in _sharded_loops(flow, source, axis)}
+    equal: set[Loop | None] = set()
+    for source in (source for source in flow.graph.inputs if source.name in placed):
+        placement, dims = flow.produced_spec(Value(source.node))[axis], flow.rules.rules[source.node].results[0]
+        if is_shard(placement) and dims is not None:
+            equal |= {families.of((source.node.name, factor)) for factor in dims[dim_of(placement, len(dims))]}
     unequal: dict[Loop, int] = {}
     for node in flow.rules.operators:
         if flow.rules.pin_spec(node, flow.mesh) is None:
@@ -64,13 +67,6 @@ def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[L
                 if family is not None and family not in equal:
                     unequal[family] = rule.factors[choice].size
     return unequal
-
-
-def _sharded_loops(flow: Flow, source: JointInput, axis: int) -> Iterator[Loop]:
-    """Yield the loops of the dim of an input that is sharded along a mesh axis."""
-    placement, dims = flow.produced_spec(Value(source.node))[axis], flow.rules.rules[source.node].results[0]
-    if is_shard(placement) and dims is not None:
-        yield from ((source.node.name, factor) for factor in dims[dim_of(placement, len(dims))])
 
 
 def with_unequal_loops(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: int) -> JointGraph:
