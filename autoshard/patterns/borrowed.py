@@ -55,6 +55,11 @@ class TorchStrategy:
     strided: bool = False
 
 
+def is_registered(op: OpOverload) -> bool:
+    """Return True if torch has strategies for an operator: its own, or some that `register_sharding` added."""
+    return single_axis_strategy_function(op) is not None or mesh_strategy_function(op) is not None
+
+
 def torch_strategies(call: OpCall) -> tuple[TorchStrategy, ...]:
     """The strategies of torch for a call, each once; none where none are registered.
 
@@ -165,8 +170,7 @@ def may_borrow(op: OpOverload) -> bool:
     Not so where DTensor changes arguments on the way; nor for what draws at random, for which DTensor has generators of
     its own, and which would draw the same on every shard.
     """
-    is_registered = single_axis_strategy_function(op) is not None or mesh_strategy_function(op) is not None
-    return is_registered and runs_unchanged(op) and torch.Tag.nondeterministic_seeded not in op.tags
+    return is_registered(op) and runs_unchanged(op) and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def borrowed_rule(call: OpCall) -> Rule | None:

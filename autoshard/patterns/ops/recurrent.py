@@ -111,7 +111,7 @@ class SharedUnits:
     collective: CollectiveRunner
 
     def all_gather(self, state: Tensor) -> Tensor:
-        """See `time_loops.HiddenUnits`."""
+        """See `capture.time_loops.HiddenUnits`."""
         rows = state.t()  # collectives stack and scatter the first dim
         for group, ranks, units in zip(self.groups, self.ranks, self.units, strict=True):
             op = collectives.all_gather_into_tensor.default
@@ -119,7 +119,7 @@ class SharedUnits:
         return rows.t()
 
     def reduce_scatter(self, gradient: Tensor) -> Tensor:
-        """See `time_loops.HiddenUnits`."""
+        """See `capture.time_loops.HiddenUnits`."""
         rows = gradient.t()
         for group, ranks, units in reversed(list(zip(self.groups, self.ranks, self.units, strict=True))):
             rows = pad(rows, (0, 0, 0, -units % ranks)).contiguous()
