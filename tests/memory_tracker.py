@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.reshard.collective_schedule import KEEPS_INPUT
 from autoshard.runtime.shards import local_of
-from autoshard.specs import MeshShape
+from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
 from tests.training import loss_of, outputs_of
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 import autoshard
 from autoshard.errors import BudgetError, InputError, PlanError
 from autoshard.runtime.shards import distribute, local_of
-from autoshard.specs import Spec
+from autoshard.specs.spec import Spec
 from tests import models
 from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks, outputs_of, relative_difference

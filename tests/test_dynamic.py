@@ -15,7 +15,7 @@ from torch.export import Dim
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import InputError, PlanError
-from autoshard.specs import MeshShape
+from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.option_groups import grouped
 from tests.random_plans import random_plan

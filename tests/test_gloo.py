@@ -20,7 +20,7 @@ from autoshard.errors import BudgetError, InputError, PlanError
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.rank_agreement import HostGroups, Seeds
 from autoshard.runtime.shards import cut, gather_full_tensor, local_of
-from autoshard.specs import Spec
+from autoshard.specs.spec import Spec
 from tests import models
 from tests.models.common import fixed_seed, tokens
 from tests.models.routed import sorted_experts

@@ -10,7 +10,7 @@ from autoshard.capture.dynamic import Dynamic
 from autoshard.cluster.cluster import Cluster, default_cluster
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.options.options import Hints, Options, Placements, Shares
-from autoshard.reshard.deferred_reductions import DeferredReduction
+from autoshard.reshard.reductions import DeferredReduction
 
 
 @dataclass(frozen=True, slots=True)

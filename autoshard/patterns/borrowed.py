@@ -1,9 +1,7 @@
-"""Rules borrowed from torch: what its registry of sharding strategies says of an operator that has no rule here.
+"""Rules of operators that have none in the registry: borrowed from torch, or whole on every rank.
 
-That registry holds DTensor's own strategies and those that users add with `torch.distributed.tensor.experimental.
+Torch's registry holds DTensor's own strategies and those that users add with `torch.distributed.tensor.experimental.
 register_sharding`. A strategy places operands and results on one axis; here each becomes a factor, or a linear set.
-
-The rule of an operator that nobody wrote a rule for: it runs whole on every rank; and a rule that it may have.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -79,6 +77,7 @@ def torch_strategies(call: OpCall) -> tuple[TorchStrategy, ...]:
             if mesh_strategy_function(call.op)
             else ()
         )
+        # Torch lists the same placements several times where operands may be broadcast.
         return tuple(dict.fromkeys(strategies))
 
 
@@ -171,8 +170,7 @@ def may_borrow(op: OpOverload) -> bool:
     Not so where DTensor changes arguments on the way; nor for what draws at random, for which DTensor has generators of
     its own, and which would draw the same on every shard.
     """
-    random = torch.Tag.nondeterministic_seeded in op.tags
-    return is_registered(op) and runs_unchanged(op) and not random
+    return is_registered(op) and runs_unchanged(op) and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def borrowed_rule(call: OpCall) -> Rule | None:
@@ -198,7 +196,7 @@ def borrowed_rule(call: OpCall) -> Rule | None:
 
 @lru_cache(maxsize=4096)
 def _rule_from_strategies(call: OpCall, strategies: tuple[TorchStrategy, ...]) -> Rule | None:
-    passed = dict.fromkeys(_linear_operands(each) for each in strategies if call.op._schema.name not in NOT_LINEAR)
+    passed = dict.fromkeys(_linear_operands(each) for each in strategies if call.name not in NOT_LINEAR)
     linear = [operands for operands in passed if operands]
     loops = [loop for each in strategies if (loop := _strategy_loop(each, call)) and _makes_shards(loop, call)]
     if not loops and not linear:
@@ -214,9 +212,8 @@ def _rule_from_strategies(call: OpCall, strategies: tuple[TorchStrategy, ...]) -
             group.append(loop)
     names = dict(zip(loops, _names(loops, call), strict=True))
     first, *others = ([(names[loop], loop) for loop in group] for group in groups)
-    return specialize(
-        _rule_from_loops(call, first, linear, [_rule_from_loops(call, group, (), ()) for group in others]), call
-    )
+    variants = tuple(_rule_from_loops(call, group, ()) for group in others)
+    return specialize(replace(_rule_from_loops(call, first, linear), variants=variants), call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +279,7 @@ def _reduction_of(place: Placement | None) -> str | None:
 
 def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
     """Return True if the operator, on shards and with its arguments as they are, makes shards of its results."""
+    # By as few ranks as divide the loop, so that a shard is unlike the whole and unlike dims of size one.
     share = next((each for each in range(2, math.isqrt(loop.size) + 1) if loop.size % each == 0), loop.size)
 
     def local(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
@@ -306,7 +304,7 @@ def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
 
 def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:
     """A name for every loop: the first operand that it shards and the dim there, such as `x0`."""
-    arguments = [argument.name for argument in call.op._schema.arguments]
+    arguments = call.argument_names
     owners = []
     for name, value in (*zip(arguments, call.args, strict=False), *call.kwargs):
         owners += [name] * sum(1 for _ in leaves(value, TensorMeta))
@@ -319,7 +317,7 @@ def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:
 
 
 def _rule_from_loops(
-    call: OpCall, loops: Sequence[tuple[str, _StrategyLoop]], linear: Sequence[frozenset[int]], variants: Sequence[Rule]
+    call: OpCall, loops: Sequence[tuple[str, _StrategyLoop]], linear: Sequence[frozenset[int]]
 ) -> Rule:
     """The rule with these loops; dims that none of them shards are whole."""
     sizes = {name: loop.size for name, loop in loops}
@@ -344,17 +342,15 @@ def _rule_from_loops(
         contiguous=[name for name, loop in loops if not loop.strided],
         reductions={name: loop.reductions for name, loop in loops},
         linear=linear,
-        variants=variants,
         uneven=(),
     )
 
 
-aten = torch.ops.aten
+# Operators that neither this library nor torch knows how to split.
 
 
 def whole_rule(call: OpCall) -> Rule:
     """Everything replicated. What an operator draws at random, every rank has from the first."""
-
     draws = torch.Tag.nondeterministic_seeded in call.op.tags
     operands = tuple(((),) * len(meta.shape) for meta in call.operands)
     results = tuple(None if meta is None else ((),) * len(meta.shape) for meta in call.results)

@@ -165,7 +165,8 @@ class Flow:
         key = value.name
         hub = self.hub(value, phase)
         if hub is not None:
-            key = hub[0]  # of its phase, where forward and backward make copies of their own
+            # Of its phase, where forward and backward make copies of their own.
+            key = hub[0]
             if hub[1] is not spec:
                 key = f"{hub[0]} {hub[1]}"
                 yield key, spec, hub[1]

@@ -125,11 +125,9 @@ has a dim at least, and one shape on all ranks.
 
 
 def lower_shifts(graph: fx.Graph) -> None:
-    """Replace every `shift` by the exchange that this rank makes.
-
-    A compiler may use the memory of a tensor again that nobody seems to read any more; of torch's own collectives it
-    knows that they read it until they are awaited.
-    """
+    """Replace every `shift` by the exchange that this rank makes."""
+    # A compiler may use the memory of a tensor again that nobody seems to read any more; of torch's own collectives it
+    # knows that they read it until they are awaited.
     for node in graph.find_nodes(op="call_function", target=shift):
         value, steps, group = node.args
         assert isinstance(value, fx.Node)
@@ -173,6 +171,7 @@ def exchange_rows(rows: Tensor, splits: Tensor, ranks: int, back: bool, group_na
     Returns:
         The rows that arrive, sorted by the rank that they come from.
     """
+    # The host waits here: the sizes of the exchange are numbers of its call.
     sent, received = splits.view(2, ranks, -1).sum(2).tolist()
     if back:
         sent, received = received, sent
@@ -194,10 +193,6 @@ def _arrivals(received: Tensor, ranks: int, rows: int) -> tuple[Tensor, Tensor]:
     return groups.repeat_interleave(received).argsort(stable=True), counts.sum(0).cumsum(0).to(torch.int32)
 
 
-def _arrivals_like(received: Tensor, ranks: int, rows: int) -> tuple[Tensor, Tensor]:
-    return received.new_empty(rows), received.new_empty(received.shape[0] // ranks, dtype=torch.int32)
-
-
 define_operator(
     "exchange(Tensor rows, Tensor splits, int ranks, bool back, str group_name) -> Tensor",
     exchange_rows,
@@ -205,4 +200,12 @@ define_operator(
     # Not one call for each rank, which could not meet, but one for all.
     lambda mode, op, types, args=(), kwargs=None: exchange_rows(*args, **kwargs or {}),
 )
-define_operator("arrivals(Tensor received, int ranks, int rows) -> (Tensor, Tensor)", _arrivals, _arrivals_like)
+define_operator(
+    "arrivals(Tensor received, int ranks, int rows) -> (Tensor, Tensor)",
+    _arrivals,
+    # As many rows as plans count on: how many really arrive, only data tells.
+    lambda received, ranks, rows: (
+        received.new_empty(rows),
+        received.new_empty(received.shape[0] // ranks, dtype=torch.int32),
+    ),
+)

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -24,10 +24,10 @@ from autoshard.capture.nodes import is_random
 from autoshard.capture.recomputation import PREPARATIONS, RECOMPUTES, parameter_layers
 from autoshard.errors import HintError, InputError
 from autoshard.patterns.borrowed import batch_rule, whole_rule
-from autoshard.patterns.cuts import CutPropagation, useful_cuts
 from autoshard.patterns.ops.routed_rows import with_routed_rows
 from autoshard.patterns.ops.view import with_merged_dims
 from autoshard.patterns.padding import zero_padded_results
+from autoshard.patterns.propagation import CutPropagation, DimFactors, DimPropagation, useful_cuts
 from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
 from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
@@ -125,7 +125,8 @@ class GraphRules:
         calls = (node for node in graph.graph.nodes if node.op == "call_function")
         computing = (node for node in calls if node.target is not operator.getitem)
         self.operators: tuple[fx.Node, ...] = tuple(sorted(computing, key=lambda node: graph.phase(node) == "backward"))
-        interned: dict[OpCall, OpCall] = {}  # equal calls are one object, so that work is done once for each
+        # Equal calls are one object, so that work is done once for each.
+        interned: dict[OpCall, OpCall] = {}
         self.generic: Sizes = {} if graph.dynamic is None else generic_sizes(graph, mesh)
         known: dict[fx.Node, Any] = {}
         calls_of = ((node, at(op_call(node, known), self.generic)) for node in self.operators)
@@ -142,8 +143,10 @@ class GraphRules:
             plain[node] = rule
         for source in graph.inputs:
             plain[source.node] = _tensor_rule(at(Value(source.node).meta, self.generic))
+        # Cuts travel through the variants for routed rows, too, so that these come first.
         plain = with_routed_rows(plain, self.calls, self.operands, self.outputs_of)
         cuts = useful_cuts(CutPropagation(self.dims(plain), plain, self._input_cuts()).solve(), plain, mesh)
+        # By identity: rules are shared already, and comparing them is slow.
         refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
         self.rules: dict[fx.Node, Rule] = {}
         for node, rule in plain.items():
@@ -212,7 +215,8 @@ class GraphRules:
             if node.target in PREPARATIONS and prepared.issuperset(value.node for value in self.operands[node]):
                 prepared.add(node)
         needs: dict[tuple[fx.Node, str], int] = {}
-        for number, node in reversed(tuple(enumerate(self.operators))):  # what is made before who made it
+        # Backwards: what is made before who made it.
+        for number, node in reversed(tuple(enumerate(self.operators))):
             passed = {half: needs[node, half] for half in ("forward", "backward") if (node, half) in needs}
             first = passed if node in prepared else {self.graph.phase(node): number}
             for value in self.operands[node]:
@@ -231,8 +235,9 @@ class GraphRules:
         if RECOMPUTES not in node.meta or not is_random(node):
             return None
         call = self.calls[node]
-        if any(argument.name == "dropout_p" for argument in call.op._schema.arguments) and call.arg("dropout_p") == 0:
-            return None  # attention, whose kernels could drop and do not
+        # Attention, whose kernels could drop and do not.
+        if "dropout_p" in call.argument_names and call.arg("dropout_p") == 0:
+            return None
         return self._by_name.get(node.meta[RECOMPUTES])
 
     def first_with_seed(self, node: fx.Node) -> fx.Node | None:
@@ -331,7 +336,26 @@ class GraphRules:
         """The tensors that every operator takes, in the order of `OpCall.operands`."""
         return {node: tuple(map(value_of, operand_nodes(node))) for node in self.operators}
 
-    def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[tuple[fx.Node, tuple[int, ...]]]]:
+    def batch_factors(self) -> dict[fx.Node, frozenset[int]]:
+        """Return for every operator those of its factors whose splitting splits the batch.
+
+        The batch is the first dim of the inputs: of those whose first dim has the size that most of them have. It is
+        followed along dims that are the same factor, through views, into results and gradients, to where it is summed.
+        A factor that stands for the batch and for dims inside it (rows of a flattened batch of sequences) is the
+        batch's: its blocks are of whole samples first. One that has the batch inside is not.
+
+        Source: Whale 3.1.2: each replica consumes its part of the mini-batch.
+        """
+        inputs = [source.node for source in self.graph.inputs if source.kind == "input"]
+        firsts = {node: int(Value(node).meta.shape[0]) for node in inputs if Value(node).meta.shape}
+        sizes = Counter(size for size in firsts.values() if size > 1).most_common(1)
+        return self.factors_along((node, 0) for node, first in firsts.items() if sizes and first == sizes[0][0])
+
+    def factors_along(self, dims: Iterable[tuple[fx.Node, int]]) -> dict[fx.Node, frozenset[int]]:
+        """Return for every operator those of its factors that run over one of these dims of placeholders, outermost."""
+        return DimPropagation(self.dims(), self.rules, dims).solve()
+
+    def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[DimFactors]]:
         """Yield for every dim of every tensor the descriptions of it by the operators that touch it.
 
         Args:
@@ -419,6 +443,7 @@ def _tensor_rule(meta: TensorMeta) -> Rule:
 # Sizes that stand for all that calls may have, where sizes are dynamic.
 
 
+# Of values for each symbol; a guess that works.
 _TRIES = 4096
 
 
@@ -448,6 +473,7 @@ def generic_sizes(graph: JointGraph, mesh: MeshShape, other_than: Sizes | None =
     }
     shapes = [expr for dims in dynamic.dims.values() for expr in dims.values()]
     values = dict(dynamic.example)
+    # One after the other, each near the example's: the range of one may depend on the others.
     for name in values:
         low, high = dynamic.ranges[name]
         for value in itertools.islice(_near(max(values[name], 2 * mesh.size + 1), low, high), _TRIES):
@@ -459,6 +485,7 @@ def generic_sizes(graph: JointGraph, mesh: MeshShape, other_than: Sizes | None =
                 values = candidate
                 break
         else:
+            # Another value than the avoided one is wanted only as far as there is any.
             if name in avoided:
                 values = values | {name: avoided[name]}
                 continue

@@ -1,6 +1,6 @@
-"""Values of local programs: they read like tensors, and every operation on them is an operator given to an emitter.
+"""Local programs: one operator call as one rank runs it, on values that read like tensors.
 
-One operator call as one rank runs it, on local operands.
+Every operation on a `LocalValue` is an operator given to an emitter; a `LocalCall` holds the local operands and shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LocalValue:
     """A tensor of one rank in a local program.
 
     `x + y` emits the operator that torch's `+` stands for: the overload for tensors or, if `y` is a number, that for
-    numbers. Every operator of ATen is a method: `x.sum([0])`. `==` compares identity, so that values can be keys.
+    numbers. Every operator of ATen is a method: `x.sum([0])`.
 
     Attributes:
         emit: the emitter that made it.
@@ -79,6 +79,8 @@ class LocalValue:
     def __neg__(self) -> Any:
         return self.emit.neg(self)
 
+    # No `__eq__`: values compare by identity, so that they can be keys. `x.eq(y)` compares elements.
+
     def __lt__(self, other: Any) -> Any:
         return self.emit.lt(self, other)
 
@@ -112,6 +114,7 @@ class TorchEmitter:
         return partial(self._aten, name)
 
     def _aten(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # Resolved by kinds of arguments, not by values, so that one look-up serves all calls of a kind.
         keywords = tuple((keyword, _kind(value)) for keyword, value in kwargs.items())
         return self.call(_resolve(name, tuple(map(_kind, args)), keywords), *args, **kwargs)
 
@@ -160,6 +163,7 @@ def _kind(value: Any) -> int:
     if isinstance(value, LocalValue):
         return _TENSOR
     if isinstance(value, (list, tuple)):
+        # An empty list counts as one of numbers, of which ATen takes many; no operator joins no tensors.
         return _TENSORS if any(isinstance(item, LocalValue) for item in value) else _NUMBERS
     if value is None:
         return _NONE
@@ -266,6 +270,7 @@ class LocalCall:
             A 0-d int64 value; None without axes.
         """
         index = None
+        # By name: a number would take mul.Scalar, and an emitter of unequal shares reads starts off mul.Tensor.
         for axis in axes:
             coordinate = self.emit.host_coordinate(axis) if host else self.emit.coordinate(axis)
             if index is None:
@@ -300,6 +305,7 @@ class LocalCall:
             operands: values of the tensors; the local operands by default.
             changed: arguments by their schema name.
         """
+        # In the order of `OpCall.operands`, which is that in which `local` meets them.
         values = iter(self.operands if operands is None else operands)
 
         def local(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall, emit_program
-from autoshard.patterns.rule import Dims, OpCall, Rule
+from autoshard.patterns.rule import Dims, OpCall, Rule, is_inexact
 from autoshard.patterns.strategy import Choices, local_size, uneven_axis
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import EmitterWithShares
@@ -75,6 +75,7 @@ def fill_operands(call: LocalCall) -> None:
     values, zeros = list(call.operands), []
     needed = masks(call.call, call.rule, call.choices, call.mesh)
     for mask in needed:
+        # Zeros that are known to be there already cost nothing.
         if mask.fill != 0 or not call.zeros[mask.operand]:
             dims = call.rule.operands[mask.operand]
             values[mask.operand] = _fill(call, values[mask.operand], dims, mask.factor, mask.axis, mask.fill)
@@ -134,17 +135,16 @@ def without_padding(call: LocalCall, operand: int, value: Any, names: Sequence[s
     return _replace_padding(call, value, call.rule.operands[operand], factors, fill)
 
 
-def without_padded_steps(call: LocalCall, value: Any, dims: Sequence[str], fill: float = 0.0) -> Any:
-    """Return a value with its padding replaced along all factors in its dims.
+def without_padded_steps(call: LocalCall, value: Any, dims: Sequence[str]) -> Any:
+    """Return a value with zeros in the place of its padding, along all factors in its dims.
 
     Args:
         call: the call.
         value: a local value, such as one number for every step of some factors.
         dims: the factors of every dim, major to minor, such as `"n"` or `"k s0"`; `""` for dims without padding.
-        fill: the number in the place of padding.
     """
     placed = tuple(tuple(index for name in dim.split() for index in call.rule.indices(name)) for dim in dims)
-    return _replace_padding(call, value, placed, [factor for dim in placed for factor in dim], fill)
+    return _replace_padding(call, value, placed, [factor for dim in placed for factor in dim], 0.0)
 
 
 def is_padded(call: LocalCall, names: Sequence[str]) -> bool:
@@ -170,8 +170,10 @@ def steps_of_ranks(call: LocalCall, axis: int, device: torch.device) -> Any:
     if padded_factors(call.rule, call.choices, call.mesh).get(factor) != axis:
         return None
     true = local_size(call.rule, call.choices, call.mesh, factor, axis)
-    shares = shares_of_ranks(emit.base, axis, true)
-    if shares is not None:
+    base = emit.base
+    if isinstance(base, EmitterWithShares) and is_share(base, axis, true):
+        shares = [base.share(base.shared.share_of_rank(rank)) for rank in range(base.shared.ranks)]
+        # One by one: a share is a symbol of the program, which no list of numbers holds.
         return emit.cat([emit.full([1], share, dtype=torch.int64, device=device) for share in shares])
     block = local_size(call.rule, call.choices, call.mesh, factor)
     # Of rank r, true - r * block steps are left, of which it has at least none and at most a block.
@@ -182,17 +184,19 @@ def steps_of_ranks(call: LocalCall, axis: int, device: torch.device) -> Any:
 def _replace_padding(call: LocalCall, value: Any, dims: Dims, factors: Sequence[int], fill: float) -> Any:
     """Return `value`, a tensor of these dims, with padding along all of the factors replaced."""
     for factor, axis in padded_factors(call.rule, call.choices, call.mesh).items():
+        # A factor that the tensor lacks has no padding in it.
         if factor in factors and any(factor in dim for dim in dims):
             value = _fill(call, value, dims, factor, axis, _fill_value(fill, value.dtype))
     return value
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
-    return dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
+    return dtype != torch.bool and not is_inexact(dtype)
 
 
 def _fill_value(fill: float, dtype: torch.dtype) -> float | int:
     """Return `fill` as a number of a dtype: infinities become the ends of the range of integers."""
+    # A maximum of truth values asks for minus infinity, which is False.
     if dtype == torch.bool:
         return int(fill > 0)
     if not _is_integer(dtype):
@@ -206,6 +210,7 @@ def _fill_value(fill: float, dtype: torch.dtype) -> float | int:
 def _fill(call: LocalCall, value: Any, dims: Dims, factor: int, axis: int, fill: float) -> Any:
     """Return `value`, a tensor of these dims, with padding along a factor replaced by `fill`."""
     emit = call.emit
+    # The steps that the axes before this one, which divide the factor, have left: padding stands behind these.
     true = local_size(call.rule, call.choices, call.mesh, factor, axis)
     if is_share(emit.base, axis, true):  # all of a rank's share is true
         return value
@@ -226,10 +231,3 @@ def _fill(call: LocalCall, value: Any, dims: Dims, factor: int, axis: int, fill:
 def is_share(emit: object, axis: int, size: int) -> bool:
     """Return True if the ranks of an axis hold unequal shares of a size, which nothing pads."""
     return isinstance(emit, EmitterWithShares) and emit.shared.axis == axis and emit.shared.is_whole(size)
-
-
-def shares_of_ranks(emit: object, axis: int, size: int) -> list[int] | None:
-    """Return the share of a size on every rank of an axis; None where the ranks do not hold unequal shares of it."""
-    if not isinstance(emit, EmitterWithShares) or not is_share(emit, axis, size):
-        return None
-    return [emit.share(emit.shared.share_of_rank(rank)) for rank in range(emit.shared.ranks)]

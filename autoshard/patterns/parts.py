@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.dynamic import DynamicSizes
-from autoshard.capture.joint import JointGraph, JointInput
+from autoshard.capture.joint import JointGraph
 from autoshard.capture.recomputation import copy_graph
 from autoshard.errors import PlanError
 from autoshard.patterns._torch import OpOverload
@@ -51,25 +51,22 @@ def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[L
         One loop of each family that is the same dim all over the graph, and the size of it.
     """
     families = _LoopClasses(flow.rules)
-    resting = [source for source in flow.graph.inputs if source.name in placed]
-    equal = {families.of(loop) for source in resting for loop in _sharded_loops(flow, source, axis)}
+    equal: set[Loop | None] = set()
+    for source in (source for source in flow.graph.inputs if source.name in placed):
+        placement, dims = flow.produced_spec(Value(source.node))[axis], flow.rules.rules[source.node].results[0]
+        if is_shard(placement) and dims is not None:
+            equal |= {families.of((source.node.name, factor)) for factor in dims[dim_of(placement, len(dims))]}
     unequal: dict[Loop, int] = {}
     for node in flow.rules.operators:
         if flow.rules.pin_spec(node, flow.mesh) is None:
             rule, choices = resolve_variant(flow.rules.rules[node], flow.decisions.choices[node.name])
             choice = choices[axis]
+            # A variant's factors are not those that the families count.
             if rule is flow.rules.rules[node] and choice >= 0 and rule.factors[choice].size > 1:
                 family = families.of((node.name, choice))
                 if family is not None and family not in equal:
                     unequal[family] = rule.factors[choice].size
     return unequal
-
-
-def _sharded_loops(flow: Flow, source: JointInput, axis: int) -> Iterator[Loop]:
-    """Yield the loops of the dim of an input that is sharded along a mesh axis."""
-    placement, dims = flow.produced_spec(Value(source.node))[axis], flow.rules.rules[source.node].results[0]
-    if is_shard(placement) and dims is not None:
-        yield from ((source.node.name, factor) for factor in dims[dim_of(placement, len(dims))])
 
 
 def with_unequal_loops(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: int) -> JointGraph:
@@ -210,6 +207,7 @@ class _LoopClasses:
         for column in zip(*loops, strict=True) if alike else [list(itertools.chain(*loops))]:
             for loop in column:
                 self._unite(column[0], loop)
+        # Some operator cuts the dim otherwise, so that no one loop of it is the same everywhere.
         if not alike:
             self._excluded.update(itertools.chain(*loops))
 
@@ -228,6 +226,7 @@ class _LoopClasses:
             self._excluded.update(loops)
 
     def _unite(self, *loops: Loop) -> None:
+        # The first in the graph stands for a family, so that its name does not depend on the order of joins.
         first, second = sorted(map(self._root, loops), key=lambda loop: self._order[loop[0]])
         if first != second:
             self._parent[second] = first
@@ -235,6 +234,7 @@ class _LoopClasses:
     def _root(self, loop: Loop) -> Loop:
         while loop in self._parent:
             above = self._parent[loop]
+            # Halve the path: later look-ups are short.
             self._parent[loop] = self._parent.get(above, above)
             loop = above
         return loop
@@ -319,7 +319,7 @@ def sets_result_sizes(node: fx.Node) -> bool:
 
 def _size_dims(call: OpCall, ndim: int) -> Sequence[int]:
     """Return the dims of a call's tensors of which an argument is a size or a place, as far as arguments tell them."""
-    names = {argument.name for argument in call.op._schema.arguments}
+    names = call.argument_names
     if call.op in _SPATIAL:
         return range(2, ndim)
     if "normalized_shape" in names:
@@ -341,7 +341,7 @@ def _is_plain_range(call: OpCall) -> bool:
     """Return True if a call makes the whole numbers from zero on, one by one."""
     if call.op not in _RANGE_END_ARGUMENT or not isinstance(call.arg("end"), int):
         return False
-    names = {argument.name for argument in call.op._schema.arguments}
+    names = call.argument_names
     return all(call.arg(name) == begin for name, begin in (("start", 0), ("step", 1)) if name in names)
 
 

@@ -58,7 +58,8 @@ class Registry:
         if key in self._makers and not replace:
             raise RuleError(f"{name} has a rule already: pass replace=True if yours is to take its place.")
         self._makers[key] = _maker(maker_or_text, options)
-        self._rules.clear()  # calls seen before may have another rule now
+        # Calls seen before may have another rule now.
+        self._rules.clear()
 
     def rule_for(self, call: OpCall) -> Rule | None:
         """Return the rule of a call, checked against its shapes; None if there is none.
@@ -83,6 +84,7 @@ class Registry:
     def _find(self, op: OpOverload) -> Maker | None:
         name = op._schema.name
         overload = op._schema.overload_name or "default"
+        # The overload's own rule first.
         return self._makers.get(f"{name}.{overload}") or self._makers.get(name)
 
 
@@ -215,6 +217,7 @@ def call_of(
     known = None if strided else known  # descriptions of nodes are without strides
     return OpCall(
         op=op,
+        # Lists inside of `tuple`, not generators: this runs for every node of a graph.
         args=tuple([_describe(argument, strided, known) for argument in args]),
         kwargs=tuple([(name, _describe(argument, strided, known)) for name, argument in kwargs.items()]),
         results=tuple([_describe(result) if isinstance(result, torch.Tensor) else None for result in outputs]),

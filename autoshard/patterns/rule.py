@@ -7,7 +7,7 @@ result is left partial. A planner needs to know no more of an operator.
 Source: the factors of GSPMD and Shardy; Rhino 4.1 for dims that are products, whose inner factors become strided
 shards.
 
-Rules made of names instead of text, for operators whose dims follow from their arguments.
+`build` makes rules of names, for operators whose dims follow from their arguments; `notation` makes them of text.
 """
 
 from __future__ import annotations
@@ -60,6 +60,21 @@ class OpCall:
     results: tuple[TensorMeta | None, ...]
 
     @property
+    def name(self) -> str:
+        """The operator's name without its overload, such as `aten::mm`."""
+        return self.op._schema.name
+
+    @property
+    def is_backward(self) -> bool:
+        """True if the operator makes gradients, by its name."""
+        return "backward" in self.name
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """The names of all arguments in the operator's schema, passed or not."""
+        return tuple(argument.name for argument in self.op._schema.arguments)
+
+    @property
     def operands(self) -> tuple[TensorMeta, ...]:
         """The tensor operands in the order of `args` and `kwargs`, lists included."""
         return tuple(leaves((self.args, tuple(value for _, value in self.kwargs)), TensorMeta))
@@ -86,6 +101,11 @@ class OpCall:
                 # As in `args`, a list is a tuple: `aten.amax` has dim=[] by default.
                 return dict(self.kwargs).get(name, tuple(default) if isinstance(default, list) else default)
         raise RuleError(f"{self.op} has no argument {name!r}.")
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Return True for floating and complex numbers, of which alone there are partial sums."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def leaves(value: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
@@ -260,7 +280,7 @@ def specialize(rule: Rule, call: OpCall) -> Rule:
 
 def _without_impossible_sums(rule: Rule, call: OpCall) -> Rule:
     # Truth values and indices are no partial sums.
-    inexact = [meta.dtype.is_floating_point or meta.dtype.is_complex for meta in call.operands]
+    inexact = [is_inexact(meta.dtype) for meta in call.operands]
     linear = tuple(operands for operands in rule.linear if all(inexact[operand] for operand in operands))
     # No collective adds truth values up: `aten.index_add` along a contracted index can not be split for them.
     truths = [index for index, meta in enumerate(call.results) if meta is not None and meta.dtype is torch.bool]
@@ -298,12 +318,12 @@ def build(
     linear: Sequence[Collection[int]] = (),
     local: LocalProgram | None = None,
     free: bool = False,
-    variants: Sequence[Rule] = (),
     uneven: Collection[str] | bool | None = None,
     fill: Mapping[str, float | None] | None = None,
-    routed: Collection[int] = (),
 ) -> Rule:
     """Return a rule from the names and sizes of its factors; a name of size one stands for no factor.
+
+    Rules with `variants` or `routed` tensors are made from the result by `dataclasses.replace`.
 
     Args:
         sizes: size of every name; their order is the order of the factors.
@@ -317,14 +337,11 @@ def build(
         linear: sets of operands in which the operator is jointly linear.
         local: the local program; the operator itself by default.
         free: True if the operator does no work.
-        variants: further implementations of the same call.
         uneven: names that an axis may split without dividing them, where the rule itself tells how to keep padding out
             of the results: no result lacks the name, or zeros add nothing to a sum that is linear in operands that all
             have it. True for all names; by default all without a local program, none with one.
         fill: further such names, with the number that replaces the padding of operands: 0 where a sum is taken, minus
             infinity for a maximum, None where padding may hold anything. (Padding of indices is always replaced by 0.)
-        routed: tensors, operands counted first and then results, whose placement the data decides where one of the
-            names `"source"` and `"group"` is split (see `Factor.routed`).
     """
     names = [name for name, size in sizes.items() if size != 1]
     index = {name: position for position, name in enumerate(names)}
@@ -351,7 +368,6 @@ def build(
                 exchanges=_exchanges((exchange or {}).get(name, 0)),
                 uneven=name in fills,
                 fill=fills.get(name),
-                routed=name if routed and name in ("source", "group") else "",
             )
             for name in names
         ),
@@ -360,8 +376,6 @@ def build(
         linear=tuple(frozenset(operands) for operands in linear),
         local=local,
         free=free,
-        variants=tuple(variants),
-        routed=frozenset(routed),
     )
 
 

@@ -1,13 +1,8 @@
-"""The soundness of rules for operators that draw at random, whose results can not be compared number by number.
-
-What a strategy draws must be a function of the step's seed alone, the same on replicas, different on shards, and
-distributed as what the operator draws on one device: as a whole (two-sample Kolmogorov-Smirnov) and at every position
-(means). The seeds are fixed, so that a finding is found each time.
-
-The soundness of rules: a rule is checked against the operator itself.
+"""The soundness of rules: a rule is checked against the operator itself.
 
 For every strategy that a rule offers: shard the operands by its specs, run every rank's local program, put the results
-together by its specs, and compare with the operator on the whole tensors.
+together by its specs, and compare with the operator on the whole tensors. Results of operators that draw at random can
+not be compared number by number: see `Draws`.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.padding import emit_local
 from autoshard.patterns.registry import OPERATOR_NAME, call_of, has_rule, rule_for
-from autoshard.patterns.rule import Factor, OpCall, Rule, leaves, refine
+from autoshard.patterns.rule import Factor, OpCall, Rule, is_inexact, leaves, refine
 from autoshard.patterns.strategy import (
     Choices,
     axis_choices,
@@ -44,6 +39,250 @@ from autoshard.specs.spec import Spec
 from autoshard.specs.tensors import shard, unshard
 
 Coordinate = tuple[int, ...]
+Operator = OpOverload | OpOverloadPacket | CustomOpDef | str
+Shards = Mapping[Coordinate, torch.Tensor]
+"""One tensor per coordinate of the mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A strategy that does not compute what the operator does."""
+
+    op: str
+    mesh: str
+    strategy: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.op} with {self.strategy} on mesh {self.mesh}: {self.problem}"
+
+
+def check(
+    op: Operator,
+    sample: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    sizes: Sequence[int] = (2, 3, 4),
+) -> list[Finding]:
+    """Check the rule of one operator call, on real tensors.
+
+    Every strategy that the rule offers is run on all ranks and compared with the operator on the whole tensors. Of an
+    operator that draws at random, replicas must agree bit for bit, shards must draw numbers of their own, all must
+    follow from the seed, and the numbers must be distributed as the operator's own.
+
+    Args:
+        op: the operator: an overload, a packet, what `torch.library.custom_op` returned, or a name: `"mylib::op"`.
+        sample: its arguments; or a pair of arguments and keyword arguments; or torch's `SampleInput`. Floating tensors
+            are best in float64. Dims of 12 are split evenly on axes of 2, 3 and 4, others are padded.
+        kwargs: its keyword arguments.
+        sizes: sizes of a mesh of one axis to check all strategies on; a mesh of (2, 2) is checked besides.
+
+    Returns:
+        What was found wrong; nothing if the rule is sound here.
+
+    Raises:
+        RuleError: there is no such operator, it has no rule for the call, or the rule does not fit it.
+    """
+    overload, args, keywords = sample_call(op, sample, kwargs)
+    draws = reference_draws(overload, args, keywords)
+    whole = draws.whole[0]
+    call = call_of(overload, args, keywords, whole)
+    rule = rule_for(call)
+    if rule is None:
+        raise RuleError(_no_rule_message(call))
+    operands = list(leaves([*args, *keywords.values()], torch.Tensor))
+    meshes = [MeshShape.of({"x": size}) for size in sizes] + [MeshShape.of({"x": 2, "y": 2})]
+    return [
+        Finding(str(overload), str(mesh), describe(refined, choices, mesh), problem)
+        for mesh in meshes
+        for refined, choices in strategies(rule, mesh)
+        for problem in _problems(call, refined, choices, mesh, operands, draws)
+    ]
+
+
+def _no_rule_message(call: OpCall) -> str:
+    if has_rule(call.op):
+        on = f"the rule of {call.op} declines this call, on {call.shapes_text}"
+        return f"{on}: it is replicated, and there is nothing to check."
+    return f"{call.op} has no rule, so that it is replicated: register one with register_rule before checking it."
+
+
+def strategies(rule: Rule, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
+    """All strategies on a mesh; on one axis, also those of inner parts of factors, which are strided shards.
+
+    Without those of routed rows: which of them a rank holds, no operator alone can tell, only a route from end to end.
+    """
+    factors = offered_factors(rule)
+    for choices in itertools.product(*(axis_choices(rule, size) for size in mesh.sizes)):
+        if fits(rule, choices, mesh) and not any(factors[choice].routed for choice in choices if choice >= 0):
+            yield rule, choices
+    if mesh.ndim == 1:
+        for each, index, factor in _factors_with_variant(rule):
+            if factor.shardable and not factor.contiguous and not factor.routed:
+                yield from _inner_parts(each, index, factor.size, mesh)
+
+
+def _inner_parts(rule: Rule, index: int, size: int, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
+    """Strategies of a factor cut in two: a strided shard, and padded blocks of either part, as far as it has such."""
+    cuts = [outer for outer in range(2, size) if size % outer == 0]
+    parts = [(refine(rule, {index: (outer,)}), (index + part,)) for part in (1, 0) for outer in cuts]
+    parts = [(cut, choices) for cut, choices in parts if fits(cut, choices, mesh)]
+    strided = [pair for pair in parts if pair[1] == (index + 1,) and not _is_padded(*pair, mesh)]
+    padded = [[pair for pair in parts if pair[1] == (index + part,) and _is_padded(*pair, mesh)] for part in (1, 0)]
+    for group in (strided, *padded):
+        yield from group[:1]
+
+
+def _is_padded(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
+    return any(uneven_axis(rule, choices, mesh, choice) is not None for choice in choices)
+
+
+def _factors_with_variant(rule: Rule) -> Iterator[tuple[Rule, int, Factor]]:
+    """Every factor, with the first variant that has it and its index there."""
+    known: set[str] = set()
+    for each in (rule, *rule.variants):
+        yield from ((each, index, factor) for index, factor in enumerate(each.factors) if factor.name not in known)
+        known |= {factor.name for factor in each.factors}
+
+
+def run_all_ranks(
+    call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]
+) -> list[Shards | None]:
+    """Run a strategy on all ranks, of whole operands: the shards of every result by coordinate; None for no tensor."""
+    return _run(call, rule, choices, mesh, _shard_operands(rule, choices, mesh, operands), seed=0)
+
+
+def _shard_operands(rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]) -> list[PerRank]:
+    """The shards of every operand, by rank."""
+    held = []
+    for position, operand in enumerate(operands):
+        shards = shard_unevenly(operand, operand_spec(rule, choices, mesh, position), mesh)
+        held.append(PerRank(tuple(shards[coordinate] for coordinate in mesh.coordinates())))
+    return held
+
+
+def _run(
+    call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, held: list[PerRank], seed: int
+) -> list[Shards | None]:
+    outputs = emit_local(LocalCall(call, rule, choices, mesh, Lockstep(mesh, seed), held))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [
+        dict(zip(mesh.coordinates(), output.values, strict=True)) if meta is not None else None
+        for output, meta in zip(outputs, call.results, strict=True)
+    ]
+
+
+def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Coordinate, torch.Tensor]:
+    """Shards of a tensor; over partial axes, terms of different sizes and signs that add up to it."""
+    terms: dict[Coordinate, torch.Tensor] = {(): tensor}
+    for axis in range(mesh.ndim):
+        size = mesh.sizes[axis]
+        partial = axis in spec.partial_axes
+        terms = {
+            (*place, index): term
+            for place, value in terms.items()
+            for index, term in enumerate(_uneven_terms(value, size) if partial else [value] * size)
+        }
+    # The terms are cut as if they were the same everywhere, so only shard placements are left to be applied.
+    whole = Spec.of(
+        *(Spec.all_replicated(1)[0] if axis in spec.partial_axes else spec[axis] for axis in range(mesh.ndim))
+    )
+    # Programs may read anything in the place of padding: no number, or one that no index should be.
+    padding = math.nan if is_inexact(tensor.dtype) else 1 if tensor.dtype == torch.bool else 101
+    return {
+        coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=padding)
+        for coordinate, term in terms.items()
+    }
+
+
+def _uneven_terms(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Terms that add up to the tensor: 60 % of what is left each time, with an offset that the last one undoes."""
+    finite = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+    scale = finite.abs().to(torch.float64).mean().item() if tensor.numel() else 1.0
+    # Not the default generator: what the operator draws must not depend on how its operands were cut.
+    generator = torch.Generator().manual_seed(count)
+    rest, terms = finite, []
+    for index in range(count - 1):
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * (index + 1) * scale
+        terms.append((0.6 * rest + noise).to(tensor.dtype))
+        rest = rest - terms[-1]
+    # What is infinite or no number is in one term alone, as it can not be split.
+    return [*terms, torch.where(torch.isfinite(tensor), rest, tensor)]
+
+
+def _problems(
+    call: OpCall,
+    rule: Rule,
+    choices: Choices,
+    mesh: MeshShape,
+    operands: Sequence[torch.Tensor],
+    draws: Draws,
+) -> Iterator[str]:
+    specs = [result_spec(rule, choices, mesh, position) for position in range(len(call.results))]
+    try:
+        held = _shard_operands(rule, choices, mesh, operands)
+        runs = [_run(call, rule, choices, mesh, held, seed) for seed in draws.seeds]
+        if draws.random:
+            yield from draws.problems(runs, specs, mesh)
+            return
+    except Exception as error:  # whatever the operator raises on shards is what is wrong with the strategy
+        yield f"the local program fails with {type(error).__name__}: {error}"
+        return
+    tolerance = max((_tolerance(tensor.dtype) for tensor in operands), default=0.0)
+    for position, (shards, result) in enumerate(zip(runs[0], draws.whole[0], strict=True)):
+        if shards is not None:
+            problem = compare(shards, specs[position], mesh, result, tolerance)
+            if problem is not None:
+                yield f"result {position}: {problem}"
+
+
+def compare(
+    shards: Mapping[Coordinate, torch.Tensor], spec: Spec, mesh: MeshShape, whole: torch.Tensor, tolerance: float = 0.0
+) -> str | None:
+    """Return the problem of shards of `whole` that should lie as `spec` says, replicas included; None without one.
+
+    Args:
+        tolerance: relative difference that rounding of the operands explains; rounding of the result comes on top.
+    """
+    if problem := layout_problem(shards, spec, mesh, whole):
+        return f"as {spec} {problem}"
+    tolerance = max(tolerance, _tolerance(whole.dtype))
+    absolute = tolerance
+    if whole.numel() and whole.dtype != torch.bool:
+        # Beside the largest finite magnitude: small elements may be differences of large ones.
+        absolute *= max(1.0, torch.nan_to_num(whole.abs(), nan=0.0, posinf=0.0).max().item())
+    replicated = [axis for axis, placement in enumerate(spec) if placement.is_replicate()]
+    first: Mapping[Coordinate, torch.Tensor] | None = None
+    for copy in itertools.product(*(range(mesh.sizes[axis]) for axis in replicated)):
+        chosen = dict(zip(replicated, copy, strict=True))
+        held = {place: shards[tuple(chosen.get(axis, index) for axis, index in enumerate(place))] for place in shards}
+        if first is not None and all(torch.equal(held[place], first[place]) for place in shards):
+            # What was right of the first copy is right of this one.
+            continue
+        first = first or held
+        try:
+            total = unshard(held, spec, mesh, tuple(whole.shape))
+            # Most are equal, and that takes no time.
+            if not torch.equal(total, whole):
+                torch.testing.assert_close(total, whole, rtol=tolerance, atol=absolute, equal_nan=True)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            lines = " ".join(str(error).split())
+            return f"as {spec} on the copy at {chosen}: {lines}" if chosen else f"as {spec}: {lines}"
+    return None
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Relative and absolute difference that rounding explains."""
+    if not is_inexact(dtype):
+        return 0.0
+    eps = torch.finfo(dtype).eps
+    # The terms of partial sums are larger than the sum, so that numbers of half precision lose several bits of it.
+    return 1e-9 if eps < 1e-12 else 1e-4 if eps < 1e-6 else max(5e-2, 16 * eps)
+
+
+# Operators that draw at random.
+
+# As many draws as tell two distributions apart at every position, in a moment: a guess that works.
 _SEED_COUNT = 32
 _FALSE_ALARM_RATE = 1e-7
 """The rate at which a right strategy would be called wrong, were the seeds not fixed."""
@@ -52,6 +291,10 @@ _FALSE_ALARM_RATE = 1e-7
 @dataclass(frozen=True, slots=True)
 class Draws:
     """The results of an operator on whole tensors, under one seed each.
+
+    What a strategy draws must be a function of the step's seed alone, the same on replicas, different on shards, and
+    distributed as what the operator draws on one device: as a whole (two-sample Kolmogorov-Smirnov) and at every
+    position (means). The seeds are fixed, so that a finding is found each time.
 
     Attributes:
         whole: its results as a tuple, for every seed; those under the first seed alone if nothing is random.
@@ -184,254 +427,6 @@ def _correlation(values: torch.Tensor, spec: Spec, mesh: MeshShape, first: Coord
     parts = [part[tuple(common)] - part[tuple(common)].mean(0) for part in cut]
     norm = (parts[0].square().sum() * parts[1].square().sum()).sqrt().clamp_min(1e-12)
     return ((parts[0] * parts[1]).sum() / norm).item()
-
-
-Operator = OpOverload | OpOverloadPacket | CustomOpDef | str
-Shards = Mapping[Coordinate, torch.Tensor]
-"""One tensor per coordinate of the mesh."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A strategy that does not compute what the operator does."""
-
-    op: str
-    mesh: str
-    strategy: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.op} with {self.strategy} on mesh {self.mesh}: {self.problem}"
-
-
-def check(
-    op: Operator,
-    sample: Any = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    sizes: Sequence[int] = (2, 3, 4),
-) -> list[Finding]:
-    """Check the rule of one operator call, on real tensors.
-
-    Every strategy that the rule offers is run on all ranks and compared with the operator on the whole tensors. Of an
-    operator that draws at random, replicas must agree bit for bit, shards must draw numbers of their own, all must
-    follow from the seed, and the numbers must be distributed as the operator's own.
-
-    Args:
-        op: the operator: an overload, a packet, what `torch.library.custom_op` returned, or a name: `"mylib::op"`.
-        sample: its arguments; or a pair of arguments and keyword arguments; or torch's `SampleInput`. Floating tensors
-            are best in float64. Dims of 12 are split evenly on axes of 2, 3 and 4, others are padded.
-        kwargs: its keyword arguments.
-        sizes: sizes of a mesh of one axis to check all strategies on; a mesh of (2, 2) is checked besides.
-
-    Returns:
-        What was found wrong; nothing if the rule is sound here.
-
-    Raises:
-        RuleError: there is no such operator, it has no rule for the call, or the rule does not fit it.
-    """
-    overload, args, keywords = sample_call(op, sample, kwargs)
-    draws = reference_draws(overload, args, keywords)
-    whole = draws.whole[0]
-    call = call_of(overload, args, keywords, whole)
-    rule = rule_for(call)
-    if rule is None:
-        raise RuleError(_no_rule_message(call))
-    operands = list(leaves([*args, *keywords.values()], torch.Tensor))
-    meshes = [MeshShape.of({"x": size}) for size in sizes] + [MeshShape.of({"x": 2, "y": 2})]
-    return [
-        Finding(str(overload), str(mesh), describe(refined, choices, mesh), problem)
-        for mesh in meshes
-        for refined, choices in strategies(rule, mesh)
-        for problem in _problems(call, refined, choices, mesh, operands, draws)
-    ]
-
-
-def _no_rule_message(call: OpCall) -> str:
-    if has_rule(call.op):
-        on = f"the rule of {call.op} declines this call, on {call.shapes_text}"
-        return f"{on}: it is replicated, and there is nothing to check."
-    return f"{call.op} has no rule, so that it is replicated: register one with register_rule before checking it."
-
-
-def strategies(rule: Rule, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
-    """All strategies on a mesh; on one axis, also those of inner parts of factors, which are strided shards.
-
-    Without those of routed rows: which of them a rank holds, no operator alone can tell, only a route from end to end.
-    """
-    factors = offered_factors(rule)
-    for choices in itertools.product(*(axis_choices(rule, size) for size in mesh.sizes)):
-        if fits(rule, choices, mesh) and not any(factors[choice].routed for choice in choices if choice >= 0):
-            yield rule, choices
-    if mesh.ndim == 1:
-        for each, index, factor in _factors_with_variant(rule):
-            if factor.shardable and not factor.contiguous and not factor.routed:
-                yield from _inner_parts(each, index, factor.size, mesh)
-
-
-def _inner_parts(rule: Rule, index: int, size: int, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
-    """Strategies of a factor cut in two: a strided shard, and padded blocks of either part, as far as it has such."""
-    cuts = [outer for outer in range(2, size) if size % outer == 0]
-    parts = [(refine(rule, {index: (outer,)}), (index + part,)) for part in (1, 0) for outer in cuts]
-    parts = [(cut, choices) for cut, choices in parts if fits(cut, choices, mesh)]
-    strided = [pair for pair in parts if pair[1] == (index + 1,) and not _is_padded(*pair, mesh)]
-    padded = [[pair for pair in parts if pair[1] == (index + part,) and _is_padded(*pair, mesh)] for part in (1, 0)]
-    for group in (strided, *padded):
-        yield from group[:1]
-
-
-def _is_padded(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
-    return any(uneven_axis(rule, choices, mesh, choice) is not None for choice in choices)
-
-
-def _factors_with_variant(rule: Rule) -> Iterator[tuple[Rule, int, Factor]]:
-    """Every factor, with the first variant that has it and its index there."""
-    known: set[str] = set()
-    for each in (rule, *rule.variants):
-        yield from ((each, index, factor) for index, factor in enumerate(each.factors) if factor.name not in known)
-        known |= {factor.name for factor in each.factors}
-
-
-def run_all_ranks(
-    call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor], seed: int = 0
-) -> list[Shards | None]:
-    """Run a strategy on all ranks: the shards of every result by coordinate; None for a result that is no tensor.
-
-    Args:
-        operands: the whole tensors.
-        seed: of the step, for what is drawn at random.
-    """
-    return _run(call, rule, choices, mesh, _shard_operands(rule, choices, mesh, operands), seed)
-
-
-def _shard_operands(rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]) -> list[PerRank]:
-    """The shards of every operand, by rank."""
-    held = []
-    for position, operand in enumerate(operands):
-        shards = shard_unevenly(operand, operand_spec(rule, choices, mesh, position), mesh)
-        held.append(PerRank(tuple(shards[coordinate] for coordinate in mesh.coordinates())))
-    return held
-
-
-def _run(
-    call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, held: list[PerRank], seed: int
-) -> list[Shards | None]:
-    outputs = emit_local(LocalCall(call, rule, choices, mesh, Lockstep(mesh, seed), held))
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return [
-        dict(zip(mesh.coordinates(), output.values, strict=True)) if meta is not None else None
-        for output, meta in zip(outputs, call.results, strict=True)
-    ]
-
-
-def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Coordinate, torch.Tensor]:
-    """Shards of a tensor; over partial axes, terms of different sizes and signs that add up to it."""
-    terms: dict[Coordinate, torch.Tensor] = {(): tensor}
-    for axis in range(mesh.ndim):
-        size = mesh.sizes[axis]
-        partial = axis in spec.partial_axes
-        terms = {
-            (*place, index): term
-            for place, value in terms.items()
-            for index, term in enumerate(_uneven_terms(value, size) if partial else [value] * size)
-        }
-    # The terms are cut as if they were the same everywhere, so only shard placements are left to be applied.
-    whole = Spec.of(
-        *(Spec.all_replicated(1)[0] if axis in spec.partial_axes else spec[axis] for axis in range(mesh.ndim))
-    )
-    # Programs may read anything in the place of padding: no number, or one that no index should be.
-    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    padding = math.nan if inexact else 1 if tensor.dtype == torch.bool else 101
-    return {
-        coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=padding)
-        for coordinate, term in terms.items()
-    }
-
-
-def _uneven_terms(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Terms that add up to the tensor: 60 % of what is left each time, with an offset that the last one undoes."""
-    finite = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
-    scale = finite.abs().to(torch.float64).mean().item() if tensor.numel() else 1.0
-    generator = torch.Generator().manual_seed(count)
-    rest, terms = finite, []
-    for index in range(count - 1):
-        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * (index + 1) * scale
-        terms.append((0.6 * rest + noise).to(tensor.dtype))
-        rest = rest - terms[-1]
-    # What is infinite or no number is in one term alone, as it can not be split.
-    return [*terms, torch.where(torch.isfinite(tensor), rest, tensor)]
-
-
-def _problems(
-    call: OpCall,
-    rule: Rule,
-    choices: Choices,
-    mesh: MeshShape,
-    operands: Sequence[torch.Tensor],
-    draws: Draws,
-) -> Iterator[str]:
-    specs = [result_spec(rule, choices, mesh, position) for position in range(len(call.results))]
-    try:
-        held = _shard_operands(rule, choices, mesh, operands)
-        runs = [_run(call, rule, choices, mesh, held, seed) for seed in draws.seeds]
-        if draws.random:
-            yield from draws.problems(runs, specs, mesh)
-            return
-    except Exception as error:  # whatever the operator raises on shards is what is wrong with the strategy
-        yield f"the local program fails with {type(error).__name__}: {error}"
-        return
-    tolerance = max((_tolerance(tensor.dtype) for tensor in operands), default=0.0)
-    for position, (shards, result) in enumerate(zip(runs[0], draws.whole[0], strict=True)):
-        if shards is not None:
-            problem = compare(shards, specs[position], mesh, result, tolerance)
-            if problem is not None:
-                yield f"result {position}: {problem}"
-
-
-def compare(
-    shards: Mapping[Coordinate, torch.Tensor], spec: Spec, mesh: MeshShape, whole: torch.Tensor, tolerance: float = 0.0
-) -> str | None:
-    """Return the problem of shards of `whole` that should lie as `spec` says, replicas included; None without one.
-
-    Args:
-        tolerance: relative difference that rounding of the operands explains; rounding of the result comes on top.
-    """
-    if problem := layout_problem(shards, spec, mesh, whole):
-        return f"as {spec} {problem}"
-    tolerance = max(tolerance, _tolerance(whole.dtype))
-    absolute = tolerance * max(1.0, _largest(whole))
-    replicated = [axis for axis, placement in enumerate(spec) if placement.is_replicate()]
-    first: Mapping[Coordinate, torch.Tensor] | None = None
-    for copy in itertools.product(*(range(mesh.sizes[axis]) for axis in replicated)):
-        chosen = dict(zip(replicated, copy, strict=True))
-        held = {place: shards[tuple(chosen.get(axis, index) for axis, index in enumerate(place))] for place in shards}
-        if first is not None and all(torch.equal(held[place], first[place]) for place in shards):
-            continue  # what was right of the first copy is right of this one
-        first = first or held
-        try:
-            total = unshard(held, spec, mesh, tuple(whole.shape))
-            if not torch.equal(total, whole):  # which most are, and which takes no time
-                torch.testing.assert_close(total, whole, rtol=tolerance, atol=absolute, equal_nan=True)
-        except (AssertionError, RuntimeError, ValueError) as error:
-            lines = " ".join(str(error).split())
-            return f"as {spec} on the copy at {chosen}: {lines}" if chosen else f"as {spec}: {lines}"
-    return None
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest finite magnitude; 0 where there is none."""
-    if tensor.numel() == 0 or tensor.dtype == torch.bool:
-        return 0.0
-    return torch.nan_to_num(tensor.abs(), nan=0.0, posinf=0.0).max().item()
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Relative and absolute difference that rounding explains."""
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return 0.0
-    eps = torch.finfo(dtype).eps
-    # The terms of partial sums are larger than the sum, so that numbers of half precision lose several bits of it.
-    return 1e-9 if eps < 1e-12 else 1e-4 if eps < 1e-6 else max(5e-2, 16 * eps)
 
 
 # The arguments of `check`: an operator by any of its names, and a sample call of it in any common form.

@@ -1,9 +1,4 @@
-"""Strategies: one choice per mesh axis for one operator, and the specs that follow from them.
-
-All strategies of an operator at once: the combinations that fit, and the steps that a rank runs under each.
-
-These are the functions of `strategy` for one strategy, in arrays over many: on three axes an operator has hundreds.
-"""
+"""Strategies: one choice per mesh axis for one operator, those that fit, and the specs that follow from them."""
 
 from __future__ import annotations
 
@@ -47,6 +42,7 @@ def offered_factors(rule: Rule) -> tuple[Factor, ...]:
     if not rule.variants:
         return rule.factors
     offered: dict[str, Factor] = {}
+    # The rule's own first, so that choices of them are indices of its factors.
     for each in (rule, *rule.variants):
         for factor in each.factors:
             offered.setdefault(factor.name, factor)
@@ -65,6 +61,7 @@ def variant_for(rule: Rule, choices: Choices) -> tuple[Rule, Choices] | None:
     if not rule.variants:
         return rule, choices
     factors, linear = offered_factors(rule), offered_linear(rule)
+    # The rule itself first: a variant stands for choices that the rule does not know.
     for variant in (rule, *rule.variants):
         translated = tuple(_choice_in_variant(variant, choice, factors, linear) for choice in choices)
         if None not in translated:
@@ -90,7 +87,7 @@ def _choice_in_variant(
 def resolve_variant(rule: Rule, choices: Choices) -> tuple[Rule, Choices]:
     """Return the implementation that the choices stand for, and the choices as indices of its factors.
 
-    The choices must go together, as `strategy.fits` says.
+    The choices must go together, as `fits` says.
     """
     resolved = variant_for(rule, choices)
     assert resolved is not None, f"no variant knows all of {choices}"
@@ -144,12 +141,14 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
             return False
         if not sizes or divides(math.prod(sizes), factor.size):
             continue
+        # The axes split a factor in mesh order, the first outermost: behind one that pads it, none has equal steps.
         others = math.prod(sizes[:-1])
         above = factor.size // others
         if not divides(others, factor.size) or not _pads(sizes[-1], factor, above):
             return False
         if factor.contiguous and len(sizes) > 1:  # padding would stand inside the stretches of the outer axis
             return False
+        # Padding one part is of no use where the axis splits another evenly.
         if _divides_another_part(rule, choices, mesh, index, sizes[-1]):
             return False
         padded.add(index)
@@ -157,6 +156,7 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
         # `_pads` has looked at each axis alone; together they may still pad too much.
         parts = math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice >= 0)
         tensors = (dims for dims in (*rule.operands, *rule.results) if dims is not None)
+        # Two factors with padding in one dim leave padding between elements, which no spec says.
         share_dim = any(len(padded.intersection(dim)) > 1 for dims in tensors for dim in dims)
         if share_dim or parts > MOST_PADDING * work_split(rule, choices, mesh):
             return False
@@ -310,6 +310,7 @@ def _specs(
             dynamic = any(is_dynamic(size) for dim in sizes for size in dim)
             cache = caches[id(variant)] = _SpecCache(sizes, _spec if dynamic else _cached_spec)
         for choice in chosen:
+            # Many choices have one effect on a tensor: all that split none of its dims.
             if choice not in cache.effect_numbers:
                 cache.effect_numbers[choice] = numbers.setdefault(effect_of(variant, choice), len(numbers))
         key = tuple(map(cache.effect_numbers.__getitem__, chosen))
@@ -421,6 +422,8 @@ def splits_evenly(rule: Rule, choices: Choices, shared: SharedAxis, mesh: MeshSh
     )
 
 
+# Many strategies at once, in arrays: on three axes an operator has hundreds.
+
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -431,7 +434,7 @@ def is_plain(rule: Rule) -> bool:
 
 
 def fitting_choices(rule: Rule, per_axis: Sequence[Sequence[int]], mesh: MeshShape) -> tuple[Choices, ...]:
-    """Return the combinations of a choice per axis that fit, as `strategy.fits` says, in the order of a product."""
+    """Return the combinations of a choice per axis that fit, as `fits` says, in the order of a product."""
     every = tuple(itertools.product(*per_axis))
     if not is_plain(rule):
         return tuple(choices for choices in every if fits(rule, choices, mesh))

@@ -31,8 +31,7 @@ from autoshard.plans.plan_data import Collective, Decision
 from autoshard.program.aliasing import makes_view, storage_root
 from autoshard.program.predicted_program import PredictedProgram
 from autoshard.program.program_replay import KernelPrices, operations
-from autoshard.reshard.bucket import waits_of
-from autoshard.reshard.collective_schedule import KEEPS_INPUT
+from autoshard.reshard.collective_schedule import KEEPS_INPUT, waits_of
 from autoshard.reshard.path import Path, Resharder
 from autoshard.simulate.events import Timeline, replay
 from autoshard.specs.axes import SharedAxis

@@ -220,7 +220,7 @@ def compute_after(account: StepAccount) -> np.ndarray:
     seconds = [account.seconds(node) for node in account.rules.operators]
     # Two more moments: that of the optimizer's step, and its end.
     after = np.append(np.cumsum(seconds[::-1])[::-1], [0.0, 0.0])
-    # Gradients are reduced in buckets (`reshard.bucket`) when the last one of a bucket exists, so that the compute
+    # Gradients are reduced in buckets (`reshard.reductions`) when the last one of a bucket exists, so that the compute
     # after that one hides the whole bucket.
     begin, last, held = 0, 0, 0
     for reshard in account.reshards:

@@ -38,8 +38,8 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.predicted_program import PredictedProgram, predict_program
 from autoshard.program.program_replay import KernelPrices
 from autoshard.program.walk import LocalPrograms
-from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.reshard.path import Resharder
+from autoshard.reshard.reductions import DeferredReduction
 from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.version import __version__

@@ -16,7 +16,6 @@ from autoshard.capture.joint import JointGraph
 from autoshard.capture.marks import Primitive, TaskGraph
 from autoshard.cluster.cost import flops
 from autoshard.errors import HintError
-from autoshard.patterns.batch import batch_factors, factors_along
 from autoshard.patterns.graph_rules import GraphRules, Value, operand_nodes, value_of
 from autoshard.patterns.strategy import WHOLE, Choices
 from autoshard.planner.hints import Pins
@@ -144,7 +143,7 @@ def restrictions(rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]]) -
             members[task_graph].append(node)
     if not members:
         return Restrictions({}, {})
-    batch = batch_factors(rules)
+    batch = rules.batch_factors()
     weights = _ParameterFactors(rules) if any(member.primitive.kind == "split" for member in members) else None
     operators: dict[fx.Node, Restriction] = {}
     sharded_parameters: dict[str, tuple[int, ...]] = {}
@@ -197,8 +196,8 @@ class _ParameterFactors:
         self.rules = rules
         self.parameters = {source.node: source.name for source in rules.graph.parameters}
         inputs = [source.node for source in rules.graph.inputs if source.kind == "input"]
-        self._along_weights = factors_along(rules, _dims_of(self.parameters))
-        self._along_inputs = factors_along(rules, _dims_of(inputs))
+        self._along_weights = rules.factors_along(_dims_of(self.parameters))
+        self._along_inputs = rules.factors_along(_dims_of(inputs))
         self._gradients = {self._origin(node, _is_copy) for node in rules.graph.gradients.values()}
 
     def names(self, node: fx.Node) -> tuple[str, ...]:

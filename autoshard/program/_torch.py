@@ -34,7 +34,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from autoshard.capture._torch import symbolic_integer
-from autoshard.reshard.bucket import is_border
+from autoshard.reshard.reductions import is_border
 
 
 class SymbolicNumbers:

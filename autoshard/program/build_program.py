@@ -19,8 +19,8 @@ from autoshard.program.localize import LocalStep, localize
 from autoshard.program.overlap import Arrangement, TorchArrangement, arrange_own
 from autoshard.program.program_replay import KernelPrices
 from autoshard.program.split import Halves, split
-from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.reshard.path import Resharder
+from autoshard.reshard.reductions import DeferredReduction
 from autoshard.size import Sizes, at, plain
 from autoshard.specs.axes import SharedAxis
 

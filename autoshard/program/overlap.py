@@ -17,8 +17,8 @@ from torch import fx
 from autoshard.errors import PlanError
 from autoshard.program._torch import fuse_products, has_overlap_pass, has_symmetric_memory, schedule_overlap
 from autoshard.program.program_replay import COLLECTIVE_KINDS, KernelPrices, collective_call
-from autoshard.reshard.bucket import GATHERED_BYTES, bucket_reductions, is_border
-from autoshard.reshard.collective_schedule import REDUCED_BYTES, schedule
+from autoshard.reshard.collective_schedule import GATHERED_BYTES, REDUCED_BYTES, schedule
+from autoshard.reshard.reductions import bucket_reductions, is_border
 from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten

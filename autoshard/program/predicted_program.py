@@ -20,10 +20,9 @@ from autoshard.patterns.strategy import resolve_variant
 from autoshard.program.graph_emitter import add_call
 from autoshard.program.program_replay import COLLECTIVE_KINDS
 from autoshard.program.walk import LocalPrograms, LocalResults, ProgramWalk, Recording
-from autoshard.reshard.bucket import bucket_reductions, propagate_layers
-from autoshard.reshard.collective_schedule import schedule
-from autoshard.reshard.deferred_reductions import DeferredReduction, PendingReductions, take_reductions
+from autoshard.reshard.collective_schedule import propagate_layers, schedule
 from autoshard.reshard.path import Path, Resharder
+from autoshard.reshard.reductions import DeferredReduction, PendingReductions, bucket_reductions, take_reductions
 from autoshard.specs.emitter import collectives
 from autoshard.specs.layout import local_shape
 

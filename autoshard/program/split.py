@@ -20,10 +20,11 @@ from autoshard.patterns.exchanging import exchange_ops, lower_shifts
 from autoshard.program._torch import compile_graph, split_joint, write_code
 from autoshard.program.localize import LocalStep
 from autoshard.program.overlap import Arrangement, arrange_own
-from autoshard.reshard.bucket import is_border, propagate_layers
-from autoshard.reshard.deferred_reductions import (
+from autoshard.reshard.collective_schedule import propagate_layers
+from autoshard.reshard.reductions import (
     DeferredReduction,
     PendingReductions,
+    is_border,
     reduce_with_sums,
     take_reductions,
 )

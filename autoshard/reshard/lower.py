@@ -12,7 +12,7 @@ import torch
 
 from autoshard.reshard.path import Path, Step
 from autoshard.reshard.states import state_of
-from autoshard.specs.emitter import Emitter, EmitterWithShares, all_reduce, collectives
+from autoshard.specs.emitter import Emitter, EmitterWithShares, all_reduce, collective, collectives
 from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
 
@@ -122,8 +122,7 @@ def _all_gather(move: _Move, value: Any) -> Any:
         dim, opened = _separate_outer(move.before, piece)
         return _view(emit, gather_shares(emit, shares, _contiguous(emit, value), opened, dim), move.after)
     value = _contiguous(emit, value)
-    value = emit.call(collectives.all_gather_into_tensor.default, value, move.size, emit.group(move.step.axis))
-    value = emit.call(collectives.wait_tensor.default, value)
+    value = collective(emit, collectives.all_gather_into_tensor.default, value, move.size, axis=move.step.axis)
     return _insert(move, value, move.before, piece)
 
 
@@ -140,14 +139,8 @@ def _reduce_scatter(move: _Move, value: Any) -> Any:
     emit, operation = move.emit, _reduction(move)
     # The collective gives the n-th part of dim 0 to the n-th rank, so the blocks have to lie one after the other.
     value, _ = _extract(move, value, move.before, move.target)
-    value = emit.call(
-        collectives.reduce_scatter_tensor.default,
-        value,
-        "sum" if operation == "avg" else operation,
-        move.size,
-        emit.group(move.step.axis),
-    )
-    value = emit.call(collectives.wait_tensor.default, value)
+    kind = "sum" if operation == "avg" else operation
+    value = collective(emit, collectives.reduce_scatter_tensor.default, value, kind, move.size, axis=move.step.axis)
     value = _view(emit, value, move.after)
     return _divide(move, value) if operation == "avg" else value
 
@@ -161,8 +154,7 @@ def _all_to_all(move: _Move, value: Any) -> Any:
     value = _view(emit, value, (move.size, *block))
     # One row of dim 0 to and from every rank.
     ones = [1] * move.size
-    value = emit.call(collectives.all_to_all_single.default, value, ones, ones, emit.group(move.step.axis))
-    value = emit.call(collectives.wait_tensor.default, value)
+    value = collective(emit, collectives.all_to_all_single.default, value, ones, ones, axis=move.step.axis)
     return _insert(move, value, block, joint)
 
 
@@ -326,9 +318,7 @@ def gather_shares(emit: Emitter, shares: EmitterWithShares, value: Any, shape: t
     value = emit.call(aten.view.default, value, list(shape))
     value = emit.call(aten.constant_pad_nd.default, value, widths)
     padded = emit.shape(value)
-    group = emit.group(shared.axis)
-    value = emit.call(collectives.all_gather_into_tensor.default, value, shared.ranks, group)
-    value = emit.call(collectives.wait_tensor.default, value)
+    value = collective(emit, collectives.all_gather_into_tensor.default, value, shared.ranks, axis=shared.axis)
     value = emit.call(aten.view.default, value, [shared.ranks, *padded])
     parts = []
     for rank in range(shared.ranks):

@@ -21,7 +21,7 @@ from autoshard.capture.joint import JointGraph
 from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph, build_program
-from autoshard.reshard.deferred_reductions import DeferredReduction
+from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime.calls import NewCall, PlacementsByName, Tangents, without_numbers
 from autoshard.runtime.in_place_changes import check_constants
 from autoshard.runtime.optimizers import replace_in_optimizers

@@ -10,7 +10,7 @@ import torch
 from autoshard.specs._torch import collectives
 from autoshard.specs.axes import MeshShape, SharedAxis
 
-__all__ = ["GRADIENT_BUCKET_BYTES", "Emitter", "EmitterWithShares", "all_reduce", "collectives"]
+__all__ = ["GRADIENT_BUCKET_BYTES", "Emitter", "EmitterWithShares", "all_reduce", "collective", "collectives"]
 
 # The default of torch's DistributedDataParallel (`bucket_cap_mb`).
 GRADIENT_BUCKET_BYTES = 25 * 2**20
@@ -55,10 +55,14 @@ class Emitter(Protocol):
         """Return the device of a value."""
 
 
+def collective(emit: Emitter, op: Any, value: Any, *args: Any, axis: int) -> Any:
+    """Return the result of a functional collective over a mesh axis, awaited; the axis's group is the last argument."""
+    return emit.call(collectives.wait_tensor.default, emit.call(op, value, *args, emit.group(axis)))
+
+
 def all_reduce(emit: Emitter, value: Any, axis: int, reduction: str = "sum") -> Any:
     """Reduce `value` over one mesh axis."""
-    pending = emit.call(collectives.all_reduce.default, value, reduction, emit.group(axis))
-    return emit.call(collectives.wait_tensor.default, pending)
+    return collective(emit, collectives.all_reduce.default, value, reduction, axis=axis)
 
 
 @runtime_checkable

@@ -26,8 +26,8 @@ from autoshard.capture.joint import capture
 from autoshard.errors import AutoshardError, BudgetError, RuleError
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.shards import distribute, local_of
-from autoshard.specs import Spec
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
 from tests.float64 import default_float64
 from tests.fuzz.model import Model, RandomModel, inputs_of, loss_of, tensors_of
 from tests.precision import BFLOAT16, BFLOAT16_ROUNDING, CastModule

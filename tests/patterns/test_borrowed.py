@@ -43,7 +43,7 @@ from tests.training import TOLERANCE, compare, fast_links, train
 
 aten = torch.ops.aten
 NAMESPACE = "autoshard_test_borrowed"
-SUM = Partial()
+REPLICATED, SUM = Replicate(), Partial()
 SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.linalg__powsum.default": [(normal(12, 6), 3.0, [1]), (normal(12, 6), 2.0, None), (normal(12, 6), 2.0, [0])],
     "aten.native_batch_norm.default": [(normal(12, 6, 4), normal(6), normal(6), None, None, True, 0.1, 1e-5)],
@@ -95,13 +95,13 @@ gated.register_autograd(
 
 @register_sharding(torch.ops.autoshard_test_borrowed.gated.default)
 def _(x: Any, weight: Any, groups: int) -> list[Any]:
-    return [([Shard(dim)], [Shard(dim), WHOLE, None]) for dim in range(x.ndim - 1)]
+    return [([Shard(dim)], [Shard(dim), REPLICATED, None]) for dim in range(x.ndim - 1)]
 
 
 @register_sharding(torch.ops.autoshard_test_borrowed.gated_backward.default)
 def _(grad: Any, x: Any, weight: Any, groups: int) -> list[Any]:
-    rows = [([Shard(dim), SUM], [Shard(dim), Shard(dim), WHOLE, None]) for dim in range(x.ndim - 1)]
-    return [*rows, ([SUM, SUM], [SUM, WHOLE, WHOLE, None])]
+    rows = [([Shard(dim), SUM], [Shard(dim), Shard(dim), REPLICATED, None]) for dim in range(x.ndim - 1)]
+    return [*rows, ([SUM, SUM], [SUM, REPLICATED, REPLICATED, None])]
 
 
 class Gated(nn.Module):
@@ -199,7 +199,7 @@ def test_strategies_that_meet_in_a_dim_become_variants(library: torch.library.Li
         library,
         "row_products",
         lambda x, y: torch.einsum("ik,kj->ij", x, y),
-        [([Shard(0)], [Shard(0), WHOLE]), ([Shard(1)], [WHOLE, Shard(1)]), ([SUM], [Shard(1), Shard(0)])],
+        [([Shard(0)], [Shard(0), REPLICATED]), ([Shard(1)], [REPLICATED, Shard(1)]), ([SUM], [Shard(1), Shard(0)])],
         "(Tensor x, Tensor y) -> Tensor",
     )
     rule = _borrowed(op, normal(12, 12), normal(12, 12))
@@ -219,11 +219,11 @@ def test_strategies_that_meet_in_a_dim_become_variants(library: torch.library.Li
 
 def test_what_has_no_counterpart_is_left_out(library: torch.library.Library) -> None:
     strategies = [
-        ([Partial("max")], [Partial("max"), WHOLE]),  # only sums pass
+        ([Partial("max")], [Partial("max"), REPLICATED]),  # only sums pass
         ([SUM], [SUM, Shard(0)]),  # partial beside sharded
-        ([WHOLE], [SUM, WHOLE]),  # reduced by nobody
-        ([Shard(0)], [WHOLE, WHOLE]),  # nothing is sharded that could make a shard
-        ([Shard(0)], [Shard(0), WHOLE]),
+        ([REPLICATED], [SUM, REPLICATED]),  # reduced by nobody
+        ([Shard(0)], [REPLICATED, REPLICATED]),  # nothing is sharded that could make a shard
+        ([Shard(0)], [Shard(0), REPLICATED]),
     ]
     op = _operator(library, "scaled", lambda x, y: x * y, strategies, "(Tensor x, Tensor y) -> Tensor")
     rule = _borrowed(op, normal(6, 6), normal(1, 6))
@@ -259,7 +259,7 @@ def test_a_function_that_raises_is_named(library: torch.library.Library) -> None
 
 
 def test_strategies_registered_later_are_seen(library: torch.library.Library) -> None:
-    op = _operator(library, "later", lambda x: -x, [([WHOLE], [WHOLE])])
+    op = _operator(library, "later", lambda x: -x, [([REPLICATED], [REPLICATED])])
     assert _borrowed(op, normal(4, 6)) is None
     register_sharding(op)(lambda x: [([Shard(1)], [Shard(1)])])
     rule = _borrowed(op, normal(4, 6))

@@ -14,7 +14,7 @@ from autoshard.capture import JointGraph, capture
 from autoshard.errors import InputError
 from autoshard.patterns.graph_rules import generic_sizes
 from autoshard.size import symbol
-from autoshard.specs import MeshShape
+from autoshard.specs.axes import MeshShape
 
 BATCH, ROWS = symbol("batch"), symbol("rows")
 

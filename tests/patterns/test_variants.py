@@ -140,7 +140,7 @@ def test_the_planner_takes_the_cheapest_variant() -> None:
     cube.register_fake(torch.empty_like)
 
     def whole_or_by_rows(call: OpCall) -> Rule:
-        return bind("i! k! -> i! k!", call, variants=[bind("rows k! -> rows k!", call)])
+        return replace(bind("i! k! -> i! k!", call), variants=(bind("rows k! -> rows k!", call),))
 
     register_rule("variantstest::cube", whole_or_by_rows)
 

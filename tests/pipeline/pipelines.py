@@ -30,7 +30,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule, build_pipeline_module
 from autoshard.pipeline.schedule.actions import Schedule
 from autoshard.pipeline.schedule.costs import StageCosts
-from autoshard.reshard.deferred_reductions import DeferredReduction
+from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime.arguments import check_examples
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape

@@ -23,7 +23,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import total_norm
 from autoshard.pipeline.schedule.actions import SCHEDULES, schedule
 from autoshard.runtime.shards import replace_parameters
-from autoshard.specs import Spec
+from autoshard.specs.spec import Spec
 from tests.models.common import fixed_seed
 from tests.pipeline.pipelines import (
     assert_equal,

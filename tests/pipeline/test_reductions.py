@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.schedule.actions import schedule
-from autoshard.reshard.deferred_reductions import DeferredReduction
+from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime.shards import gather_full_tensor
 from tests.float64 import default_float64
 from tests.pipeline.pipelines import assert_equal, model, pipeline_of, plan_by_hand, train_model_alone, train_pipeline

@@ -18,7 +18,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cach
 # The store of a process group without processes.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard.specs import Spec
+from autoshard.specs.spec import Spec
 
 __all__ = ["FakeStore", "LocalTensor", "LocalTensorMode", "redistribution"]
 

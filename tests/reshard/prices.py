@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoshard.specs import MeshShape
+from autoshard.specs.axes import MeshShape
 
 LATENCY = 1e-5
 BANDWIDTH = 1e10

@@ -11,10 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard.reshard import EagerEmitter, Path, lower
-from autoshard.specs import MeshShape, Spec, shard, unshard
+from autoshard.reshard.lower import lower
+from autoshard.reshard.path import Path
+from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import PADDING, padded_indices
+from autoshard.specs.spec import Spec
+from autoshard.specs.tensors import shard, unshard
 from tests.reshard._torch import FakeStore, LocalTensor, LocalTensorMode
+from tests.reshard.eager import EagerEmitter
 
 
 @dataclass(frozen=True)

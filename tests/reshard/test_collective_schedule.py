@@ -1,26 +1,54 @@
-"""Collectives start early and are awaited late, in one order on all ranks, with the same numbers."""
+"""Collectives start early and are awaited late, in one order on all ranks, with the same numbers.
+
+Gathers of parameters: joined by layers, started ahead, with the same numbers.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
+from autoshard.capture.joint import capture
 from autoshard.planner.planning_problem import Constraints
 from autoshard.program.split import split
-from autoshard.reshard.collective_schedule import delay_stages, delay_waits, limit_pending_reductions
+from autoshard.reshard.collective_schedule import (
+    delay_stages,
+    delay_waits,
+    gather_ahead,
+    join_gathers,
+    limit_pending_reductions,
+    propagate_layers,
+    schedule,
+    waits_of,
+)
 from autoshard.specs.emitter import collectives
-from tests.planner.steps import KINDS, every_parameter, joint_graph, planner_of, program_of
+from tests import models
+from tests.planner.steps import (
+    KINDS,
+    every_parameter,
+    flow_of,
+    halves_of,
+    joint_graph,
+    planner_of,
+    program_of,
+    regather_all,
+)
+from tests.runtime.meshes import per_rank, simulated_mesh
+from tests.runtime.programs import locals_of, run_halves, step_on
 
 aten = torch.ops.aten
 WAIT = collectives.wait_tensor.default
 SCATTER = collectives.reduce_scatter_tensor.default
 GATHER = collectives.all_gather_into_tensor.default
+JOINED = collectives.all_gather_into_tensor_coalesced.default
 VIEWS = (aten.view.default, aten.reshape.default, aten.permute.default)
 
 
@@ -229,3 +257,244 @@ def test_every_rank_issues_the_same_collectives_in_the_same_order() -> None:
         )
     assert sequences[0] == sequences[1]
     assert sequences[0]
+
+
+class _Program:
+    """A graph that gathers parameters and works with each in turn; a parameter has as many bytes as its name says."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.total = self._told(self.graph.placeholder("x"), 8)
+
+    def _told(self, node: fx.Node, size: int) -> fx.Node:
+        node.meta["val"] = torch.empty(size, dtype=torch.int8, device="meta")
+        return node
+
+    def parameter(self, name: str, size: int = 8, layer: str | None = None) -> fx.Node:
+        first = next(iter(self.graph.nodes))
+        with self.graph.inserting_before(first):
+            node = self._told(self.graph.placeholder(name), size)
+        if layer is not None:
+            node.meta["layer"] = layer
+        return node
+
+    def call(self, op: object, *args: object, name: str, size: int = 8) -> fx.Node:
+        return self._told(self.graph.create_node("call_function", op, args, name=name), size)  # type: ignore[arg-type]
+
+    def gathered(self, source: fx.Node, name: str, size: int = 8, group: str = "g") -> fx.Node:
+        start = self.call(GATHER, source, 2, group, name=f"start{name}", size=size)
+        return self.call(WAIT, start, name=f"wait{name}", size=size)
+
+    def used(self, node: fx.Node, name: str) -> None:
+        self.total = self.call(aten.add.Tensor, self.total, node, name=f"use{name}")
+
+    def names(self, *kinds: str) -> list[str]:
+        """Names of the calls, or of those whose names begin so."""
+        self.graph.lint()
+        result = [node.name for node in self.graph.nodes if node.op == "call_function"]
+        return [name for name in result if name.startswith(kinds)] if kinds else result
+
+    def done(self) -> fx.Graph:
+        self.graph.output(self.total)
+        return self.graph
+
+
+def _in_turn(sizes: Sequence[int]) -> _Program:
+    program = _Program()
+    for index, size in enumerate(sizes):
+        program.used(program.gathered(program.parameter(f"p{index}"), f"{index}", size), f"{index}")
+    program.done()
+    return program
+
+
+def test_gathers_start_one_gather_early() -> None:
+    program = _in_turn([8, 8, 8])
+    gather_ahead(program.graph)
+    assert program.names() == [
+        *("start0", "start1", "wait0", "use0"),
+        *("start2", "wait1", "use1"),
+        *("wait2", "use2"),
+    ]
+
+
+def test_small_gathers_do_not_part_large_ones() -> None:
+    program = _in_turn([8, 1, 8, 1, 8])
+    gather_ahead(program.graph)
+    assert program.names("start", "wait") == [
+        *("start0", "start1", "start2", "wait0"),
+        *("wait1", "start3", "start4", "wait2"),
+        *("wait3", "wait4"),
+    ]
+
+
+def test_no_further_gather_starts_behind_half_of_the_bytes_allowed() -> None:
+    program = _in_turn([8, 1, 1, 1, 1])
+    gather_ahead(program.graph, limit=4)
+    assert program.names("start", "wait") == [
+        *("start0", "start1", "start2", "wait0", "start3", "wait1", "start4", "wait2"),
+        *("wait3", "wait4"),
+    ]
+
+
+def test_gathers_run_ahead_through_casts_views_and_pads() -> None:
+    program = _Program()
+    for index in range(2):
+        cast = program.call(aten._to_copy.default, program.parameter(f"p{index}"), name=f"cast{index}")
+        view = program.call(aten.view.default, cast, [2, 4], name=f"view{index}")
+        padded = program.call(aten.constant_pad_nd.default, view, [0, 1], name=f"pad{index}")
+        program.used(program.gathered(padded, f"{index}"), f"{index}")
+    gather_ahead(program.done())
+    assert program.names() == [
+        *("cast0", "view0", "pad0", "start0"),
+        *("cast1", "view1", "pad1", "start1"),
+        *("wait0", "use0", "wait1", "use1"),
+    ]
+
+
+def test_what_is_gathered_over_two_axes_goes_through_the_first_a_turn_earlier() -> None:
+    program = _Program()
+    for index in range(4):
+        first = program.gathered(program.parameter(f"p{index}"), f"{index}x", group="x")
+        program.used(program.gathered(first, f"{index}y", group="y"), f"{index}")
+    gather_ahead(program.done())
+    starts = program.names("start", "use")
+    for index in range(1, 4):
+        assert starts.index(f"start{index}y") < starts.index(f"use{index - 1}") < starts.index(f"use{index}")
+    for index in range(2, 4):
+        assert starts.index(f"start{index}x") < starts.index(f"use{index - 2}")
+
+
+def test_gathers_of_one_group_do_not_hold_back_those_of_another() -> None:
+    program = _Program()
+    for index in range(3):
+        for group in "xy":
+            name = f"{index}{group}"
+            program.used(program.gathered(program.parameter(f"p{name}"), name, group=group), name)
+    gather_ahead(program.done())
+    order = program.names("start", "use")
+    for index in range(1, 3):
+        for group in "xy":
+            assert order.index(f"start{index}{group}") < order.index(f"use{index - 1}{group}")
+
+
+def test_gathers_of_activations_stay_where_their_data_is_made() -> None:
+    program = _Program()
+    for index in range(2):
+        program.total = program.call(aten.neg.default, program.total, name=f"work{index}")
+        program.total = program.gathered(program.total, f"{index}")
+    program.done()
+    before = program.names()
+    schedule(program.graph)
+    assert program.names() == before
+
+
+def _layers(bytes_of: Mapping[str, Sequence[int]]) -> _Program:
+    program = _Program()
+    for layer, sizes in bytes_of.items():
+        for index, size in enumerate(sizes):
+            name = f"{layer}{index}"
+            cast = program.call(aten._to_copy.default, program.parameter(f"p{name}", layer=layer), name=f"cast{name}")
+            program.used(program.gathered(cast, name, size), name)
+    program.done()
+    return program
+
+
+def _joined(program: _Program) -> list[list[str]]:
+    """What every gather gathers."""
+    program.graph.lint()
+    return [
+        [source.name for source in node.all_input_nodes]
+        for node in program.graph.nodes
+        if node.target in (GATHER, JOINED)
+    ]
+
+
+def test_parameters_of_a_layer_are_gathered_together() -> None:
+    program = _layers({"a": [1, 1, 1], "b": [1, 1], "c": [1]})
+    join_gathers(program.graph)
+    assert _joined(program) == [["casta0", "casta1", "casta2"], ["castb0", "castb1"], ["castc0"]]
+    (first, *_) = program.graph.find_nodes(op="call_function", target=JOINED)
+    parts = sorted(first.users, key=lambda node: node.args[1])
+    assert [part.target for part in parts] == [operator.getitem] * 3
+    assert [wait.name for wait in waits_of(first)] == ["waita0", "waita1", "waita2"]
+
+
+def test_a_joined_gather_makes_no_more_bytes_than_allowed() -> None:
+    program = _layers({"a": [3, 3, 3, 9, 1]})
+    join_gathers(program.graph, limit=7)
+    assert _joined(program) == [["casta0", "casta1"], ["casta2"], ["casta3"], ["casta4"]]
+
+
+def test_gathers_of_other_groups_and_dtypes_are_not_joined() -> None:
+    program = _Program()
+    for index, (group, dtype) in enumerate(
+        [("x", torch.half), ("y", torch.half), ("x", torch.float), ("x", torch.half), ("x", torch.float)]
+    ):
+        parameter = program.parameter(f"p{index}", layer="a")
+        parameter.meta["val"] = parameter.meta["val"].to(dtype)
+        program.used(program.gathered(parameter, f"{index}", group=group), f"{index}")
+    join_gathers(program.done())
+    assert _joined(program) == [["p0", "p3"], ["p1"], ["p2", "p4"]]
+
+
+def test_a_layer_is_told_through_casts_and_gathers_and_no_further() -> None:
+    program = _layers({"a": [1]})
+    propagate_layers(program.graph)
+    assert [node.name for node in program.graph.nodes if "layer" in node.meta] == ["pa0", "casta0", "starta0", "waita0"]
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2}, {"x": 2, "y": 2}], ids=str)
+def test_joined_gathers_give_the_same_numbers(sizes: Mapping[str, int]) -> None:
+    module, inputs = models.hf_llama(dtype=torch.float64)
+    graph = capture(module, (), inputs)
+    pinned = {name: (Shard(0),) * len(sizes) for name in every_parameter(graph)}
+    with simulated_mesh(**sizes) as mesh:
+        step = step_on(graph, mesh, Constraints(pinned=pinned))
+        tensors = locals_of(step, module, inputs, mesh)
+        propagate_layers(step.graph_module.graph)
+        halves = halves_of(step)
+        before = run_halves(halves, step, tensors)
+        count = sum(len(half.graph.find_nodes(op="call_function", target=GATHER)) for half in halves)
+        for half in halves:
+            schedule(half.graph)
+            half.graph.lint()
+            half.recompile()
+        after = run_halves(halves, step, tensors)
+        for one, other in zip((*before[0], *before[1]), (*after[0], *after[1]), strict=True):
+            for ours, expected in zip(per_rank(one, mesh).values(), per_rank(other, mesh).values(), strict=True):
+                assert torch.equal(ours, expected)
+    left = sum(node.target in (GATHER, JOINED) for half in halves for node in half.graph.nodes)
+    assert left < count - 5 * len(sizes)
+
+
+@pytest.mark.parametrize("policy", [False, True], ids=["float32", "bfloat16"])
+def test_all_gathers_of_parameters_but_the_first_run_behind_products(policy: bool) -> None:
+    module, inputs = models.hf_llama(layers=4)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if policy else None
+    graph = capture(module, (), inputs, mp_policy=mixed)
+    pinned = {name: (Shard(0),) for name in every_parameter(graph)}
+    planner = planner_of(graph, {"x": 2}, Constraints(pinned=pinned))
+    halves = split(program_of(planner, regather_all(planner, planner.plan())), compile=False)
+    for half in halves.graphs:
+        order = {node: place for place, node in enumerate(half.nodes)}
+        products = [order[node] for node in half.nodes if node.target in (aten.mm.default, aten.addmm.default)]
+        gathers = [node for node in half.nodes if node.target is JOINED]
+        assert len(gathers) >= 4
+        for gather in gathers[1:]:
+            wait = min(map(order.__getitem__, waits_of(gather)))
+            assert any(order[gather] < product < wait for product in products)
+
+
+def test_the_planned_program_joins_as_many_gathers_as_the_real_one() -> None:
+    graph = joint_graph("hf_llama")
+    planner = planner_of(graph, {"x": 4}, Constraints(forced=every_parameter(graph)))
+    plan = regather_all(planner, planner.plan())
+    halves = split(program_of(planner, plan), compile=False)
+    predicted = planner.program(flow_of(planner, plan))
+    for half, ours in zip(halves.graphs, (predicted.forward.graph, predicted.backward.graph), strict=True):
+        assert _numbers_gathered(half) == _numbers_gathered(ours)
+
+
+def _numbers_gathered(graph: fx.Graph) -> list[int]:
+    """How many tensors every gather takes."""
+    return [len(node.all_input_nodes) for node in graph.nodes if node.target in (GATHER, JOINED)]

@@ -13,10 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoshard.reshard import EagerEmitter, Path, Resharder, lower
+from autoshard.reshard.lower import lower
+from autoshard.reshard.path import Path, Resharder
 from autoshard.reshard.states import state_of
-from autoshard.specs import MeshShape, Spec
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
 from tests.reshard._torch import LocalTensor, LocalTensorMode
+from tests.reshard.eager import EagerEmitter
 from tests.reshard.prices import ring_price
 from tests.reshard.ranks import Ranks, ranks
 from tests.specs.strategies import blocked_shapes

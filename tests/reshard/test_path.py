@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from autoshard.reshard import Path, Resharder
+from autoshard.reshard.path import Path, Resharder
 from autoshard.reshard.states import state_of
-from autoshard.specs import MeshShape, Spec, canonical, local_shape
-from autoshard.specs.layout import is_even
-from autoshard.specs.spec import is_shard, split_factor_of
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import canonical, is_even, local_shape
+from autoshard.specs.spec import Spec, is_shard, split_factor_of
 from tests.reshard._torch import redistribution
 from tests.reshard.prices import ring_price, wire_price
 from tests.reshard.ranks import ranks

@@ -19,8 +19,9 @@ from autoshard.reshard.states import (
     state_of,
     without_axis,
 )
-from autoshard.specs import MeshShape, Spec, canonical, is_even
-from autoshard.specs.layout import local_indices
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import canonical, is_even, local_indices
+from autoshard.specs.spec import Spec
 from tests.specs.strategies import blocked_shapes, placed_shapes
 
 MESH = MeshShape.of({"a": 2, "b": 4})

@@ -19,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime.shards import gather_full_tensor, local_of
-from autoshard.specs import MeshShape, Spec
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
 
 
 @contextmanager

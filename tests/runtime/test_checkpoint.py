@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.checkpoint import checkpointable, install_hooks
 from autoshard.runtime.shards import blocks_of, distribute, local_of, replace_parameters
-from autoshard.specs import MeshShape, Spec, shard
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
+from autoshard.specs.tensors import shard
 from tests.runtime.meshes import SPECS, get_full, per_rank, simulated_mesh
 from tests.workers import Workers
 

@@ -19,7 +19,7 @@ from autoshard.errors import InputError
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.materialize import materialize_module, materialize_stages
 from autoshard.runtime.shards import distribute, local_of, replace_parameters
-from autoshard.specs import Spec
+from autoshard.specs.spec import Spec
 from tests.memory_tracker import Tracker
 from tests.runtime.meshes import get_full, per_rank, simulated_mesh
 from tests.training import fast_links, held_by_ranks

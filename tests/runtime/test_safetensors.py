@@ -14,7 +14,7 @@ from autoshard.api import load_safetensors
 from autoshard.errors import InputError
 from autoshard.runtime.materialize import materialize_module
 from autoshard.runtime.shards import replace_parameters
-from autoshard.specs import Spec
+from autoshard.specs.spec import Spec
 from tests.runtime.meshes import get_full, per_rank, simulated_mesh
 
 

@@ -8,7 +8,10 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import MeshError, PlanError
 from autoshard.runtime import shards
-from autoshard.specs import MeshShape, Spec, shard, true_local_shape
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import true_local_shape
+from autoshard.specs.spec import Spec
+from autoshard.specs.tensors import shard
 from tests.runtime.meshes import SPECS, get_full, one_device, per_rank, simulated_mesh
 
 SHAPES = [(12, 10), (7, 5), (1, 9)]

@@ -27,7 +27,7 @@ from autoshard.errors import InputError
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.optimizers import prepare_optimizers
 from autoshard.runtime.shards import distribute, gather_full_tensor, local_of, replace_parameters
-from autoshard.specs import Spec
+from autoshard.specs.spec import Spec
 from tests.runtime.meshes import get_full
 
 ONE_AXIS = {

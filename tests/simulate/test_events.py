@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.simulate import COMPUTE, Operation, replay
+from autoshard.simulate.events import COMPUTE, Operation, replay
 
 
 def compute(seconds: float, *needs: int) -> Operation:

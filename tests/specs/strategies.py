@@ -7,9 +7,9 @@ import math
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from autoshard.specs import MeshShape, Segment, Spec, spec_of
-from autoshard.specs.layout import merge_loops
-from autoshard.specs.spec import shard_placement
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import Segment, merge_loops, spec_of
+from autoshard.specs.spec import Spec, shard_placement
 
 REDUCTIONS = ("sum", "avg", "product", "max", "min")
 

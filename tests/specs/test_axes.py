@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from autoshard.errors import MeshError
 from autoshard.size import DynamicSize, Ratio, at, ceil_div, symbol
-from autoshard.specs import MeshAxis, MeshShape
-from autoshard.specs.axes import SharedAxis
+from autoshard.specs.axes import MeshAxis, MeshShape, SharedAxis
 from tests.reshard.ranks import ranks
 
 

@@ -10,9 +10,20 @@ import pytest
 import torch
 from hypothesis import given
 
-from autoshard.specs import BlockShard, MeshShape, Spec, canonical, is_even, local_shape, shard, true_local_shape
-from autoshard.specs.layout import PADDING, local_indices, padded_indices, padded_segments_of, spec_of
-from autoshard.specs.tensors import unshard
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import (
+    PADDING,
+    canonical,
+    is_even,
+    local_indices,
+    local_shape,
+    padded_indices,
+    padded_segments_of,
+    spec_of,
+    true_local_shape,
+)
+from autoshard.specs.spec import BlockShard, Spec
+from autoshard.specs.tensors import shard, unshard
 from tests.specs.strategies import blocked_shapes
 
 MESH = MeshShape.of({"dp": 2, "tp": 4})

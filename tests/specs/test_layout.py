@@ -9,8 +9,20 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autoshard.specs import MeshShape, Spec, canonical, is_even, local_shape, segments_of, spec_of, true_local_shape
-from autoshard.specs.layout import Layout, Segment, local_indices, merge_loops
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import (
+    Layout,
+    Segment,
+    canonical,
+    is_even,
+    local_indices,
+    local_shape,
+    merge_loops,
+    segments_of,
+    spec_of,
+    true_local_shape,
+)
+from autoshard.specs.spec import Spec
 from tests.specs.strategies import placed_shapes
 
 MESH = MeshShape.of({"dp": 2, "tp": 4})

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from autoshard.specs import MeshShape, Spec, local_shape
 from autoshard.specs._torch import StridedShard
-from autoshard.specs.spec import Routed
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import local_shape
+from autoshard.specs.spec import Routed, Spec
 from tests.specs.strategies import specs
 
 

@@ -9,7 +9,10 @@ import torch
 from hypothesis import given
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autoshard.specs import MeshShape, Spec, is_even, local_shape, shard, true_local_shape, unshard
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import is_even, local_shape, true_local_shape
+from autoshard.specs.spec import Spec
+from autoshard.specs.tensors import shard, unshard
 from tests.reshard._torch import LocalTensor, LocalTensorMode
 from tests.reshard.ranks import ranks
 from tests.specs.strategies import placed_shapes

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 def operand_names(call: OpCall) -> tuple[str, ...]:
     """The schema names of the call's tensor operands, in the order of `OpCall.operands`."""
-    schema = [argument.name for argument in call.op._schema.arguments]
+    schema = call.argument_names
     pairs = [*zip(schema, call.args, strict=False), *call.kwargs]
     return tuple(name for name, value in pairs if isinstance(value, TensorMeta))
 
@@ -53,6 +53,12 @@ def named_values(call: LocalCall) -> dict[str, Any]:
     return dict(zip(operand_names(call.call), call.operands, strict=True))
 
 
+def argument_dim(call: OpCall | LocalCall, ndim: int) -> int:
+    """The dim that the argument `dim` names, counted from the start; 0 for a tensor without dims."""
+    # Torch takes 0 and -1 for the dim of a tensor that has none.
+    return int(call.arg("dim")) % ndim if ndim else 0
+
+
 def factor_names(prefix: str, count: int) -> list[str]:
     """Names of several factors: `n0`, `n1`, ..."""
     return [f"{prefix}{index}" for index in range(count)]
@@ -74,6 +80,7 @@ def same_dims_rule(call: OpCall, whole: Iterable[int] = (), **options: Any) -> R
     sizes = numbered_dims(call.operands[0].shape)
     dims = list(sizes)
     results = [None if meta is None else dims for meta in call.results]
+    # A tensor without dims has none to be whole, though the call may name its dim 0.
     return build(sizes, [dims], results, whole=[dims[dim] for dim in whole if dims], **options)
 
 
@@ -101,6 +108,7 @@ def if_sharded(
 @functools.cache
 def run_resized(argument: str, first: int = 0) -> LocalProgram:
     """The program of an operator that is told the shape of its result, from the dim `first` on, by an argument."""
+    # Remembered: equal rules are shared only if their programs are one object.
     return lambda call: call.run(**{argument: list(call.result_shape()[first:])})
 
 
@@ -108,6 +116,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which torch's own kernels add up numbers of `dtype`."""
     # A sum in bfloat16 itself, of 8 bits, would stop growing at 256 ones.
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def operands_for_sums(call: LocalCall) -> list[Any]:
+    """The local operands in the dtypes that sums of them are taken in."""
+    return [value.to(accumulation_dtype(value.dtype)) for value in call.operands]
 
 
 def split_axes(call: LocalCall, names: Iterable[str]) -> tuple[int, ...]:
@@ -167,14 +180,13 @@ def stretch_start(call: LocalCall, name: str, stretch: int) -> Any:
 def positions(call: LocalCall, name: str, stretch: int, device: torch.device | None) -> Any:
     """Positions in the whole factor `name` of the elements that this rank holds: int64 `[stretch]`."""
     counted = call.emit.arange(stretch, dtype=torch.int64, device=device)
-    if not call.axes(name):
-        return counted
-    return counted + stretch_start(call, name, stretch)
+    return counted + stretch_start(call, name, stretch) if call.axes(name) else counted
 
 
 def local_ends(call: LocalCall, ends: Any, name: str, length: int) -> Any:
     """Ends of groups along the factor `name`, counted in this rank's stretch of `length`: those outside are clamped."""
     moved = ends - stretch_start(call, name, length)
+    # The start is int64; kernels of groups take ends in the dtype that they came in.
     return moved.clamp(0, length).to(ends.dtype)
 
 
@@ -192,6 +204,7 @@ def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, An
         The start `[1]`, and the ends `[groups]`, counted from there.
     """
     (count,) = ends.shape
+    # Groups that are padding take the last one's end, so that no index points behind `ends`.
     held = positions(call, "g", groups, ends.device)
     bounds = ends.constant_pad_nd([1, 0])  # the first group starts at zero
     first = held.slice(0, 0, 1).clamp_max(count)
@@ -210,8 +223,8 @@ def reshape_along(value: Any, dim: int, ndim: int) -> Any:
 def all_gather_stacked(call: LocalCall, value: Any, name: str) -> Any:
     """The values of all ranks that hold stretches of the factor `name`, in its order: `[share, *shape of value]`."""
     emit = call.emit
-    value = value.unsqueeze(0)
-    value = value.clone(memory_format=torch.contiguous_format)
+    # Collectives take contiguous tensors, and join them along dim 0.
+    value = value.unsqueeze(0).clone(memory_format=torch.contiguous_format)
     # The first axis is the outermost: gathered last, its ranks come in the outer order.
     for axis in reversed(call.axes(name)):
         value = emit.collective(collectives.all_gather_into_tensor.default, value, call.mesh.sizes[axis], axis=axis)

@@ -1,37 +1,16 @@
-"""The variants of attention, forward and backward: along the sequence, and by query heads alone.
-
-In context parallelism, queries, keys and values lie along the sequence, one factor `n`, and keys go round a ring. A
-rank keeps its stretch of queries; stretches of keys and values are handed on from rank to rank until each has had all
-of them, each is attended to by itself, and the results are merged by the logarithms of their sums of exponentials. So a
-rank holds the keys of two stretches at a time, where the rule itself (queries sharded, keys gathered before the
-operator, their gradients scattered behind it) holds all of them. The bytes sent forward are the same; backward, keys go
-round once more and their gradients with them, to the rank that they belong to. The next stretch is under way while a
-rank attends to the one that it has.
-
-With a causal mask a rank attends to its own stretch causally and to earlier ones in full; what it computes for later
-ones is thrown away, since all ranks run one program.
-
-Several axes of one sequence are rings within rings: a stretch goes round the innermost axis, takes a step along the
-next one, and goes round again.
-
-Source: Ring Attention with Blockwise Transformers (Liu, Zaharia, Abbeel 2023), section 3.
-
-Scaled dot-product attention, forward and backward: the operator of captured graphs, and the kernels of ATen by name.
+"""Scaled dot-product attention, forward and backward: the operator of captured graphs, and the kernels of ATen by name.
 
 Batch and heads are independent. Fewer heads of keys than of queries (grouped-query attention) make a query head the
 product of the key head `h` and its share `r`, which keys lack. The queries' sequence may be sharded too, keys and
-values being whole: their gradients are then partial, as autograd of a contracted dim. A causal kernel counts queries
-from the start of the sequence; the operator of captured graphs is told where a rank's queries begin. ATen's kernels
-are not, so that their causal queries stay whole. The memory-efficient kernel pads what it keeps of each query, so that
-its queries are not sharded at all, and what a mask must look like for overridden kernels is theirs to say. Keys may go
-round instead (`units.attention`).
+values being whole: their gradients are then partial, as autograd of a contracted dim. Two variants of the rule shard
+the sequence of queries and keys alike, with keys that go round a ring, and query heads as one factor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.patterns.exchanging import shift, shift_axes
@@ -49,6 +28,23 @@ from autoshard.patterns.ops._helpers import (
 from autoshard.patterns.ops.random import draw_arguments, draws, shard_index
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
+
+# Context parallelism: queries, keys and values lie along the sequence, one factor `n`, and keys go round a ring.
+#
+# A rank keeps its stretch of queries; stretches of keys and values are handed on from rank to rank until each has had
+# all of them, each is attended to by itself, and the results are merged by the logarithms of their sums of
+# exponentials. So a rank holds the keys of two stretches at a time, where the rule itself (queries sharded, keys
+# gathered before the operator, their gradients scattered behind it) holds all of them. The bytes sent forward are the
+# same; backward, keys go round once more and their gradients with them, to the rank that they belong to. The next
+# stretch is under way while a rank attends to the one that it has.
+#
+# With a causal mask a rank attends to its own stretch causally and to earlier ones in full; what it computes for later
+# ones is thrown away, since all ranks run one program.
+#
+# Several axes of one sequence are rings within rings: a stretch goes round the innermost axis, takes a step along the
+# next one, and goes round again.
+#
+# Source: Ring Attention with Blockwise Transformers (Liu, Zaharia, Abbeel 2023), section 3.
 
 _SEQUENCE = {"s": "n", "t!": "n"}  # how the rules of attention write the dims of queries and keys
 
@@ -68,9 +64,10 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
         attention and of cuDNN are).
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
+    # A mask would have to go round in stretches of both of its dims.
     plain = all(name not in operands or call.arg(name) is None for name in ("attn_mask", "attn_bias"))
-    captured = call.op.namespace == "autoshard"
-    known = captured or any(kernel in call.op.name() for kernel in ("flash", "cudnn"))
+    captured = _is_captured_operator(call)
+    known = captured or any(kernel in call.name for kernel in ("flash", "cudnn"))
     if not known or query[2] != key[2] or not plain:
         return None
     if captured and (call.arg("window") or call.arg("dropout_p")):
@@ -84,7 +81,7 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
         [_rename_dims(text) for text in results],
         reduce=reduce | {"n": reduce["b"]},
         exchange={"n": _exchanges(call)},
-        local=_backward if backward else _forward,
+        local=_ring_backward if backward else _ring_forward,
         **options,
     )
 
@@ -130,6 +127,7 @@ def _ring_steps(call: LocalCall) -> Iterator[_RingStep]:
     widths = [call.operand_shape(place)[-1] for place in places]
     moved = dict.fromkeys(axes, 0)
     turn = _RingStep(call.operands, None, dict(moved))
+    # Keys and values as one tensor, sent by one message.
     packed = call.emit.cat(stretches, -1)
     for place in shift_axes([call.mesh.sizes[axis] for axis in axes]):
         axis = axes[place]
@@ -142,7 +140,7 @@ def _ring_steps(call: LocalCall) -> Iterator[_RingStep]:
     yield turn
 
 
-def _forward(call: LocalCall) -> Any:
+def _ring_forward(call: LocalCall) -> Any:
     emit, causal = call.emit, bool(call.arg("is_causal"))
     merged: tuple[Any, Any] | None = None
     rest: Sequence[Any] = ()
@@ -153,13 +151,14 @@ def _forward(call: LocalCall) -> Any:
             merged, rest = (result, logarithm), others
             continue
         if causal:
+            # A logarithm of minus infinity: what was computed for later keys has no weight.
             logarithm = emit.where(_queries_after_keys(call, turn), logarithm, -math.inf)
         merged = _merge_attention(call, *merged, result, logarithm)
     assert merged is not None
     return (merged[0].to(result_dtype(call)), merged[1], *rest)
 
 
-def _backward(call: LocalCall) -> Any:
+def _ring_backward(call: LocalCall) -> Any:
     """Every stretch of keys by itself, with the logarithms and results of the whole sequence."""
     emit, causal = call.emit, bool(call.arg("is_causal"))
     statistics = call.operands[operand_names(call.call).index("logsumexp")]
@@ -183,6 +182,7 @@ def _backward(call: LocalCall) -> Any:
             behind = _queries_after_keys(call, turn)
             own, packed = (emit.where(behind, each, 0) for each in (own, packed))
         query, passed = query + own, passed + packed
+    # The gradients are where their keys stopped, all but one step of each ring from home.
     for axis, steps in moved.items():
         home = -steps % call.mesh.sizes[axis]
         passed = emit.collective(shift, passed, home, axis=axis) if home else passed
@@ -193,7 +193,7 @@ def _backward(call: LocalCall) -> Any:
 
 def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
     """The kernel on this rank's queries and one stretch of keys."""
-    schema = [argument.name for argument in call.call.op._schema.arguments]
+    schema = call.call.argument_names
     length = call.operand_shape(operand_names(call.call).index("query"))[2]
     lengths = {name: length for name in ("max_q", "max_k") if name in schema}
     return call.run(operands=operands, is_causal=causal, **lengths)
@@ -213,11 +213,12 @@ def _merge_attention(call: LocalCall, first: Any, first_log: Any, second: Any, s
     """Attention to two sets of keys, from attention to each: weighted by their sums of exponentials."""
     log = first_log.logaddexp(second_log)
 
-    def weighted(value: Any, logarithm: Any) -> Any:
+    def weigh(value: Any, logarithm: Any) -> Any:
         weight = (logarithm - log).exp()
+        # Some kernels keep the dim of size one.
         return value * (weight if len(weight.shape) == len(value.shape) else weight.unsqueeze(-1))
 
-    return weighted(first, first_log) + weighted(second, second_log), log
+    return weigh(first, first_log) + weigh(second, second_log), log
 
 
 # Grouped-query attention over more devices than there are key heads: every rank takes the key heads that it needs.
@@ -254,11 +255,11 @@ def grouped_heads(
             "uneven": ("b", "s"),
         },
         reduce={name: kinds for name, kinds in (reduce | {"g": reduce["h"]}).items() if name not in ("h", "r")},
-        local=lambda program: _local(program, inner),
+        local=lambda program: _pick_key_heads(program, inner),
     )
 
 
-def _local(call: LocalCall, inner: LocalProgram) -> Any:
+def _pick_key_heads(call: LocalCall, inner: LocalProgram) -> Any:
     emit, names = call.emit, operand_names(call.call)
     key, query = names.index("key"), names.index("query")
     groups, heads = call.operand_shape(key)[1], call.operand_shape(query)[1]
@@ -288,6 +289,13 @@ def _needed_heads(call: LocalCall, heads: int, ratio: int, groups: int) -> Any:
         held = positions(call, "g", heads, call.operands[0].device)
     return held.div(ratio, rounding_mode="floor").clamp_max(groups - 1)
 
+
+# The operator of captured graphs, and kernels that `torch.nn.functional.scaled_dot_product_attention` calls.
+#
+# A causal kernel counts queries from the start of the sequence; the operator of captured graphs is told where a rank's
+# queries begin. ATen's kernels are not, so that their causal queries stay whole. The memory-efficient kernel pads what
+# it keeps of each query, so that its queries are not sharded at all, and what a mask must look like for overridden
+# kernels is theirs to say.
 
 _QUERY, _KEY, _VALUE, _RESULT = "b (h r) s d!", "b h t! d!", "b h t! e!", "b (h r) s e!"
 _MASK = ("b", "(h r)", "s", "t!")
@@ -319,16 +327,12 @@ def attention_backward(call: OpCall) -> Rule | None:
         return None
     items = _operand_dims(call)
     results = [_QUERY, _KEY, _VALUE]
-    if len(call.results) == 4:
-        results.append(_mask_gradient_dims(call, items))
+    if len(call.results) == 4 and not _is_captured_operator(call):
+        results.append(items.get("attn_bias", ""))
+    elif len(call.results) == 4:
+        # The operator of captured graphs gives no elements where no gradient of the mask is asked for.
+        results.append(items["attn_mask"] if call.arg("mask_gradient") else "none!")
     return _attention_rule(call, items, results, linear=[{"grad_out", "grad_out_"}])
-
-
-def _mask_gradient_dims(call: OpCall, items: dict[str, str]) -> str:
-    """Dims of the gradient of the mask; the operator of captured graphs gives no elements where none is asked for."""
-    if not _is_captured_operator(call):
-        return items.get("attn_bias", "")
-    return items["attn_mask"] if call.arg("mask_gradient") else "none!"
 
 
 def _is_captured_operator(call: OpCall) -> bool:
@@ -337,13 +341,13 @@ def _is_captured_operator(call: OpCall) -> bool:
 
 
 def _is_supported(call: OpCall) -> bool:
-    """Kernels that are called by name, not with dropout: what one drew is kept as one state for all samples and heads,
-    which no shard can tell its part of. The operator of captured graphs is given a seed.
-    """
+    """Return True for the operator of captured graphs, and kernels without dropout whose heads are shared evenly."""
+    # It is given a seed. What a kernel drew is kept as one state for all samples and heads, which no shard can tell its
+    # part of.
     if _is_captured_operator(call):
         return True
     heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
-    grouped = heads == groups or ("efficient" not in call.op.name() and heads % groups == 0)
+    grouped = heads == groups or ("efficient" not in call.name and heads % groups == 0)
     return call.arg("dropout_p") == 0 and grouped
 
 
@@ -378,23 +382,22 @@ def _mask_dims(shape: Sequence[int], names: Sequence[str]) -> str:
 
 
 def _statistics_dims(call: OpCall, shape: Sequence[int]) -> str:
-    """Dims of one number per query: `[b, h, s]`, with a further dim in cuDNN.
-
-    The memory-efficient kernel pads the queries' dim, so that its queries can not be sharded.
-    """
-    queries = "l!" if "efficient" in call.op.name() else "s"
+    """Dims of one number per query: `[b, h, s]`, with a further dim in cuDNN."""
+    # The memory-efficient kernel pads the queries' dim.
+    queries = "l!" if "efficient" in call.name else "s"
     return " ".join(["b", "(h r)", queries, "1"][: len(shape)])
 
 
 def _attention_rule(call: OpCall, items: dict[str, str], results: list[str], **options: Any) -> Rule:
-    kept = [None if index >= 4 or "backward" not in call.op.name() else "sum" for index in range(len(results))]
+    kept = [None if index >= 4 or not call.is_backward else "sum" for index in range(len(results))]
+    # Nothing is no partial sum.
     if results[-1] == "none!":
         kept[-1] = None
     heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
     causal = bool(call.arg("is_causal"))
     options |= {
         "reduce": dict.fromkeys(_NAMES, kept),
-        "whole": ("s",) if "efficient" in call.op.name() or (causal and not _is_captured_operator(call)) else (),
+        "whole": ("s",) if "efficient" in call.name or (causal and not _is_captured_operator(call)) else (),
         "contiguous": ("s",) if causal else (),
         "uneven": True,
     }
@@ -402,7 +405,7 @@ def _attention_rule(call: OpCall, items: dict[str, str], results: list[str], **o
     variants = [grouped_heads(call, items, results, _attention, **options)] if heads > groups else []
     along = sequence_parallel(call, items, results, sizes=sizes, **options)
     variants += [along] if along is not None else []
-    return bind_named(call, items, results, sizes=sizes, local=_attention, variants=variants, **options)
+    return replace(bind_named(call, items, results, sizes=sizes, local=_attention, **options), variants=tuple(variants))
 
 
 @rule_maker("autoshard.attention_seed")
@@ -413,7 +416,7 @@ def attention_seed(call: OpCall) -> Rule:
 
 def _attention(call: LocalCall) -> Any:
     """The operator itself on this rank's queries, with its first query's position and its shard's seed of dropout."""
-    schema = [argument.name for argument in call.call.op._schema.arguments]
+    schema = call.call.argument_names
     changed: dict[str, Any] = {}
     if "max_q" in schema:
         changed["max_q"] = call.size("s")
@@ -461,7 +464,7 @@ def efficient_attention(call: OpCall) -> Rule | None:
 
 def _named_kernel_rule(call: OpCall, dims: dict[str, str], statistics: str) -> Rule | None:
     """The rule, if nothing is drawn and heads are shared evenly; None otherwise."""
-    schema = {argument.name for argument in call.op._schema.arguments}
+    schema = call.argument_names
     heads, groups = shape_of(call, "query")[-2], shape_of(call, "key")[-2]
     unknown = any(call.arg(name) is not None for name in _UNSUPPORTED_ARGUMENTS if name in schema)
     unknown |= "return_debug_mask" in schema and call.arg("return_debug_mask")
@@ -474,7 +477,7 @@ def _named_kernel_rule(call: OpCall, dims: dict[str, str], statistics: str) -> R
     for name in operand_names(call):
         if name not in items:
             items[name] = _opaque_dims(name, shape_of(call, name))
-    backward = "backward" in call.op.name()
+    backward = call.is_backward
     results = [dims["query"], dims["key"], dims["value"]] if backward else [dims["out"], statistics]
     if backward and bias is not None:
         results.append(items["bias"])

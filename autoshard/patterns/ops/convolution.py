@@ -1,14 +1,9 @@
-"""Halos: rows that lie next to a rank's stretch of a dim and belong to its neighbours.
-
-A window that slides over a sharded dim reaches into the neighbours' stretches. Its operand is extended by the rows that
-it reaches; what was computed for such rows, a gradient, is given back and added where it belongs, which is the adjoint.
-The ranks gather the borders of all stretches and pick their neighbours', so that one program serves all of them.
-
-Convolutions: batch, input and output channels, groups and positions may be sharded.
+"""Convolutions: batch, input and output channels, groups and positions may be sharded.
 
 Positions are sharded where the larger image has exactly `stride` positions for each of the smaller one, as with "same"
-padding: every rank then computes its stretch of the result from its stretch of the operand and a halo. A convolution
-extends its operand by the halo; a transposed one gives back what it computed for the neighbours.
+padding: every rank then computes its stretch of the result from its stretch of the operand and a halo, the rows next to
+it, which belong to the neighbours. A convolution extends its operand by the rows that its windows reach. A transposed
+one gives back what it computed for the neighbours, to be added where it belongs, which is the adjoint; so do gradients.
 """
 
 from __future__ import annotations
@@ -23,6 +18,8 @@ from autoshard.patterns.ops._helpers import all_gather_stacked, bind_named, name
 from autoshard.patterns.ops.matmul import with_added
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import Exchange, OpCall, Rule, TensorMeta
+
+# Windows over sharded positions, and halos; pooling has them, too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +199,9 @@ def _neighbour_rows(call: LocalCall, ranks: Any, halo: Halo, step: int, place: s
     return row.slice(halo.dim, place.start, place.stop).masked_fill(outside, fill)
 
 
+# Convolutions of images.
+
+
 def _windows(call: OpCall) -> Windows:
     """The dims of positions; the larger image is the operand, or the result of a transposed convolution."""
     images = shape_of(call, "input")[2:], _result_meta(call).shape[2:]
@@ -216,7 +216,7 @@ def _windows(call: OpCall) -> Windows:
 
 def _result_meta(call: OpCall) -> TensorMeta:
     """The result of the convolution; in the backward, its gradient."""
-    result = call.arg("grad_output") if "backward" in call.op.name() else call.result
+    result = call.arg("grad_output") if call.is_backward else call.result
     assert isinstance(result, TensorMeta)
     return result
 
@@ -236,6 +236,7 @@ def _operand_dims(call: OpCall, windows: Windows) -> dict[str, str]:
 
 def _convolution_rule(call: OpCall, windows: Windows, tensors: int, **options: Any) -> Rule:
     """The rule of either half, which exchanges the halos of so many tensors; other options as in `bind_named`."""
+    # The weight's first dim counts the channels of all groups: of outputs, or of inputs of a transposed convolution.
     first, second = shape_of(call, "weight")[:2]
     groups, transposed = call.arg("groups"), call.arg("transposed")
     ways = ("i", "o") if transposed else ("o", "i")
@@ -285,6 +286,7 @@ def _convolution(call: LocalCall) -> Any:
     if not call.arg("transposed"):
         values["input"] = extend_by_halos(call, values["input"], halos)
         return call.run(operands=list(values.values()), **changed)
+    # A transposed convolution.
     if not halos or "bias" not in values:
         return fold_halos(call, call.run(operands=list(values.values()), **changed), halos)
     # Rows that go to a neighbour are added to rows that have the bias already.
@@ -305,6 +307,7 @@ def convolution_backward(call: OpCall) -> Rule:
     items = _operand_dims(call, windows)
     wanted = tuple(call.arg("output_mask"))
     linear = [{"grad_output"}]
+    # Each gradient is bilinear: where it is asked for alone, in the other operand that it depends on, too.
     if wanted == (False, True, False):
         linear.append({"input"})
     if wanted == (True, False, False):
@@ -338,6 +341,7 @@ def _convolution_backward(call: LocalCall) -> Any:
     mask = [wanted[0], wanted[1], wanted[2] and not transposed]
     grad_input, grad_weight, grad_bias = call.run(operands=list(values.values()), output_mask=mask, **changed)
     if wanted[0] and not transposed:
+        # The adjoint of several extensions: undone in the other order, so that corners go through both neighbours.
         grad_input = fold_halos(call, grad_input, list(reversed(halos)))
     if wanted[2] and transposed:
         dims = [dim for dim in range(len(gradient.shape)) if dim != 1]

@@ -192,7 +192,7 @@ def _offset_bags(call: LocalCall) -> Any:
 @rule_maker("aten._embedding_bag_backward", "aten._embedding_bag_dense_backward")
 def offset_bags_backward(call: OpCall) -> Rule | None:
     """The gradient of the table, unless it is asked for as a sparse tensor."""
-    if "dense" not in call.op.name() and call.arg("sparse"):
+    if "dense" not in call.name and call.arg("sparse"):
         return None
     counted = call.arg("scale_grad_by_freq")  # the frequency of a word is that among all indices
     items = _OFFSET_DIMS | {"maximum_indices": _maxima_dims(shape_of(call, "maximum_indices"))}
@@ -250,7 +250,7 @@ def _bags_weights_backward(call: LocalCall) -> Any:
 @rule_maker("aten.segment_reduce", "aten._segment_reduce_backward")
 def _segments(call: OpCall) -> Rule | None:
     """Segments are given by their lengths, or by their ends, which are one more; those by index are replicated."""
-    backward = call.op._schema.name == "aten::_segment_reduce_backward"
+    backward = call.name == "aten::_segment_reduce_backward"
     if not backward and call.arg("indices") is not None:
         return None
     data = call.arg("data")

@@ -7,6 +7,7 @@ where it is needed, from the positions that a rank holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,10 +70,11 @@ def _new(call: OpCall) -> Rule:
     """Only the dtype of the operand matters: dims of equal size lie alike, or in any way."""
     pairs = zip(call.operands[0].shape, call.result.shape, strict=False)
     alike = {dim for dim, (size, new_size) in enumerate(pairs) if size == new_size}
-    return _new_rule(call, alike, [_new_rule(call, set(), ())] if alike else ())
+    rule = _new_rule(call, alike)
+    return replace(rule, variants=(_new_rule(call, set()),)) if alike else rule
 
 
-def _new_rule(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
+def _new_rule(call: OpCall, alike: set[int]) -> Rule:
     """Operand and result share the dims `alike`; what else the operand is split by, the result does not have."""
     shape, sizes = call.operands[0].shape, numbered_dims(call.result.shape)
     names = [f"d{dim}" if dim in alike else f"operand{dim}" for dim in range(len(shape))]
@@ -81,17 +83,17 @@ def _new_rule(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
         sizes | dict(zip(names, shape, strict=True)),
         [names],
         [list(sizes)],
+        # The result does not depend on the elements of the operand: it is whole however these are split.
         reductions=dict.fromkeys(unshared, (None,)),
-        linear=[{0}] if call.op._schema.name == "aten::new_zeros" else [],
-        # The strides of `new_empty_strided` are those of the whole tensor.
+        linear=[{0}] if call.name == "aten::new_zeros" else [],
         local=_local_new_empty if call.op == aten.new_empty_strided.default else run_resized("size"),
         uneven=True,
         fill=dict.fromkeys(unshared),
-        variants=variants,
     )
 
 
 def _local_new_empty(call: LocalCall) -> Any:
+    # A shard is row-major: the strides in the call are those of the whole tensor.
     return call.operands[0].new_empty(list(call.result_shape()))
 
 
@@ -113,11 +115,12 @@ def _linspace(call: OpCall) -> Rule | None:
 @if_sharded("d0")
 def _local_arange(call: LocalCall) -> Any:
     """start + step * position."""
-    names = [argument.name for argument in call.call.op._schema.arguments]
+    names = call.call.argument_names
     start, step = (call.arg(name) if name in names else default for name, default in (("start", 0), ("step", 1)))
     counted = positions(call, "d0", call.result_shape()[0], call.emit.home)
     if isinstance(start, float) or isinstance(step, float):
-        counted = counted.to(torch.float64)  # torch counts in double precision, too
+        # Torch counts in double precision, too.
+        counted = counted.to(torch.float64)
     return (counted * step + start).to(result_dtype(call))
 
 
@@ -139,6 +142,7 @@ def _eye(call: OpCall) -> Rule:
 
 @if_sharded("d0", "d1")
 def _local_eye(call: LocalCall) -> Any:
+    # Compared, not filled along a diagonal: where the diagonal crosses a shard differs from rank to rank.
     rows, columns = _rows_and_columns(call, call.result_shape(), call.emit.home)
     return rows.eq(columns).to(result_dtype(call))
 
@@ -173,7 +177,7 @@ def _local_triangle(call: LocalCall) -> Any:
     (matrix,), diagonal = call.operands, call.arg("diagonal")
     rows, columns = _rows_and_columns(call, call.operand_shape(0), matrix.device)
     distance = columns - rows
-    outside = distance > diagonal if call.call.op._schema.name == "aten::tril" else distance < diagonal
+    outside = distance > diagonal if call.call.name == "aten::tril" else distance < diagonal
     return matrix.masked_fill(outside, 0)
 
 
@@ -202,7 +206,7 @@ def _local_trace(call: LocalCall) -> Any:
 @rule_maker("aten.diagonal", "aten.diagonal_backward", "aten.diagonal_scatter", "aten.diag_embed")
 def _diagonal(call: OpCall) -> Rule:
     """The two dims must be whole, and so must the diagonal, which is the last dim of what is taken or put back."""
-    name = call.op._schema.name
+    name = call.name
     gives_matrices = name in ("aten::diagonal_backward", "aten::diag_embed")  # the matrices, of diagonals alone
     full = call.result if gives_matrices else call.operands[0]
     thin = call.result if name == "aten::diagonal" else call.operands[-1]

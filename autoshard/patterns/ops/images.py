@@ -28,11 +28,11 @@ from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
 
 def _spatial_rank(call: OpCall) -> int:
-    return 3 if "3d" in call.op.name() else 2
+    return 3 if "3d" in call.name else 2
 
 
 def _pooled_shape(call: OpCall) -> tuple[int, ...]:
-    return shape_of(call, "grad_output") if "backward" in call.op.name() else call.result.shape
+    return shape_of(call, "grad_output") if call.is_backward else call.result.shape
 
 
 def _windows(call: OpCall) -> Windows:
@@ -41,7 +41,7 @@ def _windows(call: OpCall) -> Windows:
     kernels, paddings = (window_settings(call.arg(name), spatial) for name in ("kernel_size", "padding"))
     # torch takes an empty stride for windows side by side.
     strides = window_settings(call.arg("stride") or kernels, spatial)
-    dilations = window_settings(call.arg("dilation") if "max" in call.op.name() else 1, spatial)
+    dilations = window_settings(call.arg("dilation") if "max" in call.name else 1, spatial)
     small = [
         size if _has_uniform_windows(call, padding) else 0
         for size, padding in zip(pooled[-spatial:], paddings, strict=True)
@@ -54,7 +54,7 @@ def _has_uniform_windows(call: OpCall, padding: int) -> bool:
     """Return True if windows at the ends are like all others, but for padding that does not count."""
     if call.arg("ceil_mode"):  # a last window may be cut off by the end
         return False
-    if "max" in call.op.name():
+    if "max" in call.name:
         return call.operands[0].dtype.is_floating_point  # integers have nothing infinitely small to pad with
     return padding == 0 or bool(call.arg("count_include_pad")) or call.arg("divisor_override") is not None
 
@@ -70,7 +70,7 @@ def pool(call: OpCall) -> Rule:
     """
     lead, windows = factor_names("b", len(shape_of(call, "self")) - _spatial_rank(call)), _windows(call)
     large, small = (" ".join([*lead, *dims]) for dims in (windows.large, windows.small))
-    backward, largest = "backward" in call.op.name(), "max" in call.op.name()
+    backward, largest = call.is_backward, "max" in call.name
     return bind_named(
         call,
         {"grad_output": small, "self": large, "indices": small},
@@ -91,7 +91,7 @@ def _window_padding(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
 
 
 def _pool(call: LocalCall) -> Any:
-    halos, largest = _windows(call.call).sharded_halos(call), "max" in call.call.op.name()
+    halos, largest = _windows(call.call).sharded_halos(call), "max" in call.call.name
     if not halos:
         return call.run()
     value = extend_by_halos(call, call.operands[0], halos, -math.inf if largest else 0.0)
@@ -106,6 +106,7 @@ def _pool_backward(call: LocalCall) -> Any:
     halos, values = _windows(call.call).sharded_halos(call), named_values(call)
     if not halos:
         return call.run()
+    # Read for its shape alone.
     values["self"] = values["self"].new_zeros(_extended_shape(call, halos))
     if "indices" in values:
         values["indices"] = _translate_indices(call, values["indices"], halos, inwards=True)
@@ -188,7 +189,7 @@ def adaptive_mean_pool(call: OpCall) -> Rule:
     aligned = [windows > 1 and size % windows == 0 for size, windows in zip(whole, pooled, strict=True)]
     *images, sizes = _divided_dims(len(lead), whole, pooled, aligned)
     large, small = (" ".join([*lead, *dims]) for dims in images)
-    if "backward" in call.op.name():
+    if call.is_backward:
         return bind_named(call, {"grad_output": small, "self": large}, [large], linear=[{"grad_output"}], sizes=sizes)
     local = run_resized("output_size", -_spatial_rank(call))
     return bind_named(call, {"self": large}, [small], linear=[{"self"}], sizes=sizes, local=local, uneven=True)
@@ -249,7 +250,8 @@ def _resampling_rule(
     call: OpCall, source: str, result: str, sizes: dict[str, int], forward: LocalProgram | None
 ) -> Rule:
     """The rule of either half, positions of the image written `source` and `result`; a backward is told local sizes."""
-    if call.op._schema.name.endswith("_backward"):
+    # Interpolation mixes neighbouring positions, so that without a program of its own nothing may pad them.
+    if call.is_backward:
         source, result, forward = result, source, _local_upsample_backward
     uneven = None if forward is None else True
     return bind(f"n c {source} -> n c {result}", call, linear="0", sizes=sizes, local=forward, uneven=uneven)
@@ -262,7 +264,7 @@ def _local_upsample_backward(call: LocalCall) -> Any:
 @rule_maker(*(f"aten.{name}{half}.default" for name in _NEAREST for half in ("", "_backward")))
 def upsample_nearest(call: OpCall) -> Rule:
     """Copies of positions, or a choice of them."""
-    shape = call.arg("input_size") if call.op._schema.name.endswith("_backward") else call.operands[0].shape
+    shape = call.arg("input_size") if call.is_backward else call.operands[0].shape
     source, result = shape[2:], call.arg("output_size")
     aligned = [
         max(pair) % min(pair) == 0 and _given_scale(call, place, len(source)) in (None, pair[1] / pair[0])
@@ -274,6 +276,7 @@ def upsample_nearest(call: OpCall) -> Rule:
 
 def _given_scale(call: OpCall, place: int, spatial: int) -> float | None:
     """The scale that the call names for a dim of positions, if any."""
+    # Kernels compute positions by a scale that is given, which may not be the ratio of the sizes.
     name = "scales" if spatial == 1 else ("scales_d", "scales_h", "scales_w")[3 - spatial + place]
     scale: float | None = call.arg(name)
     return scale

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import if_sharded, localize_index, numbered_dims, positions, reshape_along
+from autoshard.patterns.ops._helpers import (
+    argument_dim,
+    if_sharded,
+    localize_index,
+    numbered_dims,
+    positions,
+    reshape_along,
+)
 from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, NamedDims, OpCall, Rule, TensorMeta, build
@@ -64,7 +71,7 @@ def _index_select(call: OpCall) -> Rule:
 def _local_index_select(call: LocalCall) -> Any:
     table, index = call.operands
     shape = call.operand_shape(0)
-    dim = call.arg("dim") % len(shape) if shape else 0
+    dim = argument_dim(call, len(shape))
     if not call.axes(f"d{dim}"):
         return call.run()
     place, outside = localize_index(call, index, f"d{dim}", shape[dim])
@@ -103,9 +110,10 @@ def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> tuple[dict[str, int
 @rule_maker("aten.gather")
 def _gather(call: OpCall) -> Rule | None:
     operand, index = call.operands
+    # Torch takes tensors without dims for vectors of one element, which no rule has a dim for.
     if not operand.shape or len(operand.shape) != len(index.shape):
         return None
-    sizes, whole, dims = aligned_dims(call.operands, call.arg("dim") % len(operand.shape))
+    sizes, whole, dims = aligned_dims(call.operands, argument_dim(call, len(operand.shape)))
     return lookup_rule(call, sizes, dims, dims[1], ["indexed"], _local_gather, whole)
 
 
@@ -149,7 +157,8 @@ class AdvancedIndexing:
         self.picked_dims = [*before, *self.index_names, *after]
 
     def broadcast(self, meta: TensorMeta, names: Sequence[str]) -> NamedDims:
-        """Dims of a tensor that is broadcast to the dims `names`."""
+        """Return the dims of a tensor that is broadcast to the dims `names`."""
+        # To the right, as torch broadcasts.
         aligned = names[len(names) - len(meta.shape) :]
         return [[] if size == 1 else name for size, name in zip(meta.shape, aligned, strict=True)]
 
@@ -273,7 +282,7 @@ def _local_one_hot(call: LocalCall) -> Any:
 # besides.
 
 
-def _dims(call: OpCall) -> AdvancedIndexing | None:
+def _masked_dims(call: OpCall) -> AdvancedIndexing | None:
     """The dims of the call; None where an index is a mask itself, or the mask has more dims than what is picked."""
     dims = advanced_indexing(call)
     return dims if dims is not None and len(call.operands[1].shape) <= len(dims.picked_dims) else None
@@ -285,6 +294,7 @@ def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any
     The operators take an index out of range as the end that is next.
     """
     values = list(call.operands)
+    # By the size of the whole dim, before a rank counts them from the start of its stretch.
     for place, dim in enumerate(dims.indexed, start=2):
         size = call.call.operands[0].shape[dim]
         values[place] = values[place].clamp(-size, size - 1)
@@ -299,7 +309,7 @@ def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any
 @rule_maker("aten._unsafe_masked_index")
 def _masked_index(call: OpCall) -> Rule | None:
     """Masked elements become a number: zeros add nothing to the sum over ranks, any other would count once for each."""
-    dims = _dims(call)
+    dims = _masked_dims(call)
     if dims is None:
         return None
     zero = call.arg("fill") == 0
@@ -316,7 +326,7 @@ def _masked_index(call: OpCall) -> Rule | None:
 
 @rule_maker("aten._unsafe_masked_index_put_accumulate")
 def _masked_index_put(call: OpCall) -> Rule | None:
-    dims = _dims(call)
+    dims = _masked_dims(call)
     values = call.operands[-1]
     if dims is None or len(values.shape) > len(dims.picked_dims):
         return None

@@ -1,11 +1,8 @@
-"""Softmax, its logarithm, and their gradients, over a dim that may be sharded.
+"""Losses, softmax and its logarithm, and their gradients: the dim of classes may be sharded.
 
-Each rank takes maximum and sum of its stretch; what is exchanged has one number per row (vocabulary-parallel
-cross-entropy).
-
-Losses: the negative log-likelihood, its classes sharded too, and the losses that compare element by element.
-
-A mean over shards is no partial sum: each rank divides its sum by the count or weight of the whole.
+Of a softmax over a sharded dim, each rank takes maximum and sum of its stretch; what is exchanged has one number per
+row (vocabulary-parallel cross-entropy). A mean over shards is no partial sum: each rank divides its sum by the count or
+weight of the whole.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from autoshard.patterns.ops._helpers import (
     local_positions,
     named_values,
     operand_names,
+    operands_for_sums,
     result_dtype,
     shape_of,
 )
@@ -48,11 +46,6 @@ def _row_bytes(call: OpCall) -> int:
     return math.prod(meta.shape) // max(length, 1) * accumulation_dtype(meta.dtype).itemsize
 
 
-def _accumulated(call: LocalCall) -> list[Any]:
-    """The operands in the dtype that sums are taken in."""
-    return [value.to(accumulation_dtype(call.call.operands[0].dtype)) for value in call.operands]
-
-
 def _row_sum(call: LocalCall, value: Any) -> Any:
     """The sum of every row, other ranks included."""
     return call.all_reduce(value.sum([call.arg("dim")], True), "d")
@@ -60,7 +53,8 @@ def _row_sum(call: LocalCall, value: Any) -> Any:
 
 @if_sharded("d")
 def _softmax(call: LocalCall) -> Any:
-    (value,) = _accumulated(call)
+    (value,) = operands_for_sums(call)
+    # Less the maximum of the whole row, so that no exponential overflows.
     maximum = call.all_reduce(value.amax([call.arg("dim")], True), "d", "max")
     parts = (value - maximum).exp()
     result = parts / _row_sum(call, parts)
@@ -77,7 +71,7 @@ def _log_softmax(call: LocalCall) -> Any:
     The kernel of the whole operator finds a stretch's sum in one pass over it; maximum, exponentials and sum by
     themselves would take three times as many.
     """
-    emit, dim, (value,) = call.emit, call.arg("dim"), _accumulated(call)
+    emit, dim, (value,) = call.emit, call.arg("dim"), operands_for_sums(call)
     maximum, place = value.max(dim, True)
     # At its maximum, a stretch's log-softmax is the maximum less the logarithm of the stretch's sum of exponentials.
     stretch_log = emit._log_softmax(value, dim, False).gather(dim, place)
@@ -100,7 +94,7 @@ def softmax(call: OpCall, local: LocalProgram) -> Rule:
 @if_sharded("d")
 def _softmax_backward(call: LocalCall) -> Any:
     """`output · (gradient - sum(gradient · output))`."""
-    gradient, output = _accumulated(call)
+    gradient, output = operands_for_sums(call)
     parts = gradient * output
     result = parts.addcmul(output, _row_sum(call, parts), value=-1)
     return result.to(result_dtype(call))
@@ -109,7 +103,7 @@ def _softmax_backward(call: LocalCall) -> Any:
 @if_sharded("d")
 def _log_softmax_backward(call: LocalCall) -> Any:
     """`gradient - exp(output) · sum(gradient)`."""
-    gradient, output = _accumulated(call)
+    gradient, output = operands_for_sums(call)
     parts = output.exp()
     result = gradient.addcmul(parts, _row_sum(call, gradient), value=-1)
     return result.to(result_dtype(call))
@@ -131,6 +125,8 @@ def softmax_backward(call: OpCall, local: LocalProgram) -> Rule:
         fill={"d": 0.0},
     )
 
+
+# The negative log-likelihood, its classes sharded too, and losses that compare element by element.
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # what ATen's `reduction` arguments mean
 _IGNORED_TARGET = -100  # a class that does not exist
@@ -174,6 +170,7 @@ def _nll_loss(call: LocalCall) -> Any:
         return _run_on_local_classes(call)
     # Samples that are padding have the target that is ignored.
     _replace_padding(call, "target", names[1:], call.arg("ignore_index"))
+    # A mean of this rank's samples would be divided by their weight alone.
     loss, weight = _run_on_local_classes(call, reduction=_SUM)
     weight = all_reduce_over(call, weight, names)
     if call.arg("reduction") == _MEAN:
@@ -216,7 +213,7 @@ def elementwise_loss(call: OpCall) -> Rule | None:
 
     The gradient is linear in the incoming one, which is a scalar or one number per element.
     """
-    shape, backward = shape_of(call, "self"), "backward" in call.op.name()
+    shape, backward = shape_of(call, "self"), call.is_backward
     if any(meta.shape not in ((shape, ()) if backward else (shape,)) for meta in call.operands):
         return None
     items = dict.fromkeys(("self", "target", "weight"), "...")
@@ -263,7 +260,7 @@ def _margin_loss_dims(call: OpCall) -> dict[str, str]:
     samples = "n" if len(shape_of(call, "self")) == 2 else ""
     scores = f"{samples} c!"
     items = dict.fromkeys(("self", "is_target"), scores)
-    items["target"] = scores if "multilabel" in call.op.name() else samples
+    items["target"] = scores if "multilabel" in call.name else samples
     items["weight"] = "c!"
     items["loss"] = items["grad_output"] = samples if call.arg("reduction") == _NONE else ""
     return items
@@ -276,7 +273,7 @@ def _margin_loss_dims(call: OpCall) -> dict[str, str]:
 def margin_loss(call: OpCall) -> Rule:
     """The loss and, for several labels, which classes are among them; or the gradient of the scores."""
     items, local = _margin_loss_dims(call), _local_margin_loss
-    if "backward" in call.op.name():
+    if call.is_backward:
         return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=local, fill={"n": 0.0})
     return bind_named(
         call, items, [items["loss"], items["is_target"]][: len(call.results)], local=local, fill={"n": None}
@@ -289,7 +286,7 @@ def _local_margin_loss(call: LocalCall) -> Any:
     if reduction == _NONE or not call.axes("n"):
         return call.run()
     # No scores of a sample are known to cost nothing: padding is left out of the sum.
-    padded = "backward" not in call.call.op.name() and bool(padded_factors(call.rule, call.choices, call.mesh))
+    padded = not call.call.is_backward and bool(padded_factors(call.rule, call.choices, call.mesh))
     results = call.run(reduction=_NONE if padded else _SUM)
     first, *others = results if isinstance(results, tuple) else (results,)
     if padded:
@@ -311,7 +308,7 @@ def ctc_loss(call: OpCall) -> Rule:
     rows = len(shape_of(call, "targets")) == 2
     items = {"log_probs": "t! n c!", "targets": "n s!" if rows else "s!", "grad": "n"}
     items |= dict.fromkeys(("input_lengths", "target_lengths"), "n")
-    backward = call.op._schema.name.endswith("backward")
+    backward = call.is_backward
     result = items["log_probs"] if backward else "n"
     linear = [{"grad"}] if backward else []
     # A sample that is padding has no steps and no targets.

@@ -1,8 +1,7 @@
-"""Matrix products: linear in each factor; a sharded contracted dim leaves partial sums.
+"""Operators on matrices: products, decompositions, solutions of equations, Fourier transforms and distances.
 
-Decompositions, inverses and solutions of matrices: a matrix must be whole, the batch may be sharded.
-
-Batches are not padded: many of these operators refuse a matrix without an inverse, and padding is none.
+A product is linear in each factor; a sharded contracted dim leaves partial sums. Of decompositions and solutions, a
+matrix must be whole, and the batch may be sharded.
 """
 
 from __future__ import annotations
@@ -102,6 +101,7 @@ rule("aten._weight_int8pack_mm", "i k, j k, j -> i j", linear="0", uneven=("i",)
 @rule_maker("aten._addmm_activation")
 def _addmm_activation(call: OpCall) -> Rule:
     """The activation of a sum is no sum: the contracted dim must be whole."""
+    # What is added has a row for every row of the product, or one for all.
     added = ["i", "j"][2 - len(call.operands[0].shape) :]
     return bind(f"{' '.join(added)}, i k!, k! j -> i j", call)
 
@@ -120,7 +120,7 @@ _ONE, _PER_ROW = 0, 1
 @rule_maker("aten._scaled_mm")
 def _scaled_mm(call: OpCall) -> Rule | None:
     rounded = call.arg("scale_result") is not None
-    return _product(call, call.arg("scale_a"), call.arg("scale_b"), rounded)
+    return _scaled_product(call, call.arg("scale_a"), call.arg("scale_b"), rounded)
 
 
 @rule_maker("aten._scaled_mm_v2")
@@ -131,10 +131,10 @@ def _scaled_mm_v2(call: OpCall) -> Rule | None:
     if ways not in ({(_ONE,)}, {(_PER_ROW,)}) or swizzled or call.arg("contraction_dim"):
         return None
     (scale_a,), (scale_b,) = call.arg("scale_a"), call.arg("scale_b")
-    return _product(call, scale_a, scale_b, rounded=False)
+    return _scaled_product(call, scale_a, scale_b, rounded=False)
 
 
-def _product(call: OpCall, scale_a: TensorMeta, scale_b: TensorMeta, rounded: bool) -> Rule | None:
+def _scaled_product(call: OpCall, scale_a: TensorMeta, scale_b: TensorMeta, rounded: bool) -> Rule | None:
     """The rule of a product; None where the scales are those of blocks."""
     result = call.result
     single = math.prod(scale_a.shape) == math.prod(scale_b.shape) == 1
@@ -150,22 +150,22 @@ def _product(call: OpCall, scale_a: TensorMeta, scale_b: TensorMeta, rounded: bo
         call,
         whole=["k"] if rounded or result.dtype.itemsize == 1 else [],
         sizes=unit_sizes(call, _UNIT),
-        local=_local,
+        local=_local_scaled_mm,
     )
 
 
 def _scalar_dims(meta: TensorMeta) -> str:
     """The dims of a tensor that holds one number."""
+    # A scale may have any number of dims, each of size one.
     return " ".join("1" * len(meta.shape))
 
 
-def _local(call: LocalCall) -> Any:
-    """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
+def _local_scaled_mm(call: LocalCall) -> Any:
     values = keep_on_first_rank(call, 4, ["k"]) if call.arg("bias") is not None else list(call.operands)
+    # Kernels want the first matrix by rows and the second by columns, however the shards came to lie.
     values[0] = values[0].contiguous()
     # A transpose of a contiguous transpose: column-major.
-    columns = values[1].t().contiguous()
-    values[1] = columns.t()
+    values[1] = values[1].t().contiguous().t()
     return call.run(operands=values)
 
 
@@ -181,6 +181,9 @@ def trilinear(call: OpCall) -> Rule:
     *operands, result = (" ".join(name for dim, name in enumerate(names) if dim not in absent) for absent in lacking)
     return bind(f"{', '.join(operands)} -> {result}", call, linear="0, 1, 2")
 
+
+# Decompositions, inverses and solutions: batches are not padded, since many of these operators refuse a matrix without
+# an inverse, and padding is none.
 
 _MATRIX_OPERATORS = """
     _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_svd cholesky cholesky_inverse geqrf
@@ -211,7 +214,7 @@ def _matrices(call: OpCall) -> Rule:
         None if meta is None else name_dims(f"result{position}", meta) for position, meta in enumerate(call.results)
     ]
     reductions = dict.fromkeys(batch, (None,) * len(results))  # what lacks the batch is empty
-    linear = [{2}] if call.op._schema.name == "aten::ormqr" else []
+    linear = [{2}] if call.name == "aten::ormqr" else []
     return build(batch | rest, operands, results, whole=rest, reductions=reductions, linear=linear, uneven=False)
 
 
@@ -236,7 +239,7 @@ def _solve(call: OpCall, matrices: dict[str, str], side: str, factors: Sequence[
     """
     if factors and side == "B" and shape_of(call, side) == shape_of(call, "A")[:-1]:  # one vector for every matrix
         return bind("... n! m!, ... m! -> ... m!, ... n! m!, ... m!, ...", call, uneven=False)
-    left = all(argument.name != "left" for argument in call.op._schema.arguments) or call.arg("left")
+    left = "left" not in call.argument_names or call.arg("left")
     solved = "... n! c" if left else "... c n!"
     dims = {**matrices, side: solved}
     batches = {shape_of(call, name)[: 1 - len(text.split())] for name, text in dims.items()}

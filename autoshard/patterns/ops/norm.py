@@ -8,7 +8,7 @@ of weight and bias are partial over the dims that weight and bias lack.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from autoshard.patterns.ops._helpers import (
     if_sharded,
     localize_index,
     named_values,
+    operands_for_sums,
     result_dtype,
     shape_of,
     split_axes,
@@ -69,7 +70,7 @@ class _Family:
 
 def _family(call: OpCall) -> _Family:
     """Return the dims of a call: per row, over the last dims; per sample and group of channels; or per channel."""
-    shape, arguments = shape_of(call, "input"), {argument.name for argument in call.op._schema.arguments}
+    shape, arguments = shape_of(call, "input"), call.argument_names
     if "normalized_shape" in arguments:
         names = factor_names("n", len(call.arg("normalized_shape")))
         batch, inner = len(shape) - len(names), " ".join(names)
@@ -109,7 +110,7 @@ def _is_root_mean_square(call: OpCall) -> bool:
 
 
 def _is_grouped(call: LocalCall) -> bool:
-    return "group" in call.call.op.name()
+    return "group" in call.call.name
 
 
 @rule_maker("aten.native_layer_norm", "autoshard.rms_norm", "aten.native_group_norm")
@@ -289,6 +290,7 @@ def batch_norm(call: OpCall) -> Rule:
     """Forward; the results after the first are statistics per channel, or placeholders without elements."""
     family, training = _family(call), _is_training(call)
     names, channels = family.names, family.statistics
+    # `z` stands for results without elements, whatever they are for.
     later = ["c" if meta is None or meta.shape == (channels,) else f"z{i}!" for i, meta in enumerate(call.results)]
     return bind_named(
         call,
@@ -322,6 +324,7 @@ def _batch_norm(call: LocalCall) -> Any:
 def _update_running_statistics(call: LocalCall, mean: Any, variance: Any) -> list[Any]:
     """The running statistics moved towards those of the batch; the variance kept is the unbiased one."""
     values, momentum, count = named_values(call), call.arg("momentum"), _family(call.call).count
+    # As torch keeps it: what normalises the batch is the biased one.
     unbiased = variance * (count / max(count - 1, 1))
     fresh = {"running_mean": mean, "running_var": unbiased}
     return [values[name] * (1.0 - momentum) + value * momentum for name, value in fresh.items()]
@@ -336,7 +339,7 @@ def batch_norm_backward(call: OpCall) -> Rule:
     """
     family = _family(call)
     names, image = family.names, family.image
-    training = bool(call.arg("update" if call.op.name() == "aten::batch_norm_backward" else "train"))
+    training = bool(call.arg("update" if call.name == "aten::batch_norm_backward" else "train"))
     sums = 2 * call.operands[0].shape[1] * accumulation_dtype(call.operands[0].dtype).itemsize
     return bind_named(
         call,
@@ -400,7 +403,7 @@ def _summed_names(call: OpCall) -> list[str]:
 def weight_norm(call: OpCall) -> Rule:
     """The weight `v · g / |v|` and the lengths `|v|`; or the gradients of `v` and `g`, linear in the incoming one."""
     weight, lengths, summed = _weight_dims(call)
-    backward = "backward" in call.op.name()
+    backward = call.is_backward
     return bind_named(
         call,
         dict.fromkeys(("v", "grad_w", "saved_v"), weight) | dict.fromkeys(("g", "saved_g", "saved_norms"), lengths),
@@ -421,14 +424,9 @@ def _slice_sum(call: LocalCall, value: Any) -> Any:
     return all_reduce_over(call, value.sum(dims, True), _summed_names(call.call))
 
 
-def _accumulated(call: LocalCall) -> Iterable[Any]:
-    """The operands in the dtypes that sums of them are taken in."""
-    return (value.to(accumulation_dtype(value.dtype)) for value in call.operands)
-
-
 @if_sharded(by=_summed_names)
 def _weight_norm(call: LocalCall) -> Any:
-    v, g = _accumulated(call)
+    v, g = operands_for_sums(call)
     lengths = _slice_sum(call, v * v).sqrt()
     return cast_results(call, [v * (g / lengths), lengths])
 
@@ -436,7 +434,7 @@ def _weight_norm(call: LocalCall) -> Any:
 @if_sharded(by=_summed_names)
 def _weight_norm_backward(call: LocalCall) -> Any:
     """`grad_g = sum(grad · v) / |v|` and `grad_v = g / |v| · (grad - v · grad_g / |v|)`."""
-    gradient, v, g, lengths = _accumulated(call)
+    gradient, v, g, lengths = operands_for_sums(call)
     grad_g = _slice_sum(call, gradient * v) / lengths
     across = gradient - v * (grad_g / lengths)
     return cast_results(call, [across * (g / lengths), grad_g])
@@ -464,5 +462,6 @@ def _embedding_renorm(call: OpCall) -> Rule:
 def _local_embedding_renorm(call: LocalCall) -> Any:
     table, indices = call.operands
     stretch = call.operand_shape(0)[0]
+    # Indices of other ranks' rows go to a spare row behind the end.
     place, _ = localize_index(call, indices, "v", stretch, stretch)
     return drop_spare(call.run(operands=[append_spare(table, [0]), place]), [0])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import numbered_dims
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule, build
+from autoshard.patterns.rule import OpCall, Rule, build, is_inexact
 
 Sets = Mapping[int, str]
 """Linear sets by the number of tensor operands: `aten.add.Tensor` may be called with a number in place of one."""
@@ -21,11 +21,11 @@ def pointwise_rule(call: OpCall, linear: Sets | None = None) -> Rule:
             with rounding and booleans do not add up.
     """
     count = len(call.operands)
-    exact = all(meta and not (meta.dtype.is_floating_point or meta.dtype.is_complex) for meta in call.results)
+    exact = all(meta and not is_inexact(meta.dtype) for meta in call.results)
     sets = "" if exact or linear is None else linear.get(count, "")
     text = ", ".join(["..."] * count) + " -> " + ", ".join(["..."] * len(call.results))
-    # Integers are not divided by what pads them, which may be zero.
-    divides = call.op._schema.name.partition("::")[2] in _DIVISIONS and not any(
+    # Integers are not divided by what pads them, which may be zero: some devices trap.
+    divides = call.name.partition("::")[2] in _DIVISIONS and not any(
         meta and meta.dtype.is_floating_point for meta in call.results
     )
     return bind(text, call, linear=sets, fill={"...": 1.0} if divides else {})
@@ -57,6 +57,8 @@ _SEVERAL_OPERANDS = """
 """
 rule_maker(*(f"aten.{name}" for name in (_ONE_OPERAND + _SEVERAL_OPERANDS).split()))(pointwise_rule)
 
+# A product is linear in either factor, a sum in all its terms jointly: a term that is whole would be added once for
+# each rank of a partial one.
 _LINEAR: tuple[tuple[str, Sets], ...] = (
     ("neg positive real imag _conj conj_physical _conj_physical _neg_view div.Scalar mul.Scalar", {1: "0"}),
     ("_masked_scale", {2: "0, 1"}),
@@ -101,7 +103,7 @@ def _glu(call: OpCall) -> Rule:
     small = list(sizes)
     large = [["halves", name] if index == dim else name for index, name in enumerate(small)]
     sizes = {"halves": 2, **sizes}
-    if call.op._schema.name == "aten::glu_backward":
+    if call.name == "aten::glu_backward":
         return build(sizes, [small, large], [large], whole=["halves"], linear=[{0}])
     return build(sizes, [large], [small], whole=["halves"])
 

@@ -1,16 +1,10 @@
-"""Random numbers as functions of the step's seed: operators of the `autoshard` namespace.
-
-What they give depends on the seed, the number of the operator in the program (`stream`) and the shard, and on
-nothing else: replicas of a shard agree, different shards differ, and drawing again gives the same numbers. The device's
-own generator is neither read nor moved.
-
-A GPU's generator gives numbers that hang on its number of multiprocessors, too. Where torch has a stateless generator
-for the device, uniform, normal, integer and Bernoulli numbers are drawn with that: unlike GPUs then agree.
-
-Random operators: each becomes a function of the step's seed, whether it is split or not.
+"""Random operators: each becomes a function of the step's seed, whether it is split or not.
 
 The default generators of the ranks do not agree, and a graph that is recomputed must not draw anew; so no random
-operator of a graph runs as it stands. All dims may be sharded, every shard drawing numbers of its own.
+operator of a graph runs as it stands. Local programs draw by operators of the `autoshard` namespace. What they give
+depends on the seed, the number of the operator in the program (`stream`) and the shard, and on nothing else: replicas
+of a shard agree, different shards differ, and drawing again gives the same numbers. The device's own generator is
+neither read nor moved. All dims may be sharded, every shard drawing numbers of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +25,8 @@ from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
 _MASK = (1 << 64) - 1
-_BLOCK = 1 << 24  # uniform numbers that are held at once where others are made of them: 64 MiB of float32
+# Uniform numbers that are held at once where others are made of them: 64 MiB of float32.
+_BLOCK = 1 << 24
 
 _STEP = "Tensor seed, int stream, Tensor? shard"
 
@@ -71,6 +66,8 @@ def _generator(key: int, device: torch.device) -> torch.Generator:
 
 def _is_stateless(values: Tensor) -> bool:
     """Return True if numbers that depend on a key alone can be drawn into a tensor."""
+    # A GPU's generator gives numbers that hang on its number of multiprocessors, too: by the stateless one, unlike GPUs
+    # agree.
     return values.is_floating_point() and has_philox(values.device.type)
 
 
@@ -168,12 +165,12 @@ _define_sample("dirichlet", "Tensor concentration", torch.ops.aten._sample_diric
 _define_sample("binomial", "Tensor count, Tensor probability", torch.binomial)
 
 
-def _key_tensor(seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
-    """A seed of one shard of one random operator: a 0-d tensor on the host, no negative number."""
-    return torch.full((), _key(seed, stream, shard) >> 1, dtype=torch.int64, device="cpu")
-
-
-define_operator(f"key({_STEP}) -> Tensor", _key_tensor, _shape_of_first)
+# A seed of one shard of one random operator: a 0-d tensor on the host, no negative number.
+define_operator(
+    f"key({_STEP}) -> Tensor",
+    lambda seed, stream, shard: torch.full((), _key(seed, stream, shard) >> 1, dtype=torch.int64, device="cpu"),
+    _shape_of_first,
+)
 
 draws = torch.ops.autoshard
 
@@ -185,7 +182,7 @@ def draw(
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Emit one of the operators of `_draws`, every shard with numbers of its own.
+    """Emit one of the operators of `draws`, every shard with numbers of its own.
 
     Args:
         call: the call; every factor that it may shard is one of the drawn tensor.
@@ -221,7 +218,8 @@ def shard_index(call: LocalCall) -> Any:
 
 def _native_dropout(call: LocalCall) -> Any:
     p = call.arg("p")
-    if p == 0 or call.arg("train") is False:  # nothing is drawn
+    # Nothing is drawn.
+    if p == 0 or call.arg("train") is False:
         return call.run()
     mask = draw(call, draws.bernoulli.default, 1.0 - p, dtype=result_dtype(call, 1))
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
@@ -306,7 +304,7 @@ register_draw(_normal, "normal.Tensor_float", "normal.float_Tensor", "normal.Ten
 
 def _randperm(call: LocalCall) -> Any:
     """A permutation, the same on every rank."""
-    # Keys in double precision: that two of many are equal, and the order not random, is as good as excluded.
+    # Sorted by keys in double precision: that two of many are equal, and the order not random, is as good as excluded.
     return _uniform(call, torch.float64).argsort(stable=True).to(result_dtype(call))
 
 
@@ -324,6 +322,7 @@ def _multinomial(call: LocalCall) -> Any:
 
 
 def _with_replacement(call: LocalCall, weights: Any) -> Any:
+    # The quantile function of the weights: as many uniform numbers as there are draws.
     cumulative = weights.cumsum(-1)
     total = cumulative.slice(-1, -1)
     sample = cumulative.searchsorted(_uniform(call, weights.dtype) * total, right=True)
@@ -334,7 +333,7 @@ def _with_replacement(call: LocalCall, weights: Any) -> Any:
 rule("aten.multinomial", "... d! -> ... k!", local=_multinomial, uneven=True)
 
 
-# Random operators of further distributions, each a function of the step's seed as in `random`.
+# Further distributions.
 #
 # Numbers of one distribution are made of others by its quantile function, where it has a simple one, so that they
 # need no operator of their own.
@@ -361,6 +360,7 @@ register_draw(
 
 
 def _random(call: LocalCall) -> Any:
+    # The other overload has no bounds.
     bounded = call.call.op._schema.overload_name == "from"
     low, high = (call.arg("from"), call.arg("to")) if bounded else (0, None)
     return draw(call, draws.integers.default, low, _random_limit(result_dtype(call)) if high is None else high)

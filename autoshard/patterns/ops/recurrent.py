@@ -61,7 +61,7 @@ _RESULTS = {
 @rule_maker(*(f"autoshard::{name}" for name in _RESULTS))
 def recurrent(call: OpCall) -> Rule:
     """Forward and backward; a gradient is linear in the incoming ones together."""
-    name = call.op._schema.name.partition("::")[2]
+    name = call.name.partition("::")[2]
     backward = name.endswith("backward")
     linear = [{"grad_output", "grad_cells"}] if backward else []
     if "projection" in operand_names(call):
@@ -111,7 +111,7 @@ class SharedUnits:
     collective: CollectiveRunner
 
     def all_gather(self, state: Tensor) -> Tensor:
-        """See `time_loops.HiddenUnits`."""
+        """See `capture.time_loops.HiddenUnits`."""
         rows = state.t()  # collectives stack and scatter the first dim
         for group, ranks, units in zip(self.groups, self.ranks, self.units, strict=True):
             op = collectives.all_gather_into_tensor.default
@@ -119,7 +119,7 @@ class SharedUnits:
         return rows.t()
 
     def reduce_scatter(self, gradient: Tensor) -> Tensor:
-        """See `time_loops.HiddenUnits`."""
+        """See `capture.time_loops.HiddenUnits`."""
         rows = gradient.t()
         for group, ranks, units in reversed(list(zip(self.groups, self.ranks, self.units, strict=True))):
             rows = pad(rows, (0, 0, 0, -units % ranks)).contiguous()
@@ -131,7 +131,7 @@ def _exchanges(call: OpCall) -> list[Exchange]:
     """The state of all samples, or its gradient, which shared hidden units exchange at every time step."""
     times, samples, _ = call.result.shape
     state = samples * shape_of(call, "weight")[1] * call.result.dtype.itemsize
-    return [("reduce_scatter" if call.op._schema.name.endswith("backward") else "all_gather", state, times)]
+    return [("reduce_scatter" if call.is_backward else "all_gather", state, times)]
 
 
 def _run_shared_units(call: LocalCall) -> Any:
@@ -191,7 +191,7 @@ _CELL_RESULTS = {
 @rule_maker(*_CELL_RESULTS)
 def cell(call: OpCall) -> Rule:
     """A forward or backward; a gradient is linear in the incoming ones together."""
-    name = call.op._schema.name
+    name = call.name
     gates, kept = (4, 4) if "lstm" in name else (3, 5)
     backward = "backward" in name
     return bind_named(

@@ -13,6 +13,7 @@ from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
     all_reduce_over,
+    argument_dim,
     if_sharded,
     numbered_dims,
     positions,
@@ -31,9 +32,10 @@ def reduced_dims(call: OpCall) -> tuple[int, ...]:
     ndim = len(call.operands[0].shape)
     if call.op.namespace == "prims":
         return tuple(call.arg("dims"))
-    dim = call.arg("dim") if any(argument.name == "dim" for argument in call.op._schema.arguments) else None
-    if dim == () and call.op._schema.name in ("aten::any", "aten::all"):
-        return ()  # these take an empty list at its word
+    dim = call.arg("dim") if "dim" in call.argument_names else None
+    # `any` and `all` take an empty list at its word; for all others it stands for all dims.
+    if dim == () and call.name in ("aten::any", "aten::all"):
+        return ()
     if dim is None or dim == ():
         return tuple(range(ndim))
     dims = dim if isinstance(dim, tuple) else (dim,)
@@ -130,6 +132,7 @@ def _aminmax(call: OpCall) -> Rule:
 
 def _local_aminmax(call: LocalCall) -> Any:
     """Both at once; where a reduced dim is padded, by what is as far off as can be for either."""
+    # No one number is neutral for both: padded, the operator runs twice.
     (value,), names = call.operands, sharded_dims(call)
     least, largest = (without_padding(call, 0, value, names, far) for far in (math.inf, -math.inf))
     if least is value:
@@ -140,7 +143,7 @@ def _local_aminmax(call: LocalCall) -> Any:
 @rule_maker("aten.any", "aten.all", "aten._is_any_true", "aten._is_all_true")
 def _any_all(call: OpCall) -> Rule:
     """Truth values are no numbers that a partial result could be made of: they are agreed upon at once."""
-    fill = 0.0 if "any" in call.op._schema.name else 1.0
+    fill = 0.0 if "any" in call.name else 1.0
     return reduction_rule(call, kinds=(None,), local=_local_any_all, exchange=call.result.bytes, fill=fill)
 
 
@@ -148,7 +151,8 @@ def _local_any_all(call: LocalCall) -> Any:
     value, names = call.run(), sharded_dims(call)
     if not names:
         return value
-    kind = "max" if "any" in call.call.op._schema.name else "min"
+    # Collectives know no truth values: as numbers, the largest says that any is true, the smallest that all are.
+    kind = "max" if "any" in call.call.name else "min"
     return all_reduce_over(call, value.to(torch.uint8), names, kind).to(result_dtype(call))
 
 
@@ -194,7 +198,7 @@ def _extreme(call: OpCall) -> Rule:
     assert place is not None
     exchange = math.prod(place.shape) * (dtype.itemsize + place.dtype.itemsize)
     # Padding stands behind all elements, so that the first place is an element's even where all are as extreme as it.
-    fill = -math.inf if "max" in call.op._schema.name else math.inf
+    fill = -math.inf if "max" in call.name else math.inf
     return reduction_rule(call, kinds=(None,), contiguous=True, local=_local_extreme, exchange=exchange, fill=fill)
 
 
@@ -203,11 +207,12 @@ def _local_extreme(call: LocalCall) -> Any:
     (value,), dims, names = call.operands, reduced_dims(call.call), sharded_dims(call)
     dtype = value.dtype
     if dtype is torch.bool:
+        # The kernels of `max` take truth values, the collective does not.
         value = value.to(torch.uint8)
     if len(dims) != 1:  # all of them, as if they were one
         value = value.reshape([-1])
     dim = dims[0] if len(dims) == 1 else 0
-    largest = "max" in call.call.op._schema.name
+    largest = "max" in call.call.name
     best, place = value.max(dim) if largest else value.min(dim)
     place = _global_index(call, place, dims)
     best, place = _global_extreme(call, best, place, names, "max" if largest else "min")
@@ -251,7 +256,7 @@ def _global_extreme(call: LocalCall, best: Any, place: Any, names: Sequence[str]
 def _selected_backward(call: OpCall) -> Rule:
     """Gradient of max, min, median along a dim: where that dim is sharded, a rank fills in what falls to it."""
     sizes = numbered_dims(call.result.shape)
-    name = list(sizes)[call.arg("dim")] if sizes else "d0"
+    name = f"d{argument_dim(call, len(sizes))}"
     source: NamedDims = [[] if dim == name else dim for dim in sizes if call.arg("keepdim") or dim != name]
     local = _local_selected_backward
     return build(sizes, [source, source], [list(sizes)], contiguous=[name], linear=[{0}], local=local, uneven=True)
@@ -259,12 +264,13 @@ def _selected_backward(call: OpCall) -> Rule:
 
 def _local_selected_backward(call: LocalCall) -> Any:
     shape = list(call.result_shape())
-    dim = call.arg("dim") % len(shape) if shape else 0
+    dim = argument_dim(call, len(shape))
     if not call.axes(f"d{dim}"):
         return call.run(sizes=shape)
     gradient, index = call.operands
     if not call.arg("keepdim"):
         gradient, index = (value.unsqueeze(dim) for value in (gradient, index))
+    # Compared, not scattered: indices of other ranks' stretches would point outside of this one.
     held = positions(call, f"d{dim}", shape[dim], gradient.device)
     return call.emit.where(index.eq(reshape_along(held, dim, len(shape))), gradient, 0)
 
@@ -276,8 +282,8 @@ _PARTIAL = {0.0: "sum", 1.0: "sum", math.inf: "max", -math.inf: "min"}
 
 
 def _order(call: OpCall) -> float:
-    name = "ord" if call.op._schema.name == "aten::linalg_vector_norm" else "p"
-    order = call.arg(name)
+    order = call.arg("ord" if call.name == "aten::linalg_vector_norm" else "p")
+    # `aten.norm` takes None for the Euclidean norm.
     return 2.0 if order is None else float(order)
 
 
@@ -308,12 +314,14 @@ def _dist(call: OpCall) -> Rule:
 
 def _combine_norms(call: LocalCall) -> Any:
     """The norm of all from the norms of the shards, which are summed up as powers."""
+    # By the rule, not by `reduced_dims`: `dist` has no argument `dim`.
     kept = {index for dim in call.rule.results[0] or () for index in dim}
     reduced = (factor.base for index, factor in enumerate(call.rule.factors) if index not in kept)
     names = [name for name in dict.fromkeys(reduced) if call.axes(name)]
     if not names:
         return call.run()
     order = _order(call.call)
+    # A power may be beyond the range of half precision though the norm is not.
     norm = call.run().to(accumulation_dtype(result_dtype(call)))
     total = all_reduce_over(call, norm.pow(order), names)
     return total.pow(1 / order).to(result_dtype(call))
@@ -367,6 +375,7 @@ def _shard_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[
     coarsely as the numbers themselves. Where all of the part is padding, the moments are zero.
     """
     dims = [dim for dim, factors in enumerate(layout) if factors]
+    # The first element along the dims, kept as dims of size one.
     origin = value
     for dim in dims:
         origin = origin.slice(dim, 0, 1)
@@ -403,6 +412,7 @@ def _combine_moments(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) 
     The origin is the first rank's, which has something wherever any rank has.
     """
     emit, size = call.emit, call.mesh.sizes[axis]
+    # One gather for all three: each has few numbers, and takes the time of a message.
     stacked = emit.stack(list(moments)).unsqueeze(0)
     gathered = emit.collective(collectives.all_gather_into_tensor.default, stacked, size, axis=axis)
     origins, offsets, variances = (gathered.select(1, index) for index in range(3))
@@ -453,9 +463,10 @@ def _local_moments(call: LocalCall) -> Any:
     count = math.prod(shape[dim] for dim in dims)
     above, below = _correction(call.call).as_integer_ratio()  # a size less a float would be a float, at every size
     left = max(0.0, (count * below - above) / below)
+    # Joined moments are biased ones: of all elements.
     if left != count:
         spread = spread * count / left
-    name = call.call.op._schema.name
+    name = call.call.name
     if name.startswith("aten::std"):
         spread = spread.sqrt()
     spread, mean = (value.reshape(list(call.result_shape())).to(result_dtype(call)) for value in (spread, mean))
@@ -464,7 +475,7 @@ def _local_moments(call: LocalCall) -> Any:
 
 def _correction(call: OpCall) -> float:
     """The number that is subtracted from the number of elements before dividing by it."""
-    if any(argument.name == "unbiased" for argument in call.op._schema.arguments):
+    if "unbiased" in call.argument_names:
         return float(call.arg("unbiased"))
     correction = call.arg("correction")
     return 1.0 if correction is None else float(correction)

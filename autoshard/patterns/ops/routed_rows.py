@@ -1,26 +1,17 @@
-"""Rows that are sent to groups and come back, as tokens to the experts of a mixture (`capture/routing_operators.py`).
+"""Rows that are sent to groups and come back, as tokens to the experts of a mixture (`capture/routing.py`).
 
-Every operator here has two ways to be split beside its other dims. By `source`, a rank routes its own tokens among all
-groups, and sends nothing. By `group`, a rank holds a stretch of the groups besides: the ranks send each other the rows
-of their groups in an all-to-all, and back in another, forward and backward alike. The two go together on a mesh: tokens
-by one axis, tokens and groups by the other.
-
-Source: GShard 3.2, expert parallelism; what is sent is not padded to a capacity, so that no token is dropped.
-
-Products of groups of rows with a matrix of their own each, as in a mixture of experts.
-
-The groups lie behind each other along one dim, and `offs` says where each of them ends. A rank that holds a stretch of
-that dim cuts the ends to its stretch. A rank that holds some of the groups needs only their elements: it turns the dim
-round until they come first, so that the operator computes them and no others.
-
-The operators between dispatch and combine: variants of their rules that split routed rows.
+Every operator of a route has two ways to be split beside its other dims. By `source`, a rank routes its own tokens
+among all groups, and sends nothing. By `group`, a rank holds a stretch of the groups besides: the ranks send each other
+the rows of their groups in an all-to-all, and back in another, forward and backward alike. The two go together on a
+mesh: tokens by one axis, tokens and groups by the other.
 
 A rank does to the rows that came to it what it would do to all rows, whichever they are, as long as the operator treats
 rows alike and takes no number of rows for an argument. So every operator on the way from a dispatch to the combines of
-the same route gets a variant, whose rows are split by their sources or by the groups that they were sent to. Products
-of groups of rows find the groups' matrices split alike.
+the same route gets a variant of its rule, whose rows are split by their sources or by the groups that they were sent
+to. Products of groups of rows find the groups' matrices split alike. Where one operator on the way can not have such a
+variant, the route is not split at all.
 
-Where one operator on the way can not have such a variant, the route is not split at all.
+Source: GShard 3.2, expert parallelism; what is sent is not padded to a capacity, so that no token is dropped.
 """
 
 from __future__ import annotations
@@ -43,9 +34,15 @@ from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Dims, Factor, LocalProgram, OpCall, Rule, TensorMeta, build
 from autoshard.specs.emitter import collectives
 
-_CONTIGUOUS = ("source", "group")
+_ROUTED_FACTORS = ("source", "group")
 _ROUTE = ([["source", "repeats"]], [["source", "repeats"]], ["ways", "counted"])
 """Dims of the order of rows, of their places on arrival, and of the counts of what is sent and arrives."""
+
+
+def _with_routed_tensors(rule: Rule, tensors: Collection[int]) -> Rule:
+    """Return a rule of a route's operator, with tensors whose rows the data places; results count after operands."""
+    factors = (replace(each, routed=each.name if each.name in _ROUTED_FACTORS else "") for each in rule.factors)
+    return replace(rule, factors=tuple(factors), routed=frozenset(tensors))
 
 
 @rule_maker("autoshard::group")
@@ -54,21 +51,22 @@ def _group(call: OpCall) -> Rule:
     (ids,) = call.operands
     groups = call.arg("groups")
     sizes = {"source": ids.shape[0], "repeats": 1, "group": groups, "ways": 2, "counted": groups}
-    return build(
+    rule = build(
         sizes,
         [["source"]],
         [*_ROUTE, ["group"]],
         whole=["ways", "counted"],
-        contiguous=_CONTIGUOUS,
+        contiguous=_ROUTED_FACTORS,
         exchange={"group": [("exchange_of_each", 8 * groups)]},
         local=_local_group,
-        routed=[1, 2, 3, 4],
     )
+    return _with_routed_tensors(rule, [1, 2, 3, 4])
 
 
 @if_sharded("group")
 def _local_group(call: LocalCall) -> Any:
     order, places, splits, ends = call.run()
+    # One axis: `fits` offers no strategy that sends rows over several.
     (axis,), emit = call.axes("group"), call.emit
     ranks, groups = emit.mesh.sizes[axis], call.arg("groups")
     sent = splits.select(0, 0)  # how many rows of each group this rank sends
@@ -94,18 +92,18 @@ def _move_rows(call: OpCall) -> Rule:
     dims = _row_dims(values)
     repeats = call.result.shape[0] // values.shape[0] if dispatches else 1
     sizes = {"source": values.shape[0], "repeats": repeats, "group": groups, **dims, "ways": 2, "counted": groups}
-    return build(
+    rule = build(
         sizes,
         [["source", *dims], *_ROUTE],
         [[["source", "repeats"], *dims]],
         whole=["repeats", "ways", "counted"],
-        contiguous=_CONTIGUOUS,
+        contiguous=_ROUTED_FACTORS,
         exchange={"group": [("all_to_all", call.result.bytes)]},
         linear=[{0}],
         local=_local_dispatch if dispatches else _local_combine,
         uneven=list(dims),
-        routed=[1, 2, 3, 4] if dispatches else [0, 1, 2, 3],
     )
+    return _with_routed_tensors(rule, [1, 2, 3, 4] if dispatches else [0, 1, 2, 3])
 
 
 @if_sharded("group")
@@ -137,21 +135,27 @@ def _group_table(call: OpCall) -> Rule:
     dims = _row_dims(rows)
     sizes = {"source": rows.shape[0], "group": table.shape[0], **dims}
     operand, result = ("group", "source") if spreads else ("source", "group")
-    return build(
+    rule = build(
         sizes,
         [[operand, *dims], ["source"], ["group"]],
         [[result, *dims]],
-        contiguous=_CONTIGUOUS,
+        contiguous=_ROUTED_FACTORS,
         linear=[{0}],
         uneven=list(dims),
-        routed=[1, 2, 3] if spreads else [0, 1, 2],
     )
+    return _with_routed_tensors(rule, [1, 2, 3] if spreads else [0, 1, 2])
 
 
 def _exchange_rows(call: LocalCall, rows: Any, splits: Any, back: bool) -> Any:
     (axis,), emit = call.axes("group"), call.emit
     return emit.call(exchange_ops.exchange.default, rows, splits, emit.mesh.sizes[axis], back, emit.group(axis))
 
+
+# Products of groups of rows with a matrix of their own each, as in a mixture of experts.
+#
+# The groups lie behind each other along one dim, and `offs` says where each of them ends. A rank that holds a stretch
+# of that dim cuts the ends to its stretch. A rank that holds some of the groups needs only their elements: it turns the
+# dim round until they come first, so that the operator computes them and no others.
 
 _ALIGNED_BYTES = 16
 """Rows must begin at multiples of so many bytes, which a shard of a row must keep to."""
@@ -292,17 +296,17 @@ def scaled_grouped_mm(call: OpCall) -> Rule | None:
         [result if grouped in ("i", "j") else [["g"], *result]],
         whole=["k", "j_lane", *(["g"] if grouped else [])],
         contiguous=[grouped] if grouped in ("i", "j") else [],
-        local=_local,
+        local=_local_scaled_grouped_mm,
     )
 
 
-def _local(call: LocalCall) -> Any:
-    """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
+def _local_scaled_grouped_mm(call: LocalCall) -> Any:
     left, right, *rest = call.operands
     grouped = GROUPED_DIM.get((len(left.shape), len(right.shape)))
     if grouped is not None and call.axes(grouped):
         length = left.shape[0] if grouped == "i" else right.shape[1]
         rest[-1] = local_ends(call, rest[-1], grouped, length)
+    # Kernels want the first matrix by rows and the second by columns, however the shards came to lie.
     right = right.transpose(-2, -1).contiguous().transpose(-2, -1)
     return call.run(operands=[left.contiguous(), right, *(value.contiguous() for value in rest)])
 
@@ -341,6 +345,8 @@ def _local_product(call: LocalCall) -> Any:
         return _align_groups(call, results, 0, -start)
     return _align_groups(call, results[0], 0, -start), results[1]
 
+
+# The operators between dispatch and combine: variants of their rules that split routed rows.
 
 _RESHAPES = frozenset(
     {
@@ -491,14 +497,11 @@ class _RouteTracker:
                 changed[node] = extended.setdefault((id(rule), id(variant)), both)
         for node, route in self.ends.items():
             if route in self.unsplittable:
-                changed[node] = shut.setdefault(id(rules[node]), _unsplit_rule(rules[node]))
+                # The rows of an operator that routes stay whole.
+                factors = (replace(each, shardable=each.shardable and not each.routed) for each in rules[node].factors)
+                whole = replace(rules[node], factors=tuple(factors))
+                changed[node] = shut.setdefault(id(rules[node]), whole)
         return changed
-
-
-def _unsplit_rule(rule: Rule) -> Rule:
-    """The rule of an operator that routes, whose rows stay whole."""
-    factors = (replace(each, shardable=each.shardable and not each.routed) for each in rule.factors)
-    return replace(rule, factors=tuple(factors))
 
 
 def routed_variant(
@@ -514,11 +517,11 @@ def routed_variant(
     rows = _rows_factor(rule, dims)
     if rows is None or any(factor.name in ("source", "group") for factor in rule.factors):
         return None
-    name = call.op._schema.name
-    if bool(ends) != (name in _GROUPED):
+    # Ends of groups are read by products of groups alone, which can not do without them.
+    if bool(ends) != (call.name in _GROUPED):
         return None
     grouped = rule.indices("g")[0] if ends and rule.indices("g") else len(rule.factors)
-    known, local = _rows_program(rule, call, name)
+    known, local = _rows_program(rule, call)
     if not known:
         return None
     factors = [*rule.factors] if grouped < len(rule.factors) else [*rule.factors, Factor("group", groups)]
@@ -556,13 +559,15 @@ def _has(named: Dims | None, factor: int) -> bool:
     return any(factor in each for each in named or ())
 
 
-def _rows_program(rule: Rule, call: OpCall, name: str) -> tuple[bool, LocalProgram | None]:
+def _rows_program(rule: Rule, call: OpCall) -> tuple[bool, LocalProgram | None]:
     """Return True if the operator is known to run on any number of rows, and the program that does so."""
-    if rule.local is None or name in _GROUPED or name in _CUTS:
+    # Cuts are told places in other dims, which are the same however many rows there are.
+    if rule.local is None or call.name in _GROUPED or call.name in _CUTS:
         return True, rule.local
     if call.op in _RESHAPES:
         return True, _reshape_rows
     if call.op is aten.slice_backward.default:
+        # The operator itself is told all sizes of its result, the number of rows among them.
         return True, slice_backward_by_padding
     return call.op is aten.expand.default, _expand_rows
 

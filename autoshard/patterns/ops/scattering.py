@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, localize_index, numbered_dims, positions, reshape_along
+from autoshard.patterns.ops._helpers import argument_dim, aten, localize_index, numbered_dims, positions, reshape_along
 from autoshard.patterns.ops.indexing import (
     advanced_indexing,
     aligned_dims,
@@ -64,15 +64,16 @@ def _write_rows_rule(call: OpCall, adds: bool) -> Rule | None:
     sizes = numbered_dims(operand.shape)
     dims = list(sizes)
     name = dims[call.arg("dim")]
-    if call.op is aten.index_reduce.default:
-        linear = []
-    else:
+    linear: list[set[int]] = []
+    # A reduction may be a product or a maximum; any other number than zero would be added once for each term.
+    if call.op is not aten.index_reduce.default:
         linear = [{0, 2}] if rest else [{0}] if call.arg("value") == 0 else []
     written = [] if rows is None else ["index" if dim == name else dim for dim in dims]
     return build(
         sizes | {"index": index.shape[0]},
         [dims, ["index"], *(written for _ in rest)],
         [dims],
+        # Of rows that are written to one place, one device keeps the last: then the index must be whole.
         whole=[] if adds else ["index"],
         contiguous=[name],
         linear=linear,
@@ -86,7 +87,7 @@ def _add_rows(call: LocalCall) -> Any:
     # The ranks' results are added up: the operand counts once.
     values = keep_on_first_rank(call, 0, ["index"])
     shape = call.operand_shape(0)
-    dim = call.arg("dim") % len(shape)
+    dim = argument_dim(call, len(shape))
     if call.axes(f"d{dim}"):
         values[1], outside = localize_index(call, values[1], f"d{dim}", shape[dim])
         values[2] = values[2].masked_fill(reshape_along(outside, dim, len(shape)), 0)
@@ -94,7 +95,7 @@ def _add_rows(call: LocalCall) -> Any:
 
 
 def _write_rows(call: LocalCall) -> Any:
-    dim = call.arg("dim") % len(call.operand_shape(0))
+    dim = argument_dim(call, len(call.operand_shape(0)))
     if not call.axes(f"d{dim}"):
         return call.run()
     _, index, *rest = call.operands
@@ -115,7 +116,7 @@ def _element_rule(
     operand = call.operands[0]
     if not operand.shape or any(len(meta.shape) != len(operand.shape) for meta in call.operands):
         return None
-    sizes, whole, dims = aligned_dims(call.operands, call.arg("dim") % len(operand.shape))
+    sizes, whole, dims = aligned_dims(call.operands, argument_dim(call, len(operand.shape)))
     return build(
         sizes,
         dims,
@@ -149,8 +150,10 @@ _KINDS = {"sum": "sum", "add": "sum", "amax": "max", "amin": "min"}
 @rule_maker("aten.scatter_reduce", "aten.scatter.reduce", "aten.scatter.value_reduce")
 def _scatter_reduce(call: OpCall) -> Rule | None:
     """The elements that were there before take part: once in a sum, any number of times in a maximum."""
-    two = call.op._schema.name == "aten::scatter_reduce"
-    kind = _KINDS.get(call.arg("reduce")) if not two or call.arg("include_self") else None
+    includes_self = call.name != "aten::scatter_reduce" or call.arg("include_self")
+    # Without `include_self`, a place that is written to loses its element, and any other keeps it: no reduction of
+    # shards tells the two apart.
+    kind = _KINDS.get(call.arg("reduce")) if includes_self else None
     if kind == "sum" and len(call.operands) == 3:
         return _element_rule(call, _add_elements, kind=kind, linear=[{0, 2}])
     return _element_rule(call, _write_elements, kind=kind if kind != "sum" else None)
@@ -162,7 +165,7 @@ def _add_elements(call: LocalCall) -> Any:
     if call.axes("indexed"):
         shape = call.operand_shape(0)
         whole_source = values[2].shape != values[1].shape
-        values[1], outside = localize_index(call, values[1], "indexed", shape[call.arg("dim") % len(shape)])
+        values[1], outside = localize_index(call, values[1], "indexed", shape[argument_dim(call, len(shape))])
         if whole_source:  # the index covers a part of the source, from the start of every dim
             for dim, size in enumerate(values[1].shape):
                 values[2] = values[2].slice(dim, 0, size)
@@ -177,7 +180,7 @@ def _write_elements(call: LocalCall) -> Any:
         rest = [without_padding(call, 2, rest[0], ["index"], least)]
     if not call.axes("indexed"):
         return call.run(operands=[target, index, *rest])
-    return _write_to_spare(call, index, "indexed", call.arg("dim") % len(call.operand_shape(0)), *rest)
+    return _write_to_spare(call, index, "indexed", argument_dim(call, len(call.operand_shape(0))), *rest)
 
 
 # Advanced indices.
@@ -234,6 +237,8 @@ def _put(call: OpCall) -> Rule | None:
         dims | index_dims,
         [target, indexed, indexed],
         [target],
+        # Positions are row-major: a stretch of the first dim is a stretch of them, of any other dim it is none. Where
+        # two elements go to one place, one device takes the last: then the index must be whole.
         whole=target[1:] if accumulate else [*target[1:], *indexed],
         contiguous=["d0"],
         linear=[{0, 2}],
@@ -290,6 +295,7 @@ def _local_masked_scatter(call: LocalCall) -> Any:
     shape = list(call.operand_shape(0))
     if shape == list(call.call.operands[0].shape):
         return call.run()
+    # The operator fills the places of a local mask with the first elements: this rank's may be later ones.
     emit, (target, mask, source) = call.emit, call.operands
     place, held = _local_places(call, mask, call.call.operands[0].shape, shape)
     source = source.reshape([-1])
@@ -303,12 +309,11 @@ def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Seque
     Padding behind the end of a dim has the answers of the dim's last element.
     """
     mask = mask.expand(list(whole))
-    places = mask.reshape([-1]).cumsum(0)
-    places = (places - 1).reshape(list(whole))
+    # Counted over the whole mask, which every rank has, and cut to the rank's stretches behind that.
+    places = (mask.reshape([-1]).cumsum(0) - 1).reshape(list(whole))
     for dim, size in enumerate(shape):
         if call.axes(f"d{dim}"):
-            held_positions = positions(call, f"d{dim}", size, mask.device)
-            held_positions = held_positions.clamp_max(whole[dim] - 1)
+            held_positions = positions(call, f"d{dim}", size, mask.device).clamp_max(whole[dim] - 1)
             places, mask = (value.index_select(dim, held_positions) for value in (places, mask))
     return places, mask
 
@@ -319,9 +324,7 @@ def _local_masked_scatter_backward(call: LocalCall) -> Any:
     count = math.prod(result)
     place, held = _local_places(call, mask, call.call.operands[0].shape, shape)
     # What the mask does not hold goes to a spare element behind the end.
-    place = emit.where(held, place, count)
-    place = place.clamp(None, count)
+    place = emit.where(held, place, count).clamp(None, count)
     spare = gradient.new_zeros([count + 1])
-    flat = [value.reshape([-1]) for value in (place, gradient)]
-    picked = spare.scatter_add(0, *flat)
+    picked = spare.scatter_add(0, place.reshape([-1]), gradient.reshape([-1]))
     return picked.slice(0, 0, count).reshape(result)

@@ -1,6 +1,4 @@
-"""Parts of dims: slices, selections, padding and windows.
-
-Operators that cut dims or put them together: slice, split, cat, and their backwards.
+"""Operators that take parts of dims or put parts together: slices, pieces, elements, padding and windows.
 
 A dim of size N that is cut at some boundaries has the greatest common divisor g of N and the boundaries as an inner
 factor that the cut leaves alone: the cut is one of the outer factor N / g. Sharding g keeps the operator local
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import bind_named, numbered_dims, shape_of
+from autoshard.patterns.ops._helpers import argument_dim, bind_named, numbered_dims, shape_of
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import NamedDims, OpCall, Rule, TensorMeta, build
 from autoshard.size import common_divisor
@@ -56,43 +54,35 @@ def common_inner_size(*boundaries: int) -> int:
     return reduce(common_divisor, boundaries, 0) or 1
 
 
-def _dim(call: OpCall, ndim: int) -> int:
-    return int(call.arg("dim")) % ndim
-
-
 def _local_place(call: LocalCall, place: int) -> int:
     """A place in the dim that is cut, between steps of the outer factor, as it counts in the local dim."""
     inner = math.prod(call.rule.factors[index].size for index in call.rule.indices(CUT))
     return place // inner * call.size(CUT)
 
 
-def _is_backward(call: OpCall) -> bool:
-    return call.op._schema.name.endswith("_backward")
-
-
 def _full(call: OpCall) -> TensorMeta:
     """The tensor that a part is taken out of, or put into."""
-    return call.result if _is_backward(call) else call.operands[0]
+    return call.result if call.is_backward else call.operands[0]
 
 
 def _local_full_shape(call: LocalCall) -> tuple[int, ...]:
-    return call.result_shape() if _is_backward(call.call) else call.operand_shape(0)
+    return call.result_shape() if call.call.is_backward else call.operand_shape(0)
 
 
 def _local_sizes(call: LocalCall) -> dict[str, Any]:
     """The argument in which a backward is told the shape of its result."""
-    return {"input_sizes": list(call.result_shape())} if _is_backward(call.call) else {}
+    return {"input_sizes": list(call.result_shape())} if call.call.is_backward else {}
 
 
 @rule_maker("aten.slice.Tensor", "aten.slice_backward", "aten.slice_scatter")
 def _slice(call: OpCall) -> Rule:
     """A slice, or the reverse; with a step that does not divide the dim, the dim stays whole."""
     shape = _full(call).shape
-    dim = _dim(call, len(shape))
+    dim = argument_dim(call, len(shape))
     size, step, (start, end) = shape[dim], call.arg("step"), _bounds(call)
     options: dict[str, Any] = {
         "linear": [set(range(len(call.operands)))],
-        "free": call.op._schema.name == "aten::slice",
+        "free": call.name == "aten::slice",
     }
     if step == 1:
         return cut_rule(call, dim, common_inner_size(size, start, end), local=_local_slice, **options)
@@ -106,15 +96,14 @@ def _slice(call: OpCall) -> Rule:
             [long if meta is not None and meta.shape == shape else short for meta in metas]
             for metas in (call.operands, call.results)
         )
-        local = _local_strided_slice
-        return build(sizes, operands, results, whole=["step"], local=local, uneven=True, **options)
+        return build(sizes, operands, results, whole=["step"], local=_local_strided_slice, uneven=True, **options)
     return cut_rule(call, dim, 1, local=lambda program: program.run(**_local_sizes(program)), **options)
 
 
 def _bounds(call: OpCall) -> tuple[int, int]:
     """Start and end of a slice of a dim, as numbers from 0 to its size."""
     shape = _full(call).shape
-    size, start, end = shape[_dim(call, len(shape))], call.arg("start"), call.arg("end")
+    size, start, end = shape[argument_dim(call, len(shape))], call.arg("start"), call.arg("end")
     start = 0 if start is None else start
     end = size if end is None else end
     start = min(max(start + size if start < 0 else start, 0), size)
@@ -124,7 +113,7 @@ def _bounds(call: OpCall) -> tuple[int, int]:
 def _local_strided_slice(call: LocalCall) -> Any:
     """The same slice of the local dim, to its end."""
     shape, (start, _) = _local_full_shape(call), _bounds(call.call)
-    return call.run(start=start, end=shape[_dim(call.call, len(shape))], **_local_sizes(call))
+    return call.run(start=start, end=shape[argument_dim(call, len(shape))], **_local_sizes(call))
 
 
 def _local_slice(call: LocalCall) -> Any:
@@ -137,26 +126,22 @@ def slice_backward_by_padding(call: LocalCall) -> Any:
     """`aten.slice_backward` by padding what was a slice of a dim with zeros, whatever the sizes of the other dims."""
     (value,), step = call.operands, call.arg("step")
     ndim = len(call.call.result.shape)
-    dim = _dim(call.call, ndim)
+    dim = argument_dim(call, ndim)
     size, length = call.result_shape()[dim], call.operand_shape(0)[dim]
     start, _ = _bounds(call.call)
 
-    def pad_dim(tensor: Any, dims_behind: int, before: int, behind: int) -> Any:
-        return tensor.constant_pad_nd([0, 0] * dims_behind + [before, behind])
-
+    dims_behind = [0, 0] * (ndim - 1 - dim)
     if step == 1:
         start = _local_place(call, start)
     else:  # every element is the first of a step
-        value = value.unsqueeze(dim + 1)
-        value = pad_dim(value, ndim - 1 - dim, 0, step - 1)
-        value = value.flatten(dim, dim + 1)
-    return pad_dim(value, ndim - 1 - dim, start, size - start - length * step)
+        value = value.unsqueeze(dim + 1).constant_pad_nd([*dims_behind, 0, step - 1]).flatten(dim, dim + 1)
+    return value.constant_pad_nd([*dims_behind, start, size - start - length * step])
 
 
 @rule_maker("aten.narrow")
 def _narrow(call: OpCall) -> Rule:
     operand = call.operands[0]
-    dim = _dim(call, len(operand.shape))
+    dim = argument_dim(call, len(operand.shape))
     size, start, length = operand.shape[dim], call.arg("start"), call.arg("length")
     start = start + size if start < 0 else start
 
@@ -170,7 +155,7 @@ def _narrow(call: OpCall) -> Rule:
 def _split(call: OpCall) -> Rule:
     """Pieces of a dim: local where the factor inside all of them is sharded."""
     (operand,) = call.operands
-    dim = _dim(call, len(operand.shape))
+    dim = argument_dim(call, len(operand.shape))
     pieces = [meta.shape[dim] for meta in call.results if meta is not None]
     inner = common_inner_size(operand.shape[dim], *itertools.accumulate(pieces))
 
@@ -186,7 +171,8 @@ def _cat(call: OpCall) -> Rule | None:
     ndim = len(call.operands[0].shape)
     if any(len(operand.shape) != ndim for operand in call.operands):
         return None  # an empty tensor of one dim may be among the others, for historical reasons
-    dim = _dim(call, ndim)
+    dim = argument_dim(call, ndim)
+    # Where a mesh axis splits the inner factor, every rank joins its parts of all operands: the result is strided.
     inner = common_inner_size(*(operand.shape[dim] for operand in call.operands))
     return cut_rule(call, dim, inner, linear=[set(range(len(call.operands)))])
 
@@ -226,30 +212,28 @@ def _dim_rule(call: OpCall, having: Collection[int], *, split: bool, results: bo
 
 @rule_maker("aten.select.int")
 def _select(call: OpCall) -> Rule:
+    # The element is one rank's term of a sum, and truth values do not add up.
     adds_up = call.operands[0].dtype is not torch.bool
     return _dim_rule(call, [0], split=adds_up, local=_local_element, free=True)
 
 
-@rule_maker("aten.select_backward")
-def _select_backward(call: OpCall) -> Rule:
-    return _dim_rule(call, [], results=True, split=True, local=_local_element)
-
-
-@rule_maker("aten.select_scatter")
-def _select_scatter(call: OpCall) -> Rule:
-    return _dim_rule(call, [0], results=True, split=True, local=_local_element)
+@rule_maker("aten.select_backward", having=())
+@rule_maker("aten.select_scatter", having=(0,))
+def _select_put(call: OpCall, having: Collection[int]) -> Rule:
+    return _dim_rule(call, having, results=True, split=True, local=_local_element)
 
 
 def _local_element(call: LocalCall) -> Any:
     """The operator on the rank that holds the element; on others zeros, or what they have where it is written to."""
     shape, whole = _local_full_shape(call), _full(call.call).shape
-    dim = _dim(call.call, len(shape))
+    dim = argument_dim(call, len(shape))
     owner, place = divmod(call.arg("index") % whole[dim], shape[dim])
     if not call.axes(f"d{dim}"):
         return call.run(index=place, **_local_sizes(call))
+    # The others select the same place of their stretches, and drop what they find: no branch on the rank.
     owned = call.position(f"d{dim}").eq(owner)
     result = call.run(index=place, **_local_sizes(call))
-    scatters = call.call.op._schema.name == "aten::select_scatter"
+    scatters = call.call.name == "aten::select_scatter"
     return call.emit.where(owned, result, call.operands[0] if scatters else 0)
 
 
@@ -282,6 +266,7 @@ def _pad(call: OpCall) -> Rule:
             source.append(name)
             target.append(name)
             continue
+        # Operand and result have other numbers of parts, each whole: the factor inside the parts is in both.
         inner = common_inner_size(size, before, after)
         parts = f"operand_parts{dim}", f"result_parts{dim}"
         sizes |= {name: inner, parts[0]: size // inner, parts[1]: padded // inner}
@@ -295,6 +280,7 @@ def _pad(call: OpCall) -> Rule:
             pad=[amount * program.size(name) // sizes[name] for name, amount in zip(names, pad, strict=True)]
         )
 
+    # Any other number than zero would be added up once for each term of a partial sum.
     linear: list[set[int]] = [{0}] if call.arg("value") == 0 else []
     return build(sizes, [source], [target], whole=whole, linear=linear, local=local, uneven=True)
 
@@ -320,7 +306,7 @@ def _image_dims(call: OpCall) -> tuple[str, str]:
 def edge_pad(call: OpCall) -> Rule:
     """The padded image, or the gradient of the operand, of which only the shape is looked at."""
     source, padded = _image_dims(call)
-    if _is_backward(call):
+    if call.is_backward:
         return bind_named(call, {"grad_output": padded, "self": source}, [source], linear=[{"grad_output"}])
     return bind_named(call, {"self": source}, [padded], linear=[{"self"}])
 
@@ -334,7 +320,7 @@ def edge_pad(call: OpCall) -> Rule:
 @rule_maker("aten.unfold", "aten.unfold_backward")
 def _unfold(call: OpCall) -> Rule | None:
     """None where windows of one row are broadcast to all, as the inverse of a Fourier transform does with its own."""
-    backward, full = _is_backward(call), _full(call)
+    backward, full = call.is_backward, _full(call)
     cut = call.operands[0] if backward else call.result
     dim, step = call.arg("dim" if backward else "dimension") % max(1, len(full.shape)), call.arg("step")
     kept = (size == whole for at, (size, whole) in enumerate(zip(cut.shape, full.shape, strict=False)) if at != dim)
@@ -355,6 +341,6 @@ def _unfold(call: OpCall) -> Rule | None:
 
 
 def _local_unfold(call: LocalCall) -> Any:
-    """Local windows, and the step between them; a window is sharded only where the step is its size."""
+    # A window is sharded only where the step is its size.
     changed = dict.fromkeys(("size", "step"), call.size("window")) if call.axes("window") else {}
     return call.run(**_local_sizes(call) | changed)

@@ -15,6 +15,7 @@ from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
     all_gather_stacked,
     all_reduce_over,
+    argument_dim,
     bind_named,
     factor_names,
     numbered_dims,
@@ -62,7 +63,7 @@ def _topk(call: OpCall) -> Rule:
 
 def _local_topk(call: LocalCall) -> Any:
     shape = call.operand_shape(0)
-    dim = call.arg("dim") % len(shape)
+    dim = argument_dim(call, len(shape))
     name = f"d{dim}"
     if not call.axes(name):
         return call.run()
@@ -123,6 +124,7 @@ def _local_isin(call: LocalCall) -> Any:
     names = [factor.name for factor in call.rule.factors if factor.name.startswith("t") and call.axes(factor.name)]
     if not names:
         return held
+    # Collectives know no truth values: as numbers, the largest says that any is true, the smallest that all are.
     kind = "min" if call.arg("invert") else "max"
     return all_reduce_over(call, held.to(torch.uint8), names, kind).to(torch.bool)
 
@@ -171,11 +173,11 @@ _SCANS = {
 
 @rule_maker(*_SCANS)
 def _scan(call: OpCall) -> Rule:
-    shape, scan = call.operands[0].shape, _SCANS[call.op._schema.name]
-    linear = [{0}] if call.op._schema.name == "aten::cumsum" else []
+    shape, scan = call.operands[0].shape, _SCANS[call.name]
+    linear = [{0}] if call.name == "aten::cumsum" else []
     if not shape or (call.result.dtype.is_complex and scan is _LOGARITHM):  # no operator joins complex logarithms
         return same_dims_rule(call, [call.arg("dim")], linear=linear)
-    name = f"d{call.arg('dim') % len(shape)}"
+    name = f"d{argument_dim(call, len(shape))}"
     exchange = {name: [("gather_of_each", call.result.bytes // max(1, shape[call.arg("dim")]))]}
     return same_dims_rule(
         call,
@@ -191,11 +193,11 @@ def _scan(call: OpCall) -> Rule:
 def _local_scan(call: LocalCall) -> Any:
     emit, scanned = call.emit, call.run()
     shape = call.result_shape()
-    dim = call.arg("dim") % len(shape) if shape else 0
+    dim = argument_dim(call, len(shape))
     name = f"d{dim}"
     if not shape or not call.axes(name):
         return scanned
-    scan = _SCANS[call.call.op._schema.name]
+    scan = _SCANS[call.call.name]
     totals = all_gather_stacked(call, scanned.select(dim, -1), name)
     ranks = reshape_along(emit.arange(call.share(name), device=scanned.device), 0, len(shape))
     # Every rank folds the totals of all, those behind its stretch replaced by nothing: no branch on the rank.

@@ -1,10 +1,8 @@
-"""View arithmetic: two shapes of one tensor as products of common factors.
+"""Views: operators that give a tensor's elements another shape or order, or the same.
 
 A reshape keeps the row-major order of elements, so both shapes cut one index into digits. The factors are the
 digits of the finest common numbering; sharding one of them shards both sides, with no communication, and where it
 is not the major factor of its dim the placement is a strided shard (Rhino 4.1: reshape passes strides on).
-
-Views: operators that give a tensor's elements another shape or order, or the same.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, factor_names, numbered_dims, positions, run_resized, same_dims_rule
 from autoshard.patterns.registry import rule, rule_for, rule_maker
-from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, build
+from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, build, is_inexact
 from autoshard.size import common_divisor
 from autoshard.specs.axes import MeshShape
 
@@ -106,11 +104,13 @@ class _Cutter:
         source, target = self.rest
         ends = [i + 1, j + 1]
         products = [source[i], target[j]]
+        # The products of all that is left are equal, so that the two meet at the ends of the shapes at the latest.
         while products[0] != products[1]:
             side = 0 if products[0] < products[1] else 1
             products[side] *= self.rest[side][ends[side]]
             ends[side] += 1
         a, b = ends[0] - 1, ends[1] - 1
+        # Minor parts that do align stay factors of both: sharded, they are strided shards on either side.
         while (common := common_divisor(source[a], target[b])) > 1:
             factor = self._factor(common)
             self.right[0][a].insert(0, factor)
@@ -157,13 +157,14 @@ def view_rule(call: OpCall) -> Rule:
         results=[[[names[factor] for factor in dim] for dim in view.target]],
         whole=[name for name, shardable in zip(names, view.shardable, strict=True) if not shardable],
         linear=[{0}],
+        # One function for all views: rules are shared among equal calls if their programs are the same object, too.
         local=_reshape,
         free=True,
         uneven=True,
     )
 
 
-def _reshape(call: LocalCall) -> object:
+def _reshape(call: LocalCall) -> Any:
     # A reshape, whatever the operator: the local value need not lie in memory as the whole one does.
     return call.operands[0].reshape(call.result_shape())
 
@@ -193,8 +194,8 @@ def _view_dtype(call: OpCall) -> Rule:
 @rule_maker("aten._to_copy", "aten.to.dtype", "prims.convert_element_type")
 def _to_copy(call: OpCall) -> Rule:
     """Another dtype: linear among floating and complex ones."""
-    dtypes = call.operands[0].dtype, call.result.dtype
-    inexact = all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+    # Cast to integers, each term of a sum would be rounded.
+    inexact = is_inexact(call.operands[0].dtype) and is_inexact(call.result.dtype)
     return same_dims_rule(call, linear=[{0}] if inexact else [])
 
 
@@ -214,7 +215,7 @@ def _permute(call: OpCall) -> Rule:
 @rule_maker("aten.transpose.int", "aten.t")
 def _transpose(call: OpCall) -> Rule:
     order = list(range(len(call.operands[0].shape)))
-    first, second = (0, -1) if call.op._schema.name == "aten::t" else (call.arg("dim0"), call.arg("dim1"))
+    first, second = (0, -1) if call.name == "aten::t" else (call.arg("dim0"), call.arg("dim1"))
     if order:
         order[first], order[second] = order[second], order[first]
     return _permutation_rule(call, order, free=True)
@@ -259,6 +260,7 @@ def _expand(call: OpCall) -> Rule:
 
 @rule_maker("aten.repeat")
 def _repeat(call: OpCall) -> Rule | None:
+    # Without elements, no quotient of sizes tells how often a dim is repeated.
     empty = 0 in call.operands[0].shape or 0 in call.result.shape
     return None if empty else _expansion_rule(call, "repeats", keeps=False)
 
@@ -268,6 +270,7 @@ def _broadcast(call: OpCall) -> Rule:
     """Every dim of the operand becomes a dim of the result; what is repeated is a factor that only the result has."""
     (operand,), sizes = call.operands, numbered_dims(call.result.shape)
     placed = zip(operand.shape, call.arg("broadcast_dimensions"), strict=True)
+    # A dim of size one that grows has no factor in the operand.
     source = [[f"d{dim}"] if size == sizes[f"d{dim}"] else [] for size, dim in placed]
     return build(sizes, [source], [list(sizes)], linear=[{0}], local=run_resized("shape"), free=True)
 
@@ -500,7 +503,8 @@ def with_merged_dims(rule: Rule, call: OpCall, mesh: MeshShape) -> Rule:
         The same rule where there are none, or where the elements are no numbers that add up.
     """
     (operand,) = call.operands
-    if not (operand.dtype.is_floating_point or operand.dtype.is_complex):
+    # The result is a partial sum.
+    if not is_inexact(operand.dtype):
         return rule
     blocked = [dim for dim in range(len(operand.shape)) if _needs_merge(rule, dim, mesh)]
     return replace(rule, variants=tuple(_merged_variant(rule, dim) for dim in blocked)) if blocked else rule
@@ -533,5 +537,6 @@ def _scatter_into_zeros(call: LocalCall, dim: int) -> Any:
     shape = list(value.shape)
     held = positions(call, name, shape[dim], value.device)
     shape[dim] *= call.share(name)
+    # By indices, not by padding: how many zeros stand before the stretch differs from rank to rank.
     whole = value.new_zeros(shape).index_copy(dim, held, value)
     return whole.reshape(list(call.result_shape()))

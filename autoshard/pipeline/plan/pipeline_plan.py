@@ -27,7 +27,7 @@ from autoshard.plans.html import gantt, trace
 from autoshard.plans.plan_data import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
 from autoshard.plans.plan_text import shares_text
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.reshard.deferred_reductions import DeferredReduction
+from autoshard.reshard.reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 

@@ -33,7 +33,7 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.aliasing import storage_root
 from autoshard.program.predicted_program import PredictedProgram
 from autoshard.program.program_replay import operations
-from autoshard.reshard.deferred_reductions import reduce_with_sums
+from autoshard.reshard.reductions import reduce_with_sums
 from autoshard.simulate.events import replay
 from autoshard.size import DynamicSize, symbol
 from autoshard.specs.axes import MeshShape, SharedAxis

@@ -33,7 +33,7 @@ from autoshard.pipeline.schedule.costs import StageCosts, rest_bytes
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, recomputing_planner, run_planner, with_provenance
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.reshard.deferred_reductions import DeferredReduction
+from autoshard.reshard.reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def _groups(text: str, groups: int) -> Maker:
 
 
 def _with_variant(variant: str) -> Maker:
-    return lambda call: bind("i j! -> i", call, variants=[bind(variant, call)])
+    return lambda call: replace(bind("i j! -> i", call), variants=(bind(variant, call),))
 
 
 def _weighted_mean(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -3,19 +3,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
 from autoshard.capture.joint import capture
-from autoshard.patterns.batch import batch_factors
 from autoshard.patterns.graph_rules import GraphRules
+from autoshard.patterns.propagation import Worklist
 from autoshard.specs.axes import MeshShape
 
 
 def batched(module: nn.Module, *inputs: Tensor, **options: Any) -> list[tuple[str, str]]:
     """Every operator, in the order of the graph, and its factors of the batch."""
     rules = GraphRules(capture(module, inputs, {}, **options), MeshShape.of({"x": 2}))
-    found = batch_factors(rules)
+    found = rules.batch_factors()
     named = {}
     for node in rules.operators:
         factors = rules.rules[node].factors
@@ -104,3 +106,22 @@ class Weights(nn.Module):
 def test_without_a_batch_nothing_is_of_it() -> None:
     assert {factors for _, factors in batched(Weights())} == {""}
     assert {factors for _, factors in batched(Weights(), torch.tensor(2.0))} == {""}
+
+
+NUMBERS = st.lists(st.integers(0, 9))
+
+
+@given(NUMBERS, st.dictionaries(st.integers(0, 9), NUMBERS))
+def test_it_is_a_dictionary_whose_first_key_is_taken_out(first: list[int], then: dict[int, list[int]]) -> None:
+    waiting, expected = dict.fromkeys(first), []
+    left = {number: list(more) for number, more in then.items()}
+    while waiting:
+        expected.append(next(iter(waiting)))
+        del waiting[expected[-1]]
+        waiting.update(dict.fromkeys(left.pop(expected[-1], [])))
+    left, found = {number: list(more) for number, more in then.items()}, []
+    worklist = Worklist(first)
+    for number in worklist:
+        found.append(number)
+        worklist.add(left.pop(number, []))
+    assert found == expected

@@ -1,0 +1,239 @@
+"""Facts about the dims of a joint graph, which travel from operator to operator along the factors that they share.
+
+`CutPropagation` finds where dims are cut: where a view splits a dim, all who touch it may split it (Rhino 4.3.3).
+`DimPropagation` finds the loops that run over some dims of the graph's inputs, such as the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import fx
+
+from autoshard.patterns.rule import Rule
+from autoshard.specs.axes import MeshShape
+
+# Every part of a factor is one more strategy on every axis: a guess that works.
+_LONGEST_CHAIN = 6
+
+DimFactors = tuple[fx.Node, tuple[int, ...]]
+"""An operator that touches a dim of a tensor, and the factors that it takes the dim for, major to minor."""
+
+_FactorOf = tuple[fx.Node, int]
+_Span = tuple[int, int]
+"""Of a dim: how many steps of what is outside the dim that is followed, and how many of that, before the rest."""
+
+
+class Worklist:
+    """Numbers that wait, the first come first; one that waits already does not wait twice.
+
+    Iterating takes them out until none is left, those that are added meanwhile too.
+    """
+
+    # A dictionary whose first key is taken out would do the same, and take longer the more keys were taken before.
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self._order: deque[int] = deque()
+        self._waiting: set[int] = set()
+        self.add(numbers)
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """Put some at the end."""
+        for number in numbers:
+            if number not in self._waiting:
+                self._waiting.add(number)
+                self._order.append(number)
+
+    def __iter__(self) -> Iterator[int]:
+        while self._order:
+            number = self._order.popleft()
+            self._waiting.remove(number)
+            yield number
+
+
+def _positions_by_factor(dims: Sequence[Sequence[DimFactors]]) -> dict[_FactorOf, list[int]]:
+    """Return for every factor of an operator the positions of the dims that it is part of."""
+    positions: dict[_FactorOf, list[int]] = defaultdict(list)
+    for position, dim in enumerate(dims):
+        for node, factors in dim:
+            for factor in factors:
+                positions[node, factor].append(position)
+    return positions
+
+
+class CutPropagation:
+    """Split points travel along dims that are the same factor until nothing changes."""
+
+    def __init__(
+        self,
+        dims: Iterable[Sequence[DimFactors]],
+        rules: Mapping[fx.Node, Rule],
+        first: Mapping[fx.Node, Mapping[int, tuple[int, ...]]],
+    ) -> None:
+        self.dims = [dim for dim in dims if len(dim) > 1]
+        self.rules = rules
+        self.chains: dict[fx.Node, dict[int, tuple[int, ...]]] = defaultdict(dict)
+        for node, chains in first.items():
+            self.chains[node] = dict(chains)
+        self.touching = _positions_by_factor(self.dims)
+
+    def solve(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
+        """Return the cuts of every operator's factors, as `rule.refine` takes them."""
+        pending = Worklist(
+            position
+            for position, dim in enumerate(self.dims)
+            if any(len(factors) > 1 or node in self.chains for node, factors in dim)
+        )
+        for position in pending:
+            for changed in self._propagate(self.dims[position]):
+                # This dim has passed on all that it knows.
+                pending.add(other for other in self.touching[changed] if other != position)
+        return self.chains
+
+    def _propagate(self, dim: Sequence[DimFactors]) -> list[_FactorOf]:
+        """Cut the factors of a dim wherever one of its descriptions cuts it; return the factors that changed."""
+        points = sorted({point for node, factors in dim for point in self._points(node, factors)})
+        changed = []
+        for node, factors in dim if points else ():
+            rule, left = self.rules[node], 1
+            for factor in factors:
+                loop = rule.factors[factor]
+                inside = [point // left for point in points if left < point < left * loop.size and point % left == 0]
+                # The inner part of a cut is a strided shard, which a contiguous factor does not take.
+                if inside and loop.shardable and not loop.contiguous and self._add(node, factor, loop.size, inside):
+                    changed.append((node, factor))
+                left *= loop.size
+        return changed
+
+    def _points(self, node: fx.Node, factors: tuple[int, ...]) -> Iterator[int]:
+        """Yield the products of outer parts at which this description cuts the dim."""
+        left, chains = 1, self.chains.get(node, {})
+        for factor in factors:
+            if left > 1:
+                yield left
+            for cut in chains.get(factor, ()):
+                yield left * cut
+            left *= self.rules[node].factors[factor].size
+
+    def _add(self, node: fx.Node, factor: int, size: int, points: list[int]) -> bool:
+        """Add the points that fit to a factor's cuts; return True if there are any."""
+        chain = self.chains.get(node, {}).get(factor, ())
+        grown = list(chain)
+        for point in points:
+            if point in grown or size % point or len(grown) >= _LONGEST_CHAIN:
+                continue
+            # Cuts of one factor are a chain of products: views that cut it in ways that do not nest share no parts.
+            if all(max(point, other) % min(point, other) == 0 for other in grown):
+                grown.append(point)
+        if len(grown) == len(chain):
+            return False
+        self.chains[node][factor] = tuple(sorted(grown))
+        return True
+
+
+def useful_cuts(
+    cuts: Mapping[fx.Node, Mapping[int, tuple[int, ...]]], rules: Mapping[fx.Node, Rule], mesh: MeshShape
+) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
+    """Return the cuts without those that leave an axis no part to divide, where it divides the whole factor.
+
+    A dim of 8 cut into 2 x 4 for the sake of a view is of no use to an axis of 8, and whole it is.
+    """
+    largest = max(mesh.sizes)
+
+    def is_useful(size: int, chain: tuple[int, ...]) -> bool:
+        parts = [outer // inner for inner, outer in itertools.pairwise((1, *chain, size))]
+        return size % largest != 0 or any(part % largest == 0 for part in parts)
+
+    return {
+        node: {
+            factor: chain
+            for factor, chain in chains.items()
+            if chain and is_useful(rules[node].factors[factor].size, chain)
+        }
+        for node, chains in cuts.items()
+    }
+
+
+class DimPropagation:
+    """The loops of operators that run over some dims of placeholders, outermost.
+
+    A dim is followed from operator to operator, along dims of tensors that they share and factors that they loop over.
+    """
+
+    def __init__(
+        self,
+        dims: Iterable[Sequence[DimFactors]],
+        rules: Mapping[fx.Node, Rule],
+        starts: Iterable[tuple[fx.Node, int]],
+    ) -> None:
+        self.rules = rules
+        self.starts = starts
+        self.dims = list(dims)
+        self.touching = _positions_by_factor(self.dims)
+        self.steps: dict[_FactorOf, int] = {}  # of a factor, how many of its steps, the outermost, are meant
+
+    def solve(self) -> dict[fx.Node, frozenset[int]]:
+        """Return for every operator its factors that run over the dims."""
+        waiting = Worklist(position for start in self._mark_starts() for position in self.touching[start])
+        for position in waiting:
+            for changed in self._propagate(self.dims[position]):
+                waiting.add(self.touching[changed])
+        factors: dict[fx.Node, set[int]] = defaultdict(set)
+        for node, factor in self.steps:
+            factors[node].add(factor)
+        return {node: frozenset(some) for node, some in factors.items()}
+
+    def _mark_starts(self) -> Iterator[_FactorOf]:
+        """Mark the factors of the dims that are followed, and yield them."""
+        for node, dim in self.starts:
+            dims = self.rules[node].results[0]
+            for factor in dims[dim] if dims is not None else ():
+                self.steps[node, factor] = self._size(node, factor)
+                yield node, factor
+
+    def _size(self, node: fx.Node, factor: int) -> int:
+        # A plain number: arithmetic on dynamic sizes is slow, and the example's values tell what is inside what.
+        return int(self.rules[node].factors[factor].size)
+
+    def _propagate(self, dim: Sequence[DimFactors]) -> Iterator[_FactorOf]:
+        """Pass on the places in a dim that some operators know to be followed; yield the factors that learn of more."""
+        # A list, since the loop below adds to what the spans are made of.
+        for span in list(dict.fromkeys(span for description in dim for span in self._spans(description))):
+            for node, factors in dim:
+                left = 1
+                for factor in factors:
+                    size = self._size(node, factor)
+                    inside = _steps_inside(span, left, size)
+                    if inside > self.steps.get((node, factor), 1):
+                        self.steps[node, factor] = inside
+                        yield node, factor
+                    left *= size
+
+    def _spans(self, description: DimFactors) -> Iterator[_Span]:
+        """Yield the places that a description of a dim marks as followed; neighbouring factors are one span."""
+        node, factors = description
+        left, start, steps = 1, 1, 1
+        for factor in factors:
+            size = self._size(node, factor)
+            marked = self.steps.get((node, factor), 1)
+            if marked > 1:
+                start = left if steps == 1 else start
+                steps *= marked
+            # A factor of which only the outermost steps are meant ends the span: what follows lies inside others.
+            if steps > 1 and marked < size:
+                yield start, steps
+                steps = 1
+            left *= size
+        if steps > 1:
+            yield start, steps
+
+
+def _steps_inside(span: _Span, left: int, size: int) -> int:
+    """Return the steps of a factor of `size`, `left` to its left, that are a span's, if they are its outermost."""
+    start, end = span[0], span[0] * span[1]
+    if start > left or left % start or end <= left:
+        return 1
+    steps = min(end // left, size)
+    return steps if end % (left * steps) == 0 and size % steps == 0 else 1
