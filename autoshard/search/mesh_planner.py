@@ -21,7 +21,7 @@ from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.options import Pipeline
 from autoshard.options.target import Target
 from autoshard.patterns.graph_rules import value_of
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
+from autoshard.pipeline.plan.pipeline_devices import PipelineMesh, stage_devices
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import Stopping
 from autoshard.planner.candidate_plan import CandidatePlan

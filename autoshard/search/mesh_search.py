@@ -17,8 +17,13 @@ import numpy as np
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import AutoshardError, BudgetError, PlanError, warn_caller
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
-from autoshard.pipeline.plan.pipeline_devices import slowest_cluster, stage_cluster, stage_target
+from autoshard.pipeline.plan.pipeline_devices import (
+    PipelineMesh,
+    slowest_cluster,
+    stage_cluster,
+    stage_devices,
+    stage_target,
+)
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.mesh_planner import MeshPlanner, Request

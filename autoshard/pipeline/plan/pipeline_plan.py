@@ -17,11 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.errors import PlanError
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
+from autoshard.pipeline.plan.pipeline_devices import PipelineMesh
 from autoshard.pipeline.schedule.actions import Action, Schedule
-from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.pipeline.schedule.costs import Simulation, StageCosts, simulate
 from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
-from autoshard.pipeline.schedule.tasks import Simulation, simulate, step_task_graph
 from autoshard.plans import plan_file, plan_text
 from autoshard.plans.html import gantt, trace
 from autoshard.plans.plan_file import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
@@ -186,7 +185,7 @@ class PipelinePlan:
     @property
     def simulation(self) -> Simulation:
         """The predicted step, event by event, on one device of every pipeline rank."""
-        return simulate(step_task_graph(self.schedule, self.costs), self.contention)
+        return simulate(self.schedule, self.costs, self.contention)
 
     def __repr__(self) -> str:
         return (
@@ -275,13 +274,13 @@ class PipelinePlan:
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted step as a trace that Perfetto and chrome://tracing load."""
         step = self.simulation
-        Path(path).write_text(trace(step.graph.tasks, step.starts, step.ends, step.memory), "utf-8")
+        Path(path).write_text(trace(step.tasks, step.starts, step.ends, step.memory), "utf-8")
 
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted step as an SVG picture: a row per pipeline rank, a colour per kind of task."""
         step = self.simulation
         title = f"{self._schedule_text()}: {self._step_text()}"
-        Path(path).write_text(gantt(step.graph.tasks, step.starts, step.ends, title), "utf-8")
+        Path(path).write_text(gantt(step.tasks, step.starts, step.ends, title), "utf-8")
 
     def check(self, mesh: MeshShape, fingerprint: str) -> None:
         """Check that the plan was made for this model, with these microbatches, on this mesh.
@@ -415,7 +414,7 @@ def rank_table(step: Simulation) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for label in ("rank", "stages", "peak", "not computing"):
         table.add_column(label, justify="right", no_wrap=True)
-    placement = step.graph.schedule.placement
+    placement = step.schedule.placement
     for rank, (peak, idle) in enumerate(zip(step.peaks, step.idle, strict=True)):
         held = ", ".join(str(stage) for stage, holder in enumerate(placement) if holder == rank)
         table.add_row(*map(Text, (str(rank), held, format_bytes(peak), f"{idle:.1%}")))

@@ -12,9 +12,9 @@ import torch
 from autoshard.errors import BudgetError, CaptureError, InputError, PlanError, warn_caller
 from autoshard.options import Pipeline
 from autoshard.options.target import Target
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
-from autoshard.pipeline.assign.stages import StageDevice
+from autoshard.pipeline.graph.stage_problem import StageDevice
 from autoshard.pipeline.plan.pipeline_devices import (
+    PipelineMesh,
     RankShares,
     check_axis,
     check_pipeline_options,
@@ -22,6 +22,7 @@ from autoshard.pipeline.plan.pipeline_devices import (
     forward_fingerprint,
     has_sample_per_rank,
     proportional_shares,
+    stage_devices,
 )
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import MIN_GAIN, PipelineShape, PlannedShape, ShapePlanner, Stopping
@@ -418,7 +419,7 @@ class _PipelinePlanner:
             devices=self.mesh.devices if max(self.mesh.devices) > 1 else (),
             stage_of=dict(chosen.stages.stage_of),
             recomputed=dict(chosen.stages.recomputed),
-            schedule=step.graph.schedule,
+            schedule=step.schedule,
             stages=tuple(stage.plan for stage in chosen.planned),
             reduced=tuple(stage.planner.settings.reduced for stage in chosen.planned),
             modules=tuple(stage.modules for stage in chosen.planned),

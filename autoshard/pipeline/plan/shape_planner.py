@@ -13,12 +13,13 @@ from typing import NamedTuple
 from autoshard.capture.marks import task_graphs_with_counts
 from autoshard.errors import BudgetError, HintError
 from autoshard.options.target import Target
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
-from autoshard.pipeline.assign.stages import Method, StageDevice, Stages, assign_layers, assign_stages, marked_stages
 from autoshard.pipeline.graph.forward_export import ExportedModule
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.pipeline.graph.stage_problem import StageDevice
+from autoshard.pipeline.graph.stages import Stages, assign_layers, assign_stages, marked_stages
 from autoshard.pipeline.plan.pipeline_devices import (
+    PipelineMesh,
     RankShares,
     memory_share,
     scale_to_shares,
@@ -79,11 +80,13 @@ class MicrobatchGraph:
     """The forward graph of one microbatch.
 
     Attributes:
+        microbatches: the number of microbatches of the batch.
         exported: the graph that is cut.
         graph: the graph that is assigned to stages, priced for the slowest device.
         speeds: the speed of every pipeline rank's devices, relative to the slowest device.
     """
 
+    microbatches: int
     exported: ExportedModule
     graph: StageGraph
     speeds: tuple[float, ...]
@@ -177,7 +180,7 @@ class ShapePlanner:
         """Return the forward graph of one of `number` microbatches."""
         start = time.perf_counter()
         exported, graph = self.captures.export(number), self.captures.stage_graph(number, self.cluster)
-        forward = MicrobatchGraph(exported, graph, self._speeds(number, graph))
+        forward = MicrobatchGraph(number, exported, graph, self._speeds(number, graph))
         self.seconds["capture"] += time.perf_counter() - start
         return forward
 
@@ -210,15 +213,13 @@ class ShapePlanner:
         counts = {int(task_graph.place): task_graph.primitive.devices for task_graph in task_graphs}
         return tuple(devices for _, devices in sorted(counts.items()) if isinstance(devices, int))
 
-    def stage_assignments(
-        self, shape: PipelineShape, forward: MicrobatchGraph, method: Method = "auto"
-    ) -> list[Stages]:
+    def stage_assignments(self, shape: PipelineShape, forward: MicrobatchGraph, in_order: bool = False) -> list[Stages]:
         """Return the different assignments to stages, for all tolerances of balance; or the marked stages.
 
         Args:
             shape: the number of stages, and of microbatches under way in them.
             forward: the graph that is assigned.
-            method: of `assign_stages`.
+            in_order: as for `assign_stages`.
 
         Raises:
             HintError: `forward` marks another number of stages, or marks contradict the order of the data.
@@ -238,7 +239,7 @@ class ShapePlanner:
         def assign(tolerance: float, graph: StageGraph, flights: Sequence[int]) -> Stages:
             if marks:
                 return marked_stages(graph, devices, flights, marks)
-            return assign_stages(graph, devices, flights, tolerance=tolerance, method=method)
+            return assign_stages(graph, devices, flights, tolerance=tolerance, in_order=in_order)
 
         whole = None if marks else self._assign_whole_layers(forward.graph, devices, self.in_flight(shape))
         if whole is not None:
@@ -331,7 +332,7 @@ class ShapePlanner:
         start = time.perf_counter()
         forward = self.microbatch_graph(shape.microbatches)
         cutting = time.perf_counter()
-        parts = cut(forward.exported, stages.stage_of, len(stages.seconds), stages.recomputed)
+        parts = cut(forward.exported, stages.stage_of, len(stages.totals.seconds), stages.recomputed)
         self.seconds["stages"] += time.perf_counter() - cutting
         planner = self._stage_planner(forward.exported)
         recompute = "full" if self.target.settings.recompute == "full" else "none"

@@ -20,14 +20,12 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import AutoshardError, PipelineError
 from autoshard.options.target import Target
 from autoshard.pipeline._torch import ActionsRuntime, MultiPeerStage
-from autoshard.pipeline.assign.pipeline_mesh import PipelinePosition, pipeline_position
 from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.microbatch import BatchCall
+from autoshard.pipeline.graph.microbatch import BatchCall, CallFormat, Inputs, Loss, loss_shares
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
-from autoshard.pipeline.plan.pipeline_devices import stage_clusters, stage_target
+from autoshard.pipeline.plan.pipeline_devices import PipelinePosition, pipeline_position, stage_clusters, stage_target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.planned_stage import Boundaries, Tensors, input_names
-from autoshard.pipeline.run.call_format import CallFormat, Inputs, Loss, loss_shares
 from autoshard.pipeline.run.stage_state import StateEntry, relink_entries, state_entries
 from autoshard.pipeline.schedule.actions import Action, ActionKind, Schedule, runtime_actions
 from autoshard.planner import hints as hint_rules

@@ -32,7 +32,7 @@ class ActionKind(StrEnum):
     RECEIVE_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
     RECEIVE_BACKWARD = "RECV_B"
-    REDUCE = "REDUCE_GRAD"
+    REDUCTION = "REDUCE_GRAD"
 
 
 class Action(NamedTuple):
@@ -364,7 +364,7 @@ def _with_reductions(schedule: Schedule, rank: int) -> Iterator[Action]:
             if part.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_BACKWARD):
                 through[part.stage] += 1
                 if through[part.stage] == schedule.microbatches:
-                    yield Action(part.stage, ActionKind.REDUCE)
+                    yield Action(part.stage, ActionKind.REDUCTION)
 
 
 def _messages(done: Action, schedule: Schedule) -> Iterator[Issued]:
