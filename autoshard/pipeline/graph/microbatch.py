@@ -1,9 +1,4 @@
-"""Calls with a batch: their number of samples, and the calls of microbatches.
-
-The weight of every microbatch in the loss of a batch: of a mean over targets, the number of targets that count.
-
-Conversion of calls of a whole model to inputs of microbatches, and of their outputs to those of the model.
-"""
+"""Calls with a batch as calls of microbatches, their results put together again, and the weights of their losses."""
 
 from __future__ import annotations
 
@@ -21,8 +16,8 @@ from autoshard.capture.python_state import PythonState
 from autoshard.errors import InputError, PipelineError
 from autoshard.pipeline.graph.forward_export import ExportedModule, ancestors
 
+# Name of the dynamic size of the samples in a microbatch.
 BATCH = "batch"
-"""Name of the dynamic size of the samples in a microbatch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,10 +113,12 @@ def _samples(tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], numbe
 
 aten = torch.ops.aten
 
+# Losses that may be means over targets, with the names of their arguments, the defaults, and the number of "mean".
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default)
 _ARGUMENTS = ("input", "target", "weight", "reduction", "ignore_index")
 _DEFAULTS = {"weight": None, "reduction": 1, "ignore_index": -100}
 _MEAN = 1
+# Operators that hand a loss on as it is, but for its shape and dtype.
 _SAME = (aten.to.dtype, aten.alias.default, aten.view.default, aten.reshape.default, aten.contiguous.default)
 
 Inputs = Mapping[str, torch.Tensor]
@@ -163,6 +160,7 @@ def target_count(graph: ExportedModule, loss: fx.Node) -> Count | None:
         The function, where the loss is a cross-entropy or negative log likelihood without weights of classes, and its
         targets depend on inputs alone. None for all other losses.
     """
+    # The loss may be a view or a cast of what the operator returns.
     while loss.target in _SAME:
         loss = loss.all_input_nodes[0]
     if loss.target not in _LOSSES:
@@ -187,12 +185,14 @@ def loss_shares(count: Count | None, microbatches: Sequence[Mapping[str, torch.T
     """Return the share of every microbatch in the loss of the batch: a vector whose sum is 1."""
     if count is None:
         return torch.full((len(microbatches),), 1 / len(microbatches), dtype=torch.float64)
+    # In float64, so that shares of many tokens are exact to the digits of the loss.
     counts = torch.stack([count(inputs) for inputs in microbatches]).double()
     return counts / counts.sum()
 
 
 def _count_program(graph: ExportedModule, target: fx.Node, ignored: int) -> fx.GraphModule | None:
     """Return a program that computes targets from inputs and counts them; None where they depend on anything else."""
+    # A count that is drawn, or depends on parameters, could not be known before the step.
     needed, sources = ancestors([target]), graph.sources
     fixed = any(node.op == "get_attr" or (node in sources and sources[node].kind != "input") for node in needed)
     if fixed or not graph.random.isdisjoint(node.name for node in needed):
@@ -265,6 +265,7 @@ class CallFormat:
         """Return the result of the model for a batch: the outputs of all microbatches joined, and its loss."""
         sizes = {source.fake.shape[0] for source in self._inputs if source.fake.ndim}
         joined = [_join_chunks(tensors, sizes) for tensors in zip(*outputs, strict=True)]
+        # The loss weighs microbatches by their targets, so it is not the mean of theirs.
         output = self.loss()
         if output is not None and loss is not None:
             joined[output.place] = loss
@@ -292,6 +293,7 @@ class CallFormat:
 
 
 def _join_chunks(tensors: Sequence[torch.Tensor], sizes: set[int]) -> torch.Tensor:
+    # Without dims: a mean is one of equal microbatches, and a number such as a count of steps is that of the last.
     first = tensors[0]
     if first.ndim == 0:
         return torch.stack(list(tensors)).mean(0) if first.is_floating_point() else tensors[-1]

@@ -1,6 +1,6 @@
 """`StageGraph`: the seconds and bytes of a forward graph, for the assignment of its operators to stages.
 
-Coarsening of a stage graph: operators between which no stage need end become one node.
+`coarsen` merges operators between which no stage need end.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def _postorder(after: Sequence[Sequence[int]]) -> list[int]:
         if seen[start]:
             continue
         seen[start], stack = True, [(start, iter(after[start]))]
-        while stack:  # no recursion, as graphs are deeper than Python's stack
+        # No recursion, as graphs are deeper than Python's stack.
+        while stack:
             node, rest = stack[-1]
             following = next((user for user in rest if not seen[user]), None)
             if following is None:
@@ -203,8 +204,8 @@ def _postorder(after: Sequence[Sequence[int]]) -> list[int]:
     return order
 
 
+# Most nodes in branches that are merged together, as all their closed subsets are looked at.
 _BRANCHES = 8
-"""Most nodes in branches that are merged together, as all their closed subsets are looked at."""
 
 
 def coarsen(graph: StageGraph, grain: float) -> StageGraph:
@@ -260,6 +261,7 @@ class _Merging:
             self.users.append(set(value.users))
             for user in value.users:
                 self.read[user].add(place)
+        # Descendants come later in the order, so going backwards every node finds those of its readers complete.
         self.members = [1 << node for node in range(count)]
         self.below = list(self.members)
         for value in sorted(graph.values, key=lambda value: value.source, reverse=True):
@@ -274,6 +276,7 @@ class _Merging:
 
     def run(self) -> None:
         """Merge until nothing is left to merge."""
+        # A merge makes others possible near it alone, so only neighbours are looked at again.
         waiting = deque(range(len(self.parent)))
         queued = set(waiting)
         while waiting:
@@ -294,8 +297,11 @@ class _Merging:
         reader, producer = self._reader(group), self._producer(group)
         if reader is not None and self._fits([group], reader) and self._can_move_later([group], [], reader):
             return [(group, reader)]
-        if producer is not None and self._fits([group], producer) and self._can_move_earlier(group):
-            return [(group, producer)]
+        if producer is not None and self._fits([group], producer):
+            # A value that can be recomputed may cross no boundary at all: then the move saves nothing.
+            recomputed = any(self.graph.values[value].recompute_seconds is not None for value in self.read[group])
+            if not recomputed and self._traffic(self.made[group]) <= self._traffic(self.read[group]):
+                return [(group, producer)]
         branches, join = self._branches(group)
         if not branches or not self._fits(branches, join):
             return []
@@ -353,27 +359,24 @@ class _Merging:
         inside, behind = set(part), set(branches) - set(part)
         read = set().union(*(self.read[group] for group in part))
         made = set().union(*(self.made[group] for group in part))
-        carried = (value for value in read - made if not self._crosses_regardless(value, inside, behind, reader))
+
+        def crosses_regardless(value: int) -> bool:
+            # Other readers, behind the boundary or descendants of the reader, need the value there, or the last stage.
+            others = self.users[value] - inside
+            returned = self.graph.values[value].output
+            return returned or any(user in behind or self.members[user] & self.below[reader] for user in others)
+
+        carried = (value for value in read - made if not crosses_regardless(value))
         return self._traffic(carried) <= self._traffic(value for value in made if self.users[value] - inside)
-
-    def _crosses_regardless(self, value: int, part: set[int], behind: set[int], reader: int) -> bool:
-        """Return True if other readers, behind the boundary or descendants of the reader, need the value there."""
-        others = self.users[value] - part
-        returned = self.graph.values[value].output
-        return returned or any(user in behind or self.members[user] & self.below[reader] for user in others)
-
-    def _can_move_earlier(self, group: int) -> bool:
-        """Return True if moving a group before a boundary, to its only source, crosses no more bytes there."""
-        recomputed = any(self.graph.values[value].recompute_seconds is not None for value in self.read[group])
-        return not recomputed and self._traffic(self.made[group]) <= self._traffic(self.read[group])
 
     def _traffic(self, values: Iterable[int]) -> int:
         return sum(self.graph.values[value].traffic for value in values)
 
     def _fits(self, moved: list[int], target: int) -> bool:
         """Return True if the groups together are within the grain."""
+        # Views and the like count for neither balance nor memory.
         if not any(any(self.size[group]) or self.at_rest[group] for group in moved):
-            return True  # views and the like count for neither balance nor memory
+            return True
         groups = [*moved, target]
         sizes = [sum(amounts) for amounts in zip(*(self.size[group] for group in groups), strict=True)]
         held = sum(self.graph.at_rest[name] for name in set().union(*(self.at_rest[group] for group in groups)))
@@ -391,7 +394,8 @@ class _Merging:
             self.users[value].add(target)
         self.read[target] |= self.read[group]
         self.made[target] |= self.made[group]
-        for value in self.made[target] & self.read[target]:  # inside the group now
+        # Values between the two are inside the group now.
+        for value in self.made[target] & self.read[target]:
             self.users[value].discard(target)
             self.read[target].discard(value)
         values = self.graph.values

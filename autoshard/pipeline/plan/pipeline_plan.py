@@ -1,7 +1,4 @@
-"""`PipelinePlan`: the stage of every operator, the sharding of every stage, and the order in which stages run.
-
-Tables of a pipeline's plan: its stages, its pipeline ranks, and the schedules it was chosen from.
-"""
+"""`PipelinePlan`: the stage of every operator, the sharding of every stage, and the order in which stages run."""
 
 from __future__ import annotations
 
@@ -74,7 +71,9 @@ def _check_stages(data: Mapping[str, Any], what: str) -> None:
 
 
 _FORMAT = Format("autoshard pipeline plan", 2, "a pipeline's plan", _SCHEMA, _check_stages)
-"""The file of a `PipelinePlan`."""
+
+# Schedules that are listed.
+_LINES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +142,7 @@ class PipelinePlan:
                 f"the schedule is for {self.schedule.ranks} ranks, and pipeline axis {self.axis} of the mesh "
                 f"{self.mesh} has {ranks}: a plan needs an order for every rank."
             )
+        # Costs and moments of reduction may be left out, plans of stages may not.
         counts = {"stages": len(self.stages), "costs": len(self.costs), "reduced": len(self.reduced)}
         for what, count in counts.items():
             if count != self.schedule.stages and (count or what == "stages"):
@@ -212,6 +212,7 @@ class PipelinePlan:
             ("schedule", self._schedule_text()),
             ("gradients", self._gradients_text()),
         ]
+        # Stages with equal shares share a line.
         stages_by_shares: dict[str, list[int]] = {}
         for index, stage in enumerate(self.stages):
             stages_by_shares.setdefault(shares_text(stage), []).append(index)
@@ -292,6 +293,7 @@ class PipelinePlan:
         Raises:
             PlanError: it was not; the message names every difference.
         """
+        # All differences in one error: which of them matters, the user knows best.
         differences = []
         if mesh != self.mesh:
             differences.append(f"it was made for the mesh {self.mesh}; this mesh is {mesh}")
@@ -376,8 +378,15 @@ class PipelinePlan:
         return PipelinePlan.from_json(*plan_file.read(path))
 
 
-_LINES = 12
-"""Schedules that are listed."""
+def _table(*labels: str) -> Table:
+    """Return an empty table: sentences are folded, all else stays on its line, numbers to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for label in labels:
+        if label in ("modules", "verdict"):
+            table.add_column(label, overflow="fold")
+        else:
+            table.add_column(label, justify="left" if label == "schedule" else "right", no_wrap=True)
+    return table
 
 
 def summary_table(lines: Iterable[tuple[str, str]]) -> Table:
@@ -395,12 +404,8 @@ def stage_table(placement: Sequence[int], modules: Sequence[tuple[str, str]], co
 
     Gradients are reduced once per step.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for label in ("stage", "rank"):
-        table.add_column(label, justify="right", no_wrap=True)
-    table.add_column("modules", overflow="fold")
-    for label in ("forward", "backward", "reduction", "at rest", "saved", "sent on", "sent back"):
-        table.add_column(label, justify="right", no_wrap=True)
+    costs_of = ("forward", "backward", "reduction", "at rest", "saved", "sent on", "sent back")
+    table = _table("stage", "rank", "modules", *costs_of)
     for stage, (rank, (first, last), cost) in enumerate(zip(placement, modules, costs, strict=True)):
         amounts = (cost.rest_bytes, cost.saved_bytes, cost.forward_bytes, cost.backward_bytes)
         seconds = map(format_seconds, (cost.forward_seconds, cost.backward_seconds, cost.reduction_seconds))
@@ -411,9 +416,7 @@ def stage_table(placement: Sequence[int], modules: Sequence[tuple[str, str]], co
 
 def rank_table(step: Simulation) -> Table:
     """Return the peak memory and the idle share of every pipeline rank."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for label in ("rank", "stages", "peak", "not computing"):
-        table.add_column(label, justify="right", no_wrap=True)
+    table = _table("rank", "stages", "peak", "not computing")
     placement = step.schedule.placement
     for rank, (peak, idle) in enumerate(zip(step.peaks, step.idle, strict=True)):
         held = ", ".join(str(stage) for stage, holder in enumerate(placement) if holder == rank)
@@ -423,11 +426,7 @@ def rank_table(step: Simulation) -> Table:
 
 def choice_table(candidates: Sequence[ScheduleCandidate]) -> Table:
     """Return the fastest schedules with their verdicts, and the number of all others."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("schedule", no_wrap=True)
-    for label in ("microbatches", "per rank", "step", "peak"):
-        table.add_column(label, justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
+    table = _table("schedule", "microbatches", "per rank", "step", "peak", "verdict")
     for line in candidates[:_LINES]:
         step = "" if line.seconds is None else format_seconds(line.seconds)
         peak = "" if line.peak is None else format_bytes(line.peak)

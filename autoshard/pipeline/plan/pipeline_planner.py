@@ -43,12 +43,12 @@ from autoshard.planner.planning import freeze_older_objects
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
+# The most shapes that are planned where many are possible: estimates by two planned ones choose the third.
 _MAX_PLANNED_SHAPES = 3
-"""The most shapes that are planned where many are possible."""
+# Of the shape that is planned first: it is idle for less than a quarter of its work.
 _MICROBATCHES_PER_RANK = 4
-"""Of the shape that is planned first."""
+# Bytes: more than any device has.
 _NO_LIMIT = 2**62
-"""Bytes: more than any device has."""
 
 
 def plan_pipeline(
@@ -132,7 +132,8 @@ def plan_pipeline(
         try:
             uneven_plan = new_planner(layout, uneven, {}, same_shape).run()
         except (BudgetError, CaptureError, InputError, PlanError):
-            return plan  # there is no room for unequal shares, or an operator needs equal ones
+            # There is no room for unequal shares, or an operator needs equal ones.
+            return plan
         except KeyboardInterrupt:
             planner.warn_of_interruption(plan.step_seconds)
             return plan
@@ -174,6 +175,7 @@ class _PipelinePlanner:
             (device.speed, device.memory) != (devices[0].speed, devices[0].memory) for device in devices
         )
         self.schedule_names = names_to_try(pipeline.schedule)
+        # In a V, a rank holds stages of both ends, and no assignment suits its devices' speed.
         if self.has_unequal_devices:
             self.schedule_names = [
                 name for name in self.schedule_names if name not in SCHEDULES or not SCHEDULES[name].turns
@@ -212,7 +214,8 @@ class _PipelinePlanner:
         try:
             if self.pipeline.virtual == "auto" and first is not None:
                 graph = self.shape_planner.microbatch_graph(first.microbatches)
-                if self.shape_planner.stage_marks(graph):  # stages with devices of their own: one per rank
+                # Marked stages have devices of their own: one per rank.
+                if self.shape_planner.stage_marks(graph):
                     self.possible = [shape for shape in self.possible if shape.virtual == 1]
             if first is not None and first not in self.planned_shapes:
                 self._plan_shape(first)
@@ -271,7 +274,8 @@ class _PipelinePlanner:
             return []
         planned = self.planned_shapes[PipelineShape(plan.microbatches, plan.virtual)].planned
         shares: dict[int, RankShares] = {}
-        for index, stage in zip(self.shape_planner.target_of, planned, strict=False):  # the first stage of every rank
+        # The first stage of every rank: further ones, where ranks have several, are behind the end of `target_of`.
+        for index, stage in zip(self.shape_planner.target_of, planned, strict=False):
             if index not in shares:
                 where = self.shape_planner.targets[index]
                 shares[index] = proportional_shares(
@@ -342,7 +346,8 @@ class _PipelinePlanner:
         while True:
             shapes = [shape for shape in self.possible if shape.virtual in ways[:considered]]
             search = self._search_schedules(self.estimates.costs, shapes, self.memory_limits)
-            if search.best is None:  # a shape whose estimate does not fit may fit once it is planned for less memory
+            # A shape whose estimate does not fit may fit once it is planned for less memory.
+            if search.best is None:
                 search = self._search_schedules(self.estimates.costs, shapes, (_NO_LIMIT,) * self.ranks)
             best = None if search.best is None else PipelineShape(*search.best.size)
             if best is not None and best.virtual in ways[considered - 1 : -1]:
@@ -374,6 +379,7 @@ class _PipelinePlanner:
         except BudgetError as error:
             self.errors[shape] = error
         except PlanError as error:
+            # With more stages per rank the model may have too few operators; with one, no shape will do.
             if shape.virtual == 1:
                 raise
             self.errors[shape] = error

@@ -1,10 +1,11 @@
-"""List scheduling: every free rank runs the ready action of the highest priority, within its memory.
+"""The search for the fastest schedule that fits, by simulation, with a verdict on every candidate.
 
-The search for the fastest schedule that fits, by simulation, with a verdict on every candidate.
+Beside the schedules of torch it tries custom ones, which list scheduling builds from the costs of stages.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +33,6 @@ from autoshard.pipeline.schedule.costs import (
 )
 from autoshard.solver.candidate_search import SAME, Candidate, CandidateSearch
 from autoshard.units import format_bytes, format_seconds
-
-CUSTOM = "custom"
-"""Name of these schedules."""
 
 _F, _I, _W = ActionKind.FORWARD, ActionKind.INPUT_BACKWARD, ActionKind.WEIGHT_BACKWARD
 
@@ -190,8 +188,9 @@ class _ListScheduler:
     def _has_room(self, rank: int, stage: int) -> bool:
         """Return True if a rank may run the next forward of a stage without exceeding its limit."""
         stages = self.stages_of[rank]
+        # On a later stage of its rank the microbatch is in flight there already.
         if stage != stages[0]:
-            return True  # the microbatch is in flight on this rank already
+            return True
         ended = min(self.stages[index].next[_W] for index in stages)
         return self.stages[stage].next[_F] - ended < self.limit[rank]
 
@@ -220,18 +219,21 @@ class _ListScheduler:
 CostsOf = Callable[[int, int], Sequence[StageCosts] | None]
 """Costs of all stages for a number of microbatches and of stages per rank; None where the model has no such stages."""
 
+# Stages per rank that are tried.
 _VIRTUAL = (1, 2, 3, 4)
-"""Stages per rank that are tried."""
+# The most microbatches per rank that are tried: 1F1B is then idle for less than 1/16 of the time it computes.
 _MICROBATCHES_PER_RANK = 16
-"""The most microbatches per rank that are tried: 1F1B is then idle for less than 1/16 of the time it computes."""
+
+# Name of the schedules of `list_schedules`.
+CUSTOM = "custom"
+# A custom schedule is taken where it is faster than torch's by more than this share.
+_MIN_GAIN = 0.01
+# Number of sizes, those with the least bounds, for which custom schedules are made.
+_CUSTOM_SIZES = 4
+# Number of custom schedules per size that are simulated.
+_CUSTOM_ORDERS = 3
 
 _REFUSED = "refused"
-_MIN_GAIN = 0.01
-"""A custom schedule is taken where it is faster than torch's by more than this share."""
-_CUSTOM_SIZES = 4
-"""Number of sizes, those with the least bounds, for which custom schedules are made."""
-_CUSTOM_ORDERS = 3
-"""Number of custom schedules per size that are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,11 +304,11 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
 
     def __init__(self, costs_of: CostsOf, ranks: int, memory_limits: tuple[int, ...], contention: float) -> None:
         super().__init__()
-        self.costs_of = costs_of
+        # Schedules of one size share its costs, which may take an assignment to stages to find.
+        self._costs_of = functools.cache(costs_of)
         self.ranks = ranks
         self.memory_limits = memory_limits
         self.contention = contention
-        self._costs: dict[tuple[int, int], Sequence[StageCosts] | None] = {}
         self._options: list[ScheduleOption] = []
         self._refused: list[ScheduleCandidate] = []
 
@@ -321,7 +323,8 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
             self._refused.append(ScheduleCandidate(name, microbatches, virtual, None, None, None, verdict))
             return
         least = bytes_for_one_microbatch if name == CUSTOM else least_bytes
-        turns = {False, virtual > 1} if name == CUSTOM else {family.turns}  # custom ones: round and round, and in a V
+        # Custom ones are tried round and round, and in a V, which differ from two stages per rank on.
+        turns = {False, virtual > 1} if name == CUSTOM else {family.turns}
         for way in [placement(self.ranks, virtual, turn) for turn in sorted(turns)]:
             option = ScheduleOption(
                 least_seconds=least_seconds(costs, way, microbatches, family.halves),
@@ -334,15 +337,10 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
             )
             self._options.append(option)
 
-    def _costs_of(self, microbatches: int, virtual: int) -> Sequence[StageCosts] | None:
-        size = microbatches, virtual
-        if size not in self._costs:
-            self._costs[size] = self.costs_of(*size)
-        return self._costs[size]
-
     def run(self) -> None:
         """Simulate the candidates that may be the best, torch's own schedules first."""
         ordered = self._ordered_options()
+        # They take longest: each simulates several orders, which list scheduling makes first.
         customs = [option for option in ordered if option.name == CUSTOM]
         untried = set(customs[_CUSTOM_SIZES:])
 
@@ -437,6 +435,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
             least = option.least_bytes
             if leanest is not None and self._share(least) >= self._share(leanest[1]):
                 break
+            # The first order is the fastest by its estimate; all stay within the memory that is given.
             for order in islice(self._schedules(option, least), 1):
                 peaks = self._simulate(order, option).peaks
                 # A custom schedule is built within a limit that is sure to suffice: less is not known to be enough.
@@ -497,6 +496,7 @@ def microbatches_to_try(microbatches: str | int, batch: int, ranks: int) -> list
     Raises:
         PipelineError: the number does not divide the batch.
     """
+    # All microbatches of a step have one graph, so that they are equally large.
     divisors = [number for number in range(1, batch + 1) if batch % number == 0]
     if microbatches == "auto" and divisors:
         return [number for number in divisors if number <= _MICROBATCHES_PER_RANK * ranks]
