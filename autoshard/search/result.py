@@ -1,7 +1,4 @@
-"""`SearchResult`: the best mesh and its plan, and a table of all meshes.
-
-The state of one mesh in the search, and the error where no mesh fits.
-"""
+"""`SearchResult`: the best mesh and its plan, and a table of all meshes; and the state of a mesh during the search."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ from autoshard.units import format_bytes, format_seconds
 
 Option = Literal["mini-time", "mini-parallelism", "profiling"]
 
+# Of the text of a table: as many columns as plans have.
 _WIDTH = 120
 
 BEST = "best"
@@ -173,6 +171,7 @@ class SearchResult:
             raise PlanError(
                 f'a search with option={self.option!r} has no step for every number of devices: use option="profiling".'
             )
+        # Imported here, as it is an optional dependency.
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -263,6 +262,7 @@ def no_mesh_fits_error(rows: Sequence[Row], devices: int, limit: int) -> BudgetE
     large = [row for row in rows if row.smallest_peak is not None or row.least_bytes > limit]
     if not large:
         return None
+    # A known peak counts before a bound, which no plan may reach.
     leanest = min(large, key=lambda row: row.smallest_peak or row.least_bytes)
     needs = leanest.smallest_peak or leanest.least_bytes
     how = "the smallest peak found is" if leanest.smallest_peak else "at least"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 import warnings
@@ -15,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoshard
 from autoshard.selfcheck import models
-from autoshard.selfcheck.models import Inputs, Model, make_seeded
+from autoshard.selfcheck.models import Inputs, make_seeded
 from autoshard.selfcheck.outcome import CheckOutcome, Processes
 from autoshard.selfcheck.self_checks import SelfCheck, copy_model_to
 from autoshard.units import format_bytes, format_seconds
@@ -175,23 +176,16 @@ class StepProfile:
         if on_cuda:
             torch.cuda.synchronize()
             self._before = torch.cuda.memory_allocated()
-        make = _large_gpt if on_cuda else _medium_gpt
+        # A GPU runs the large model in some milliseconds, a CPU the other in a tenth of a second.
+        large = {"layers": 4, "width": 2048, "head": 128, "length": 1024}
+        sizes = large if on_cuda else {"width": 128, "head": 32, "length": 64}
+        make = functools.partial(models.gpt, batch=4 * processes.size, **sizes)
         dtype = torch.bfloat16 if on_cuda else torch.float32
         module, inputs = copy_model_to(make_seeded(make, processes.size), processes.device, dtype)
         autoshard.parallelize(module, processes.mesh(), (), inputs, cluster=self._cluster, optimizer="adamw")
         plan = module.sharding_plan
         assert isinstance(plan, autoshard.ShardingPlan)
         return ProfiledStep(module, inputs, torch.optim.AdamW(module.parameters()), plan)
-
-
-def _medium_gpt(ranks: int) -> Model:
-    """Return a model that a CPU runs in a tenth of a second."""
-    return models.gpt(ranks, width=128, head=32, batch=4 * ranks, length=64)
-
-
-def _large_gpt(ranks: int) -> Model:
-    """Return a model that a GPU runs in some milliseconds."""
-    return models.gpt(ranks, layers=4, width=2048, head=128, batch=4 * ranks, length=1024)
 
 
 def _time_run(run: Callable[[], None], processes: Processes) -> float:

@@ -1,4 +1,4 @@
-"""`export_forward`: the forward graph of a module, to be cut into stages; and its stage graph, with seconds and bytes."""
+"""`export_forward`: the forward graph of a module, to be cut into stages; its stage graph has seconds and bytes."""
 
 from __future__ import annotations
 

@@ -310,31 +310,18 @@ class PipelinePlan:
 
     def to_json(self) -> str:
         """Return the plan as a JSON text with a checksum of its content."""
-        data = {
+        # Fields in their order; JSON has tuples as lists.
+        attributes = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        data = attributes | {
             "mesh": {axis.name: axis.size for axis in self.mesh.axes},
-            "axis": self.axis,
-            "stage_of": dict(self.stage_of),
-            "recomputed": {name: list(stages) for name, stages in self.recomputed.items()},
             "schedule": {
                 "name": self.schedule.name,
                 "microbatches": self.schedule.microbatches,
                 "orders": [[str(action) for action in order] for order in self.schedule.orders],
             },
             "stages": [plan_file.to_data(stage) for stage in self.stages],
-            "reduced": list(self.reduced),
-            "modules": [list(pair) for pair in self.modules],
             "costs": [dataclasses.asdict(cost) for cost in self.costs],
-            "step_seconds": self.step_seconds,
-            "bubble": self.bubble,
-            "peaks": list(self.peaks),
-            "capacities": list(self.capacities),
             "table": [dataclasses.asdict(line) for line in self.table],
-            "cluster": self.cluster,
-            "contention": self.contention,
-            "fingerprint": self.fingerprint,
-            "timings": dict(self.timings),
-            "versions": dict(self.versions),
-            "devices": list(self.devices),
         }
         return plan_file.encode(data, _FORMAT)
 
