@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape
 from autoshard.planner.planner import Planner
+from autoshard.plans.plan_text import WIDTH, plain
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.shapes import Shape
 from autoshard.solver.candidate_search import Candidate
@@ -24,9 +24,6 @@ from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
 Option = Literal["mini-time", "mini-parallelism", "profiling"]
-
-# Of the text of a table: as many columns as plans have.
-_WIDTH = 120
 
 BEST = "best"
 
@@ -115,10 +112,7 @@ class SearchResult:
         )
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
-        with console.capture() as captured:
-            console.print(self.table())
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+        return plain([self.table()], WIDTH)
 
     def table(self) -> Group:
         """Return a table per number of devices, if there are several, a table of all meshes, and the notes."""

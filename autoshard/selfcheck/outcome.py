@@ -50,6 +50,10 @@ class CheckOutcome:
     ratio: float = 0.0
     failure: int | None = None
 
+    def to_json(self) -> str:
+        """Return the outcome as text, for other ranks."""
+        return json.dumps(asdict(self))
+
 
 @dataclass(frozen=True, slots=True)
 class CheckLine:
@@ -234,7 +238,7 @@ class Processes:
         return worst_outcome(outcomes)
 
     def _exchange(self, name: str, outcome: CheckOutcome) -> list[CheckOutcome]:
-        self._store.set(f"{name}: {self.rank}", json.dumps(asdict(outcome)))
+        self._store.set(f"{name}: {self.rank}", outcome.to_json())
         outcomes = []
         for rank in range(self.size):
             key = f"{name}: {rank}"

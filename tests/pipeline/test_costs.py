@@ -57,7 +57,7 @@ def test_ranks_have_room_for_what_their_stages_receive() -> None:
         )
         for stage in range(4)
     ]
-    assert rest_bytes((0, 1, 1, 0), 2, stages) == (1000 + 4000 + 2 + 20, 2000 + 3000 + 22 + 22)
+    assert rest_bytes(stages, (0, 1, 1, 0), 2) == (1000 + 4000 + 2 + 20, 2000 + 3000 + 22 + 22)
 
 
 SOME = sizes((1, 2, 3), (1, 2, 3), (3, 4, 6))

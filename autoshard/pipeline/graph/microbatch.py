@@ -46,7 +46,7 @@ class BatchCall:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise InputError(f"{number!r} is no number of microbatches: it is one or more.")
         names, leaves, structure = self._named_leaves()
-        tensors, dims = self._tensors_and_dims(names, leaves)
+        tensors, dims = self._tensors_and_dims()
         size = _samples(tensors, dims, number)
         parts = []
         for place in range(number):
@@ -61,24 +61,22 @@ class BatchCall:
     @property
     def samples(self) -> int:
         """The number of samples of the batch; raises as `split` does."""
-        names, leaves, _ = self._named_leaves()
-        return _samples(*self._tensors_and_dims(names, leaves), 1)
+        return _samples(*self._tensors_and_dims(), 1)
 
     @property
     def dynamic_sizes(self) -> dict[str, dict[int, str]]:
         """The dim that counts samples of every tensor that has one, as a dynamic size for `capture`."""
-        names, leaves, _ = self._named_leaves()
-        _, dims = self._tensors_and_dims(names, leaves)
+        _, dims = self._tensors_and_dims()
         return {name: {dim: BATCH} for name, dim in dims.items()}
 
     def _named_leaves(self) -> tuple[Sequence[Any], list[Any], pytree.TreeSpec]:
         leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
         return call_layout(self.module, structure, leaves).leaves, leaves, structure
 
-    def _tensors_and_dims(
-        self, names: Sequence[Any], leaves: Sequence[Any]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    def _tensors_and_dims(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """Return the tensors of the call by their names, and the dim that counts samples of those that have one."""
+        # Only tensors have names; other leaves are plain values, the same in all microbatches.
+        names, leaves, _ = self._named_leaves()
         tensors = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
         requested = self.batch_dims or {}
         for name, dim in requested.items():

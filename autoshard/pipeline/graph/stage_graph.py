@@ -9,6 +9,9 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import TopologicalSorter
+
+from sympy.utilities import iterables
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,70 +141,30 @@ def _order_groups(group: Sequence[int], edges: Sequence[tuple[int, int]]) -> lis
     first: dict[int, int] = {}
     for position, number in enumerate(group):
         first.setdefault(number, position)
-    after: dict[int, set[int]] = {number: set() for number in first}
+    before: dict[int, set[int]] = {number: set() for number in first}
     for source, user in edges:
         if group[source] != group[user]:
-            after[group[source]].add(group[user])
-    waiting = dict.fromkeys(first, 0)
-    for users in after.values():
-        for number in users:
-            waiting[number] += 1
-    ready = [(first[number], number) for number, count in waiting.items() if not count]
-    heapq.heapify(ready)
+            before[group[user]].add(group[source])
+    sorter = TopologicalSorter(before)
+    sorter.prepare()
+    ready: list[tuple[int, int]] = []
     order = []
-    while ready:
+    while sorter.is_active():
+        for number in sorter.get_ready():
+            heapq.heappush(ready, (first[number], number))
         _, number = heapq.heappop(ready)
         order.append(number)
-        for user in after[number]:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, (first[user], user))
-    assert len(order) == len(first), "groups of nodes form a cycle"
+        sorter.done(number)
     return order
 
 
 def strongly_connected_components(nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the number of every node's component; nodes have the same one if each can be reached from the other.
-
-    Source: Kosaraju's algorithm: depth-first, then against the edges, from the node that was left last.
-    """
-    after: list[list[int]] = [[] for _ in range(nodes)]
-    before: list[list[int]] = [[] for _ in range(nodes)]
-    for source, user in edges:
-        after[source].append(user)
-        before[user].append(source)
-    component = [-1] * nodes
-    for start in reversed(_postorder(after)):
-        if component[start] >= 0:
-            continue
-        component[start], stack = start, [start]
-        while stack:
-            for node in before[stack.pop()]:
-                if component[node] < 0:
-                    component[node] = start
-                    stack.append(node)
+    """Return the number of every node's component; nodes have the same one if each can be reached from the other."""
+    component = [0] * nodes
+    for number, members in enumerate(iterables.strongly_connected_components((range(nodes), edges))):
+        for node in members:
+            component[node] = number
     return component
-
-
-def _postorder(after: Sequence[Sequence[int]]) -> list[int]:
-    """Return the nodes in the order in which a depth-first search leaves them."""
-    seen = [False] * len(after)
-    order = []
-    for start in range(len(after)):
-        if seen[start]:
-            continue
-        seen[start], stack = True, [(start, iter(after[start]))]
-        # No recursion, as graphs are deeper than Python's stack.
-        while stack:
-            node, rest = stack[-1]
-            following = next((user for user in rest if not seen[user]), None)
-            if following is None:
-                order.append(node)
-                stack.pop()
-            else:
-                seen[following] = True
-                stack.append((following, iter(after[following])))
-    return order
 
 
 # Most nodes in branches that are merged together, as all their closed subsets are looked at.

@@ -350,7 +350,7 @@ class RelaxedFit:
         """Return the budgets, with limits for the stages of ranks that have too little memory."""
         ranks = placement(len(self.memories), len(self.costs) // len(self.memories))
         # Only the receive buffers: what the stages themselves hold is in their needs.
-        received = rest_bytes(ranks, self.microbatches, [replace(cost, rest_bytes=0) for cost in self.costs])
+        received = rest_bytes([replace(cost, rest_bytes=0) for cost in self.costs], ranks, self.microbatches)
         needs = []
         for cost, count in zip(self.costs, self.flights, strict=True):
             kept = cost.saved_bytes + math.ceil(self.halves * max(cost.weight_saved_bytes - cost.saved_bytes, 0))

@@ -81,13 +81,13 @@ class StageCosts:
         return -self.weight_saved_bytes if kind == ActionKind.WEIGHT_BACKWARD else -self.saved_bytes
 
 
-def rest_bytes(placement: Sequence[int], microbatches: int, costs: Sequence[StageCosts]) -> tuple[int, ...]:
+def rest_bytes(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
     """Return the bytes that every rank holds during the whole step: those of its stages and its receive buffers.
 
     Args:
+        costs: one per stage.
         placement: the rank of every stage.
         microbatches: of one step.
-        costs: one per stage.
     """
     rest = [0] * (max(placement) + 1)
     for stage, rank in enumerate(placement):
@@ -103,10 +103,8 @@ def least_seconds(costs: Sequence[StageCosts], placement: Sequence[int], microba
     """Return a lower bound of the seconds of a step.
 
     Args:
-        costs: one per stage.
-        placement: the rank of every stage.
-        microbatches: of one step.
-        halves: whether backward may run in halves.
+        costs, placement, microbatches: as for `rest_bytes`.
+        halves: True if backward may run in halves.
     """
     sends = [0.0 if here == there else 1.0 for here, there in pairwise(placement)]
     backward = [cost.input_backward_seconds if halves else cost.backward_seconds for cost in costs]
@@ -134,21 +132,16 @@ def least_seconds(costs: Sequence[StageCosts], placement: Sequence[int], microba
 
 
 def least_bytes(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
-    """Return a lower bound of the bytes of every rank.
-
-    Args:
-        costs: one per stage.
-        placement: the rank of every stage.
-        microbatches: of one step.
-    """
-    rest = rest_bytes(placement, microbatches, costs)
+    """Return a lower bound of the bytes of every rank; arguments are as for `rest_bytes`."""
+    rest = rest_bytes(costs, placement, microbatches)
     least = list(rest)
     # A microbatch passes all stages of a rank forward before it comes back: the rank's last stage computes while all of
     # them hold their saved tensors.
     last = {rank: stage for stage, rank in enumerate(placement)}
     for stage, rank in enumerate(placement):
         least[rank] += costs[stage].saved_bytes + (costs[stage].working_bytes if last[rank] == stage else 0)
-    for stage, rank in enumerate(placement):  # the optimizer's update
+    # The optimizer's update comes when no microbatch is under way.
+    for stage, rank in enumerate(placement):
         least[rank] = max(least[rank], rest[rank] + costs[stage].application_bytes)
     return tuple(least)
 
@@ -314,7 +307,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCosts], contention: float 
     computed = [0.0] * schedule.ranks
     # The moments at which the memory of every rank changes, with the bytes that it holds from then on. The computations
     # of a rank run one after another, in the order of their indices, so that its moments come in order.
-    rest = rest_bytes(schedule.placement, schedule.microbatches, costs)
+    rest = rest_bytes(costs, schedule.placement, schedule.microbatches)
     memory = [[(0.0, held)] for held in rest]
     for task, start, end in zip(tasks, times.starts, times.ends, strict=True):
         if task.stream == COMPUTE:

@@ -89,13 +89,7 @@ def list_schedules(
 def bytes_for_one_microbatch(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int
 ) -> tuple[int, ...]:
-    """Return the bytes of every rank that suffice for a schedule with one microbatch in flight.
-
-    Args:
-        costs: one per stage.
-        placement: the rank of every stage.
-        microbatches: of one step.
-    """
+    """Return the bytes of every rank that suffice for a schedule with one microbatch in flight."""
     rest, each = _memory_needs(costs, placement, microbatches)
     least = least_bytes(costs, placement, microbatches)  # the optimizer's update may need more
     return tuple(max(held + saved, bound) for held, saved, bound in zip(rest, each, least, strict=True))
@@ -105,7 +99,7 @@ def _memory_needs(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int
 ) -> tuple[list[int], list[int]]:
     """Return the bytes of every rank without microbatches in flight, and the bytes per microbatch in flight."""
-    rest = list(rest_bytes(placement, microbatches, costs))
+    rest = list(rest_bytes(costs, placement, microbatches))
     each, working = [0] * len(rest), [0] * len(rest)
     for stage, rank in enumerate(placement):
         each[rank] += max(costs[stage].saved_bytes, costs[stage].weight_saved_bytes)
