@@ -134,6 +134,7 @@ class SearchResult:
     def _devices_table(self, counts: Iterable[int]) -> Table:
         """Return a table of the step, the speed-up and the device seconds of every number of devices."""
         best = self.by_devices
+        # Speed-ups are over the fewest devices that have a plan: one device may be too small.
         fewest = next(iter(best.values()))
         table = Table(title="by number of devices", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
         for title in ("devices", "step", "speed-up", "device seconds"):
@@ -246,6 +247,7 @@ class Row(Candidate):
 
     def add_plan(self, plan: ShardingPlan | PipelinePlan) -> None:
         """Keep a plan, unless the present one is faster."""
+        # Without a plan that fits, `seconds` are those of one that holds too much.
         if self.plan is None or plan.step_seconds < self.step_seconds:
             self.plan, self.seconds = plan, plan.step_seconds
             self.peak = plan.memory.peak if isinstance(plan, ShardingPlan) else max(plan.peaks)

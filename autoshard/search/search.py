@@ -133,6 +133,7 @@ def run_search(
         module, args, kwargs, target, grad=torch.is_grad_enabled(), dynamic=False
     )
     call = BatchCall(module, args, kwargs, target.options.pipeline.batch_dims)
+    # Only what the user asks for limits larger devices of a pipeline.
     own_memory = target.settings.memory_limit is None
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
@@ -177,6 +178,7 @@ def _search_counts(request: Request, options: SearchOptions) -> tuple[tuple[Mesh
         notes += mesh_search.notes
         if mesh_search.interrupted or (mesh_search.best is not None and options.option == "mini-parallelism"):
             break
+    # The last failure is that of most devices, on which a model fits best.
     if all(candidate.plan is None for candidate in candidates):
         raise failures[-1]
     return tuple(candidates), tuple(notes)
@@ -235,6 +237,7 @@ def auto_mesh(
     kind = device_type_of_job()
     all_ranks = init_device_mesh(kind, (request.devices,), mesh_dim_names=("devices",))
 
+    # As text, as the first rank sends it to the others.
     def decide() -> str:
         result = run_search(module, args, kwargs, request, target)
         axes = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))

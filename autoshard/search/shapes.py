@@ -147,6 +147,7 @@ def _kinds(shape: Shape, cluster: Cluster) -> Iterator[tuple[_AxisKind | None, i
 def _is_canonical(shape: Shape, cluster: Cluster) -> bool:
     """Return True if of adjacent axes over equal links the longer one is first."""
     pairs = itertools.pairwise(_kinds(shape, cluster))
+    # Over "across" links, the order of two axes decides which of them crosses hosts: both orders are tried.
     return not any(
         kind == next_kind and kind in ("inside", "hosts") and size < next_size
         for (kind, size), (next_kind, next_size) in pairs

@@ -119,6 +119,7 @@ class StageGraph:
             users = tuple(sorted({place[group[user]] for user in value.users} - {source}))
             if users or value.output:
                 values.append(replace(value, source=source, users=users))
+        # Values that nothing outside of its group reads are gone: they cross no boundary.
         return StageGraph(tuple(_merge_nodes(nodes) for nodes in members), tuple(values), self.at_rest)
 
 
@@ -138,6 +139,7 @@ def _merge_nodes(nodes: Sequence[StageNode]) -> StageNode:
 
 def _order_groups(group: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
     """Return the groups in topological order, ties in the order of their first nodes."""
+    # The order of the nodes is kept where edges allow it: stages as stretches of it are then stretches of the model.
     first: dict[int, int] = {}
     for position, number in enumerate(group):
         first.setdefault(number, position)
@@ -295,7 +297,8 @@ class _Merging:
     def _closed_subsets(self, branches: list[int]) -> Iterator[list[int]]:
         """Yield the subsets of branches that a boundary can leave before it: all that they depend on is in them."""
         closed: list[list[int]] = [[]]
-        for branch in branches:  # in topological order
+        # In topological order: what a branch depends on is in the subsets before.
+        for branch in branches:
             needs = [rest for rest in branches if rest != branch and self.members[branch] & self.below[rest]]
             closed += [[*part, branch] for part in closed if all(need in part for need in needs)]
         yield from closed[1:]

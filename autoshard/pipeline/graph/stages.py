@@ -90,7 +90,8 @@ def assign_stages(
     if len(coarse.graph.nodes) >= problem.stages:
         result = _search(coarse, in_order, deadline)
     if result is None and len(coarse.graph.nodes) < len(graph.nodes):
-        coarse = problem  # what does not fit in merged nodes may fit in parts of them
+        # What does not fit in merged nodes may fit in parts of them.
+        coarse = problem
         result = _search(problem, in_order, deadline)
     if result is None:
         known = _best_balanced(problem, deadline)

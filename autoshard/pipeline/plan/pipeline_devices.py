@@ -146,7 +146,8 @@ def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
         for (kind, grouping), curve in measured.collectives.items():
             if grouping.stride < inner:
                 collectives[kind, grouping] = curve
-            elif grouping.stride >= inner * size:  # an axis outside the pipeline's
+            # An axis outside of the pipeline's: in a stage's mesh its ranks are nearer by number.
+            elif grouping.stride >= inner * size:
                 collectives[kind, Grouping(grouping.size, grouping.stride // size)] = curve
         measured = replace(measured, collectives=collectives)
     return replace(cluster, devices_per_host=per_host, measured=measured)
@@ -281,7 +282,8 @@ def scale_to_shares(costs: StageCosts, given: RankShares, part: float) -> StageC
     if not given:
         return costs
     (counts,) = given.values()
-    largest = max(counts) / sum(counts) * len(counts)  # the message that arrives last
+    # The largest message arrives last.
+    largest = max(counts) / sum(counts) * len(counts)
     return replace(
         costs,
         forward_bytes=math.ceil(costs.forward_bytes * largest),

@@ -65,6 +65,7 @@ _SCHEMA = record(
 )
 
 
+# The schema of stages is a part of the pipeline's; what no schema can express is checked here.
 def _check_stages(data: Mapping[str, Any], what: str) -> None:
     for index, stage in enumerate(data["stages"]):
         SHARDING.check(stage, f"stage {index} of {what}")
@@ -130,6 +131,7 @@ class PipelinePlan:
     devices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # A plan may come from a file that was written by hand.
         places = self.mesh.sizes[self.mesh.index(self.axis)]
         if self.devices and sum(self.devices) != places:
             raise PlanError(
@@ -196,6 +198,7 @@ class PipelinePlan:
     def __str__(self) -> str:
         tables = [summary_table(self._summary())]
         if self.costs:
+            # Plans that are built by hand may have costs and no paths of modules.
             modules = self.modules or (("", ""),) * len(self.stages)
             tables.append(stage_table(self.schedule.placement, modules, self.costs))
             tables.append(rank_table(self.simulation))
@@ -335,6 +338,7 @@ class PipelinePlan:
         """
         data = plan_file.decode(text, what, _FORMAT)
         schedule = data["schedule"]
+        # `Schedule` checks the orders: an edited file may hold those of no schedule.
         orders = tuple(tuple(map(Action.parse, order)) for order in schedule["orders"])
         attributes = dict(data) | {
             "mesh": MeshShape.of(data["mesh"]),

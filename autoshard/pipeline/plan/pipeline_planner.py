@@ -123,6 +123,7 @@ def plan_pipeline(
         marked = planner.marked_devices(begin)
         if marked:
             layout = PipelineMesh.of(shape, pipeline.axis, marked)
+            # Shapes that were planned for equal ranks are of no use here.
             planner = new_planner(layout, [given] * layout.ranks, {})
         plan = planner.run(begin)
         uneven = planner.shares_by_speed(plan) if target.shares == "auto" else []
@@ -137,6 +138,7 @@ def plan_pipeline(
         except KeyboardInterrupt:
             planner.warn_of_interruption(plan.step_seconds)
             return plan
+        # Shares are taken only where they gain: equal ones need no dynamic sizes.
         if not uneven_plan.fits or uneven_plan.step_seconds >= plan.step_seconds:
             return plan
         table = (replace(line, verdict=f"equal shares of the batch: {line.verdict}") for line in plan.table)
@@ -175,7 +177,7 @@ class _PipelinePlanner:
             (device.speed, device.memory) != (devices[0].speed, devices[0].memory) for device in devices
         )
         self.schedule_names = names_to_try(pipeline.schedule)
-        # In a V, a rank holds stages of both ends, and no assignment suits its devices' speed.
+        # Stages are assigned to ranks round and round; in a V they would lie on other devices.
         if self.has_unequal_devices:
             self.schedule_names = [
                 name for name in self.schedule_names if name not in SCHEDULES or not SCHEDULES[name].turns
@@ -225,6 +227,7 @@ class _PipelinePlanner:
             estimates = self._follow_estimates() if len(self.possible) > 1 else ()
         except KeyboardInterrupt:
             self.stopping.interrupted = True
+        # Without any planned shape, the search below refuses all requested ones, with reasons for the error.
         shapes = list(self.planned_shapes) or self.requested
         search = self._search_schedules(self._planned_costs, shapes, self.memory_limits)
         if search.best is None and self.stopping.interrupted:
@@ -319,6 +322,8 @@ class _PipelinePlanner:
 
         It has half as many microbatches as the first, or twice as many where those of the first hold too much.
         """
+        # Fewer microbatches are larger ones, which take less time and hold more: they pay where memory did not slow the
+        # first shape down.
         planned = self.planned_shapes.get(first)
         roomy = (
             planned is not None
@@ -373,6 +378,7 @@ class _PipelinePlanner:
             graph = self.shape_planner.microbatch_graph(shape.microbatches)
             assignments = self.shape_planner.stage_assignments(shape, graph)
             costs = self.estimates.assignment_costs(assignments, graph, shape.microbatches)
+            # A single assignment needs no comparison, which takes a search over all schedules.
             steps = [self._fastest_seconds(shape, each, False) for each in costs] if len(costs) > 1 else [0.0]
             stages = assignments[steps.index(min(steps))]
             self.planned_shapes[shape] = self.shape_planner.plan(shape, stages, self._best_seconds())

@@ -72,6 +72,7 @@ class Links:
         """Return the seconds of an all-reduce of gradients over some of the ranks, in a ring."""
         if ranks < 2 or not bytes:
             return 0.0
+        # A ring adds up in as many steps as there are other ranks, and gathers in as many.
         latency = self.cost.axis_link(self.axis).latency
         return 2 * (ranks - 1) * latency + bytes * self.sum_per_byte(ranks)
 
@@ -113,6 +114,7 @@ class PlannedStage:
         """Paths of the first and the last module that the stage runs operators of, of those with parameters if any."""
         forward = [node for node in self.graph.graph.nodes if self.graph.phase(node) == "forward"]
         paths = [self.graph.module_path(node) for node in forward if node.op == "call_function"]
+        # Modules with parameters tell a user most: a stage may begin with a view in a module of the stage before.
         held = {name.rpartition(".")[0] for name, _ in self.stage.module.named_parameters(remove_duplicate=False)}
         named = [path for path in paths if path in held] or [path for path in paths if path] or [""]
         return named[0], named[-1]
@@ -143,6 +145,7 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
     """
     placement = tuple(ranks_of)
     flow, planner = _flow(planned)
+    # A single microbatch has no sums of gradients: it reduces them as they are made.
     reduced = planner.settings.reduced if microbatches > 1 else None
     program = planner.program(flow, reduced)
     forward, backward = (_seconds(planner, half) for half in (program.forward.graph, program.backward.graph))
@@ -150,7 +153,8 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
     trained = [(name, like) for name, like in planned.received if like.requires_grad]
     input_share, kept = _backward_halves(planner, program, {name for name, _ in trained})
     sent = _local_bytes(planned.passed, planned.plan.output_placements, planned.plan.mesh)
-    arriving = planned.plan.input_placements if planned.plan.options.get("inputs") == "local" else {}  # else whole
+    # Gradients go back in the placements in which the tensors came: in shards, or else whole.
+    arriving = planned.plan.input_placements if planned.plan.options.get("inputs") == "local" else {}
     returned = _local_bytes(trained, arriving, planned.plan.mesh)
     return StageCosts(
         forward_seconds=forward,
@@ -240,6 +244,7 @@ def _stage_memory(
         # Gradients of parameters are kept through the step; gradients of inputs are sent and freed.
         return item.kind == "gradient" and item.name in parameters
 
+    # Inputs of the model are counted for all microbatches above; received tensors are in the schedule's buffers.
     moving = [item for item in held if item.kind not in ("input", *_AT_REST) and not is_sum(item)]
     new_gradients = [item for item in held if is_sum(item) and microbatches > 1]
     saved = sum(item.bytes for item in moving if item.start < forward < item.end)

@@ -46,7 +46,8 @@ class StageTotals:
         return StageTotals(
             forward=sum(node.forward_seconds for node in graph.nodes) / devices,
             backward=backward,
-            weights=backward / 2,  # a product of matrices takes as long for either of its gradients
+            # A product of matrices takes as long for either of its gradients.
+            weights=backward / 2,
             saved=sum(node.saved_bytes for node in graph.nodes) / devices,
             rest=sum(graph.at_rest.values()) / devices,
             working=0.0,
@@ -198,6 +199,7 @@ class ShapeEstimates:
 
     def _totals(self, count: int, graph: MicrobatchGraph) -> StageTotals:
         """Return totals for a microbatch of `count` samples, by the planned shapes or else by the graph alone."""
+        # Totals lie on one line for one number of stages per rank alone: every boundary adds to them.
         fewest = min((shape.virtual for shape in self._planned), default=1)
         speeds = [graph.speeds[rank] for rank in placement(self._shape_planner.ranks, 1)]
         known = {}

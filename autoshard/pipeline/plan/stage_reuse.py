@@ -130,6 +130,7 @@ def _module_path(node: fx.Node) -> str:
 
 def structural_fingerprint(graph: JointGraph) -> str:
     """Return a hash that is equal for graphs which differ only in the names of parameters, buffers and inputs."""
+    # Names of inputs become their places: what is tied stays tied.
     number = {item.name: str(place) for place, item in enumerate(graph.inputs)}
     inputs = [replace(item, name=number[item.name]) for item in graph.inputs]
     outputs = [replace(item, name=number.get(item.name, item.name), tangent=None) for item in graph.outputs]
@@ -177,6 +178,7 @@ class StageCaptures:
     def joint_graph(self, stage: StageModule, dynamic: bool = False) -> JointGraph:
         """Return the step of a stage with one microbatch, with the stage's dynamic sizes if `dynamic`."""
         known = self._known.setdefault((structural_text(stage), dynamic), [])
+        # The same stage, of a shape that was planned before: its graph needs no copy.
         for like, graph in known:
             if has_same_names(like, stage):
                 return graph
@@ -257,6 +259,7 @@ class PipelineCaptures:
 
     def stage_graph(self, number: int, cluster: Cluster) -> StageGraph:
         """Return the graph to assign to stages, by the prices of a cluster of equal devices."""
+        # A list, since clusters compare and have no hash.
         priced = self._graphs.setdefault(number, [])
         for known, graph in priced:
             if known == cluster:
@@ -268,4 +271,5 @@ class PipelineCaptures:
 
     def nearest_number(self, number: int) -> int:
         """Return the number of microbatches nearest to `number` whose graph has been exported."""
+        # By `log`: half and twice as many are equally far.
         return min(self._exported, key=lambda known: (abs(math.log(known / number)), known))

@@ -42,7 +42,8 @@ from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.runtime.shards import local_of
 from autoshard.specs.axes import MeshShape
 
-_ROUNDING = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds it
+# As `torch.nn.utils.clip_grad_norm_` adds it, so that numbers are those of one device.
+_ROUNDING = 1e-6
 
 
 @torch.no_grad()
@@ -176,6 +177,7 @@ class PipelineModule(nn.Module):
             cache.compare_calls(args, kwargs)
             check_invalidating_effects([call.call_format.state for call in known])
             self._check_model()
+            # With the parameters of this module: those of the model are on the meta device by now.
             prepared = cache.prepare(self, args, kwargs)
             self._prepared_calls[signature] = (prepared, *known)
         if signature not in self._compared_signatures:
@@ -211,6 +213,7 @@ class PipelineModule(nn.Module):
             state_dict, strict, assign: as for `nn.Module`. Tensors may be whole, the same on every rank; parameters on
                 the meta device are filled with `assign=True`.
         """
+        # With `strict`, torch would refuse the parts of other ranks.
         elsewhere = self._names_elsewhere
         held = {name: value for name, value in state_dict.items() if name not in elsewhere}
         loaded: NamedTuple = super().load_state_dict(held, strict, assign)

@@ -238,10 +238,12 @@ class PipelineRuntime:
             last = self.schedule.placement[-1] == dist.get_rank(self._group)
             count = self.loss.count if last and self.loss is not None else None
             results = runtime.run(microbatches, loss_shares(count, microbatches), backward)
+            # Reductions that the last backwards began are awaited behind all computations.
             for sums in self.gradient_sums.values():
                 sums.run_deferred()
             return results
         except RuntimeError as error:
+            # Torch wraps what a stage raises; the first cause is the one with the user's line.
             cause = _first_cause(error)
             if isinstance(cause, AutoshardError):
                 raise cause from error
@@ -277,6 +279,7 @@ class PipelineRuntime:
 
     def _sum_from_last_stage(self, loss: Loss, shares: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return on every rank the sum of the loss shares that the rank of the last stage has."""
+        # Broadcast to all ranks, as a training loop logs the loss on any.
         total = torch.zeros((), dtype=loss.dtype, device=self._device)
         for share in shares:
             total += share.detach()

@@ -251,6 +251,7 @@ def placement(ranks: int, virtual: int, turns: bool = False) -> tuple[int, ...]:
         virtual: stages per rank.
         turns: True for the V.
     """
+    # In a V, stages next to one another at a turn share a rank, and need no message.
     there = tuple(range(ranks))
     back = there[::-1] if turns else there
     return tuple(rank for turn in range(virtual) for rank in (back if turn % 2 else there))
@@ -327,7 +328,8 @@ def issue(schedule: Schedule) -> list[Issued]:
     """
     issued: list[Issued] = []
     stages = schedule.stages
-    available: set[Product] = set()  # computed, and sent where another rank needs them
+    # Results that are computed, and sent where another rank needs them: a send follows its computation at once.
+    available: set[Product] = set()
     left = [iter(_with_reductions(schedule, rank)) for rank in range(schedule.ranks)]
     following: list[Action | None] = [next(actions, None) for actions in left]
     # The ranks take turns, each with its next action if its inputs are available. A send follows its computation, and

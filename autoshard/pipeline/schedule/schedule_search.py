@@ -70,9 +70,12 @@ def list_schedules(
     limits = {
         tuple(min(most[rank], limit(rank)) for rank in range(ranks))
         for limit in (
-            lambda rank: ranks - rank,  # as 1F1B
-            lambda rank: 2 * (ranks - rank) - 1,  # covers the way of a microbatch to the last stage and back
-            lambda rank: microbatches,  # no limit
+            # As 1F1B.
+            lambda rank: ranks - rank,
+            # Covers the way of a microbatch to the last stage and back.
+            lambda rank: 2 * (ranks - rank) - 1,
+            # No limit.
+            lambda rank: microbatches,
         )
     }
     results = [
@@ -91,7 +94,8 @@ def bytes_for_one_microbatch(
 ) -> tuple[int, ...]:
     """Return the bytes of every rank that suffice for a schedule with one microbatch in flight."""
     rest, each = _memory_needs(costs, placement, microbatches)
-    least = least_bytes(costs, placement, microbatches)  # the optimizer's update may need more
+    # The optimizer's update may need more than a microbatch does.
+    least = least_bytes(costs, placement, microbatches)
     return tuple(max(held + saved, bound) for held, saved, bound in zip(rest, each, least, strict=True))
 
 
