@@ -238,7 +238,7 @@ class PipelineCaptures:
         self.stage_captures = StageCaptures(target.options.mp_policy)
         self._target = target
         self._exported: dict[int, ExportedModule] = {}
-        self._graphs: dict[int, list[tuple[Cluster, StageGraph]]] = {}
+        self._graphs: dict[tuple[int, Cluster], StageGraph] = {}
         self._with_dynamic_batch: PipelineCaptures | None = None
 
     @property
@@ -259,15 +259,11 @@ class PipelineCaptures:
 
     def stage_graph(self, number: int, cluster: Cluster) -> StageGraph:
         """Return the graph to assign to stages, by the prices of a cluster of equal devices."""
-        # A list, since clusters compare and have no hash.
-        priced = self._graphs.setdefault(number, [])
-        for known, graph in priced:
-            if known == cluster:
-                return graph
-        cost = CostModel(cluster, MeshShape.of({"device": 1}))
-        graph = read_stage_graph(self.export(number), cost, optimizer=self._target.settings.optimizer)
-        priced.append((cluster, graph))
-        return graph
+        key = number, cluster
+        if key not in self._graphs:
+            cost = CostModel(cluster, MeshShape.of({"device": 1}))
+            self._graphs[key] = read_stage_graph(self.export(number), cost, optimizer=self._target.settings.optimizer)
+        return self._graphs[key]
 
     def nearest_number(self, number: int) -> int:
         """Return the number of microbatches nearest to `number` whose graph has been exported."""
