@@ -1,6 +1,6 @@
-"""The report of `doctor`, as data and as text.
+"""`doctor`: examine if a model can be captured, and how its operators can be sharded, before anything is planned.
 
-`doctor`: examine if a model can be captured, and how its operators can be sharded, before anything is planned.
+The report comes first, as data and as text; then the examination.
 """
 
 from __future__ import annotations

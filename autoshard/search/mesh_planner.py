@@ -1,9 +1,4 @@
-"""The request of a search: the model, the options and the limits, for any number of devices.
-
-Guesses of what a step holds: they decide which meshes and how many microbatches a search plans first.
-
-The plans of one mesh: without a memory limit, within it, and with all effort.
-"""
+"""The request of a search, and plans of one mesh for it: without a memory limit, within it, and with all effort."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.options import Pipeline
 from autoshard.options.target import Target
 from autoshard.patterns.graph_rules import value_of
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
+from autoshard.pipeline.plan.pipeline_devices import PipelineMesh, stage_devices
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import Stopping
 from autoshard.planner.planner import Planner
@@ -32,6 +27,15 @@ from autoshard.search.result import Row
 from autoshard.search.shapes import PipelineAxis, Shape
 from autoshard.search.step_bounds import resident_bytes, tighten_bound
 from autoshard.specs.axes import MeshShape
+
+# The part of the memory that parameters, gradients and optimizer leave free where there is room for activations.
+_FREE_FRACTION = 0.5
+
+# Of a pipeline that is planned for one number of microbatches: it is idle for less than a quarter of its work.
+_MICROBATCHES_PER_RANK = 4
+
+# Relative gap at which a problem that was solved quickly is not solved again.
+_PROVED = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +99,6 @@ class Request:
         return large or self.microbatch_numbers
 
 
-_FREE_FRACTION = 0.5
-"""The part of the memory that parameters, gradients and optimizer leave free where there is room for activations."""
-
-_MICROBATCHES_PER_RANK = 4
-"""Of a pipeline that is planned for one number of microbatches: it is idle for less than a quarter of its work."""
-
-
 class InitialGuess:
     """Quick guesses of what a step holds: they order the search, and rule nothing out.
 
@@ -119,6 +116,7 @@ class InitialGuess:
 
     def microbatches(self, shape: Shape) -> int:
         """Return the number of microbatches that a pipeline is planned for first: about four per rank, or more."""
+        # By `log`, so that half and twice the wanted number are equally far; of these the smaller, with fewer launches.
         numbers = self._request.feasible_numbers(shape)
         wanted = _MICROBATCHES_PER_RANK * shape.ranks
         free = self._request.device_memory(shape) - self._resident_bytes(shape)
@@ -171,10 +169,6 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield from _readers(user)
 
 
-_PROVED = 1e-4
-"""Relative gap at which a problem that was solved quickly is not solved again."""
-
-
 class MeshPlanner:
     """Makes plans until a deadline.
 
@@ -215,6 +209,7 @@ class MeshPlanner:
     def within_limit(self, row: Row) -> ShardingPlan:
         """Plan a mesh quickly within the limit."""
         target = self.target("fast")
+        # The solved problem without a limit is where a search within the limit begins.
         unlimited = None if row.planner is None else row.planner.unlimited
         return self._plan_mesh(self.new_planner(row.shape, target, like=row.planner), target, unlimited)
 
@@ -235,6 +230,7 @@ class MeshPlanner:
         try:
             return self._plan_pipeline(row, number, virtual, self.target("fast"))
         except (BudgetError, PipelineError):
+            # The guess may hold too much, or have no schedule; another shape may do.
             if row.covers_all_shapes or time.monotonic() > self.deadline:
                 raise
         row.covers_all_shapes = True
@@ -250,12 +246,14 @@ class MeshPlanner:
         assert row.plan is not None
         assert not isinstance(row.plan, ShardingPlan)
         number, virtual = row.plan.microbatches, row.plan.virtual
+        # The last effort with which this shape was planned: shares should not cost what effort gained.
         efforts = [effort for effort, shapes in row.planned_shapes.items() if (number, virtual) in shapes]
         target = replace(self.target(efforts[-1] if efforts else "fast"), shares="auto")
         return self._plan_pipeline(row, number, virtual, target)
 
     def _plan_pipeline(self, row: Row, microbatches: int | str, virtual: int | str, target: Target) -> PipelinePlan:
         request, shape, stopping = self.request, row.shape, Stopping(self.deadline)
+        # Without a limit, every rank of a pipeline may use the memory of its own devices.
         if request.own_memory:
             target = replace(target, settings=replace(target.settings, memory_limit=None))
         plan = request.plan_pipeline(
@@ -272,6 +270,7 @@ class MeshPlanner:
     def target(self, effort: str | None = None, *, limited: bool = True) -> Target:
         """Return the target of the request with another effort, and at most half of the time that is left."""
         settings = self.request.target.settings
+        # Half, so that one mesh does not take all of the time from the others.
         left = max(self.deadline - time.monotonic(), 1e-3)
         changed = replace(
             settings,
@@ -282,8 +281,9 @@ class MeshPlanner:
         return replace(self.request.target, settings=changed, shares=None)
 
     def _plan_mesh(self, planner: Planner, target: Target, unlimited: CandidatePlan | None = None) -> ShardingPlan:
-        if unlimited is not None and target.settings.recompute == "full":
-            unlimited = None  # it is of the step without recomputation
+        # It is of the step without recomputation.
+        if target.settings.recompute == "full":
+            unlimited = None
         plan = run_planner(planner, self.request.capture_seconds, target, unlimited, explained=False)
         self.interrupted = self.interrupted or planner.interrupted
         return plan

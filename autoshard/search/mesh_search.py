@@ -1,8 +1,6 @@
-"""Reasons why a mesh is not worth a plan, by the plans of other meshes: experience, no bounds.
+"""The search over all meshes of one number of devices: drop by bounds, plan quickly, plan the best with all effort.
 
-Estimated seconds of a pipeline on a mesh, before its stages are planned: they decide which mesh to plan next.
-
-The search over all meshes of one number of devices: drop by bounds, plan quickly, plan the best with all effort.
+Meshes are also dropped by experience, given the plans of others, and pipelines by estimates of their step.
 """
 
 from __future__ import annotations
@@ -17,8 +15,13 @@ import numpy as np
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import AutoshardError, BudgetError, PlanError, warn_caller
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
-from autoshard.pipeline.plan.pipeline_devices import slowest_cluster, stage_cluster, stage_target
+from autoshard.pipeline.plan.pipeline_devices import (
+    PipelineMesh,
+    slowest_cluster,
+    stage_cluster,
+    stage_devices,
+    stage_target,
+)
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.mesh_planner import MeshPlanner, Request
@@ -28,15 +31,33 @@ from autoshard.search.step_bounds import LeastWork, least_bytes
 from autoshard.solver.candidate_search import SAME, CandidateSearch
 from autoshard.units import format_bytes, format_seconds
 
+_log = logging.getLogger("autoshard")
+
+# If a mesh is slower than the best by more, the meshes that split one of its axes over the same links are not planned:
+# a split gains a few percent, as a rule.
 _FAR_FACTOR = 1.3
-"""If a mesh is slower than the best by more, the meshes that split one of its axes over the same links are not planned:
-a split gains a few percent, as a rule."""
 
+# If a pipeline is slower than the best by more and shorter ones are faster, longer ones are not planned.
 _LONGER_FACTOR = 1.15
-"""If a pipeline is slower than the best by more and shorter ones are faster, longer ones are not planned."""
 
+# A mesh is planned if it is estimated to be slower than the best by less: estimates are a few percent off.
 CLOSE_FACTOR = 1.03
-"""A mesh is planned if it is estimated to be slower than the best by less: estimates are a few percent off."""
+
+# A mesh whose quick plan is slower than the best by less is planned with all effort, which gains a few percent.
+_NEAR_FACTOR = 1.1
+
+# The fastest of the pipelines that were planned for one number of microbatches is planned for any number if it is
+# slower than the best by less. What that gains decides about the others.
+_ALL_SHAPES_FACTOR = 1.5
+
+# Plans that differ by less may change places within a memory limit.
+_TIE_FACTOR = 1.01
+
+# The parts of the work of a microbatch, about equal: forward, gradients of received tensors, and of parameters.
+_PARTS = 3
+
+# Steps of the bisection for the longest stage: a millionth of the interval is left.
+_HALVINGS = 20
 
 
 def unpromising_reason(row: Row, rows: Sequence[Row], best: Row, cluster: Cluster) -> str | None:
@@ -84,13 +105,6 @@ def slow_within_limit_reason(row: Row, rows: Sequence[Row], best: Row) -> str | 
     return f"not planned: within the memory limit it is estimated to take {format_seconds(estimate)}"
 
 
-_PARTS = 3
-"""The parts of the work of a microbatch, about equal: forward, gradients of received tensors, and of parameters."""
-
-_HALVINGS = 20
-"""Steps of the bisection for the longest stage: a millionth of the interval is left."""
-
-
 class PipelineEstimates:
     """Estimates the steps of pipelines by plans of the whole step on the devices of one stage.
 
@@ -126,10 +140,12 @@ class PipelineEstimates:
         key = mesh.sizes, cluster.devices_per_host
         if key not in self._whole:
             target = self._mesh_planner.target("fast", limited=False)
+            # What is recomputed depends on memory; without it the estimate is still below a real pipeline.
             target = replace(target, settings=replace(target.settings, recompute="none"))
             try:
                 self._whole[key] = self._mesh_planner.plan_on(mesh, stage_target(target, cluster)).step_seconds
             except AutoshardError:
+                # No estimate drops no mesh.
                 self._whole[key] = 0.0
         return self._whole[key]
 
@@ -150,25 +166,13 @@ def longest_stage(shares: Sequence[float], speeds: Sequence[float]) -> float:
             done = int(np.searchsorted(ends, ends[done] + limit * speed, side="right")) - 1
         return done == len(shares)
 
+    # Below: all stages in perfect balance. Above: the slowest stage has one operator more than that.
     low = 1 / sum(speeds)
     high = low + max(shares, default=0.0) / min(speeds)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
-
-
-_log = logging.getLogger("autoshard")
-
-_NEAR_FACTOR = 1.1
-"""A mesh whose quick plan is slower than the best by less is planned with all effort, which gains a few percent."""
-
-_ALL_SHAPES_FACTOR = 1.5
-"""The fastest of the pipelines that were planned for one number of microbatches is planned for any number if it is
-slower than the best by less. What that gains decides about the others."""
-
-_TIE_FACTOR = 1.01
-"""Plans that differ by less may change places within a memory limit."""
 
 
 class MeshSearch(CandidateSearch[Row]):
@@ -220,7 +224,9 @@ class MeshSearch(CandidateSearch[Row]):
             KeyboardInterrupt: Ctrl-C before there was any plan.
         """
         try:
-            self.evaluate_each(self._rows, self._screening_reason, self._plan_quickly)
+            self.evaluate_each(
+                self._rows, lambda row: self._drop_reason(row) or self._unpromising_reason(row), self._plan_quickly
+            )
             self._refine(pipelines=True)
             self._plan_within_limit()
             self._refine(pipelines=False)
@@ -235,7 +241,11 @@ class MeshSearch(CandidateSearch[Row]):
 
     def candidates(self) -> tuple[MeshCandidate, ...]:
         """Return all meshes, the fastest first, those without a plan last."""
-        return tuple(sorted(map(self._candidate, self._rows), key=_sort_key))
+
+        def place(line: MeshCandidate) -> tuple[bool, float, Sequence[int]]:
+            return line.seconds is None, line.seconds or line.least_seconds, line.shape.mesh.sizes
+
+        return tuple(sorted(map(self._candidate, self._rows), key=place))
 
     def _candidate(self, row: Row) -> MeshCandidate:
         """Return the line of a mesh in the table."""
@@ -275,9 +285,6 @@ class MeshSearch(CandidateSearch[Row]):
             )
             for shape in meshes
         ]
-
-    def _screening_reason(self, row: Row) -> str | None:
-        return self._drop_reason(row) or self._unpromising_reason(row)
 
     def _plan_quickly(self, row: Row) -> None:
         """Plan a pipeline of one shape within the limit, or another mesh without a limit."""
@@ -345,6 +352,7 @@ class MeshSearch(CandidateSearch[Row]):
             if self._is_late(row):
                 return
             with self._record_failure(row):
+                # A plan of any shape shows what more shapes gain: the others need not be as near if that is little.
                 before = row.step_seconds
                 thorough = (
                     self.mesh_planner.plan_thoroughly if row.shape.axis is None else self.mesh_planner.plan_pipeline
@@ -368,7 +376,8 @@ class MeshSearch(CandidateSearch[Row]):
             self.best = row
         for slow in self._rows:
             if slow.plan is not None and slow.step_seconds > _NEAR_FACTOR * self.best.step_seconds:
-                slow.planner = None  # it is large, and not used any more
+                # It is large, and not used any more.
+                slow.planner = None
                 slow.planned_shapes.clear()
         if self.mesh_planner.interrupted:
             raise KeyboardInterrupt
@@ -394,7 +403,8 @@ class MeshSearch(CandidateSearch[Row]):
         reason = None if best is None else unpromising_reason(row, self._rows, best, self.request.target.cluster)
         if reason is None and pipeline:
             row.estimate = self.estimates.seconds(row.shape, self.request.feasible_numbers(row.shape))
-        if best is None or not pipeline:  # the first pipeline shows by how much estimates fall short
+        # The first pipeline shows by how much estimates fall short.
+        if best is None or not pipeline:
             return reason
         return reason or slow_pipeline_reason(row, self._rows, best)
 
@@ -436,8 +446,3 @@ class MeshSearch(CandidateSearch[Row]):
         return PlanError(
             f"no mesh of {self.devices} devices was planned within the time limit: allow more time, or fewer devices."
         )
-
-
-def _sort_key(candidate: MeshCandidate) -> tuple[bool, float, Sequence[int]]:
-    """Return the key of the order of the table."""
-    return candidate.seconds is None, candidate.seconds or candidate.least_seconds, candidate.shape.mesh.sizes

@@ -1,18 +1,14 @@
-"""`SearchResult`: the best mesh and its plan, and a table of all meshes.
-
-The state of one mesh in the search, and the error where no mesh fits.
-"""
+"""`SearchResult`: the best mesh and its plan, and a table of all meshes; and the state of a mesh during the search."""
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +16,7 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape
 from autoshard.planner.planner import Planner
+from autoshard.plans.plan_text import WIDTH, plain
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.shapes import Shape
 from autoshard.solver.candidate_search import Candidate
@@ -27,8 +24,6 @@ from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
 Option = Literal["mini-time", "mini-parallelism", "profiling"]
-
-_WIDTH = 120
 
 BEST = "best"
 
@@ -117,10 +112,7 @@ class SearchResult:
         )
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
-        with console.capture() as captured:
-            console.print(self.table())
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+        return plain([self.table()], WIDTH)
 
     def table(self) -> Group:
         """Return a table per number of devices, if there are several, a table of all meshes, and the notes."""
@@ -142,6 +134,7 @@ class SearchResult:
     def _devices_table(self, counts: Iterable[int]) -> Table:
         """Return a table of the step, the speed-up and the device seconds of every number of devices."""
         best = self.by_devices
+        # Speed-ups are over the fewest devices that have a plan: one device may be too small.
         fewest = next(iter(best.values()))
         table = Table(title="by number of devices", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
         for title in ("devices", "step", "speed-up", "device seconds"):
@@ -173,6 +166,7 @@ class SearchResult:
             raise PlanError(
                 f'a search with option={self.option!r} has no step for every number of devices: use option="profiling".'
             )
+        # Imported here, as it is an optional dependency.
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -253,6 +247,7 @@ class Row(Candidate):
 
     def add_plan(self, plan: ShardingPlan | PipelinePlan) -> None:
         """Keep a plan, unless the present one is faster."""
+        # Without a plan that fits, `seconds` are those of one that holds too much.
         if self.plan is None or plan.step_seconds < self.step_seconds:
             self.plan, self.seconds = plan, plan.step_seconds
             self.peak = plan.memory.peak if isinstance(plan, ShardingPlan) else max(plan.peaks)
@@ -263,6 +258,7 @@ def no_mesh_fits_error(rows: Sequence[Row], devices: int, limit: int) -> BudgetE
     large = [row for row in rows if row.smallest_peak is not None or row.least_bytes > limit]
     if not large:
         return None
+    # A known peak counts before a bound, which no plan may reach.
     leanest = min(large, key=lambda row: row.smallest_peak or row.least_bytes)
     needs = leanest.smallest_peak or leanest.least_bytes
     how = "the smallest peak found is" if leanest.smallest_peak else "at least"

@@ -1,7 +1,4 @@
-"""`search`: the best mesh for a number of devices, and its plan.
-
-`auto_mesh`: the best mesh of all ranks of a running job, found by the first rank.
-"""
+"""`search`: the best mesh for a number of devices, and its plan; `auto_mesh`: the same for the ranks of a job."""
 
 from __future__ import annotations
 
@@ -83,6 +80,7 @@ def search(
     """
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
+    # The option `pipelines` was called `pipeline` once.
     earlier = keywords.get("pipeline")
     if isinstance(earlier, (bool, str)):
         del keywords["pipeline"]
@@ -135,6 +133,7 @@ def run_search(
         module, args, kwargs, target, grad=torch.is_grad_enabled(), dynamic=False
     )
     call = BatchCall(module, args, kwargs, target.options.pipeline.batch_dims)
+    # Only what the user asks for limits larger devices of a pipeline.
     own_memory = target.settings.memory_limit is None
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
@@ -167,6 +166,7 @@ def _search_counts(request: Request, options: SearchOptions) -> tuple[tuple[Mesh
     deadline = time.monotonic() + request.target.settings.time_limit
     counts = options.counts
     for index, count in enumerate(counts):
+        # What a number of devices does not use is left to the later ones.
         left = deadline - time.monotonic()
         mesh_search = MeshSearch(request, count, time.monotonic() + left / (len(counts) - index))
         try:
@@ -178,6 +178,7 @@ def _search_counts(request: Request, options: SearchOptions) -> tuple[tuple[Mesh
         notes += mesh_search.notes
         if mesh_search.interrupted or (mesh_search.best is not None and options.option == "mini-parallelism"):
             break
+    # The last failure is that of most devices, on which a model fits best.
     if all(candidate.plan is None for candidate in candidates):
         raise failures[-1]
     return tuple(candidates), tuple(notes)
@@ -211,7 +212,6 @@ def auto_mesh(
     kwargs: dict[str, Any],
     target: Target,
     *,
-    device_type: str | None = None,
     pipelines: bool | str = True,
 ) -> AgreedMesh:
     """Make the best mesh of all ranks of a job. The first rank searches, the others wait for it.
@@ -219,7 +219,6 @@ def auto_mesh(
     Args:
         module, args, kwargs: the model and an example call, the same on every rank.
         target: of planning; its time limit is also that of the search.
-        device_type: such as `"cuda"`; by default `"cpu"` where the process group is gloo's, else the accelerator's.
         pipelines: as for `search`.
 
     Raises:
@@ -235,9 +234,10 @@ def auto_mesh(
     if not args and not kwargs:
         raise InputError('mesh="auto" needs an example call to plan for: pass example_args or example_kwargs.')
     request = SearchOptions("mini-time", dist.get_world_size(), pipelines)
-    kind = device_type or device_type_of_job()
+    kind = device_type_of_job()
     all_ranks = init_device_mesh(kind, (request.devices,), mesh_dim_names=("devices",))
 
+    # As text, as the first rank sends it to the others.
     def decide() -> str:
         result = run_search(module, args, kwargs, request, target)
         axes = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))
@@ -254,6 +254,6 @@ def auto_mesh(
 
 
 def device_type_of_job() -> str:
-    """Return the type of the devices of the ranks of the job."""
+    """Return the type of the devices of the ranks of the job: that of gloo's is `"cpu"`, whatever the machine has."""
     accelerator = torch.accelerator.current_accelerator()
     return "cpu" if dist.get_backend() == "gloo" or accelerator is None else accelerator.type

@@ -75,11 +75,20 @@ def shapes(
             inner = _factorisations(devices // ranks, len(AXES) - 1)
             every += [_shape(sizes, ranks, pipeline) for sizes in inner]
     canonical = [shape for shape in every if _is_canonical(shape, cluster)]
-    return tuple(sorted(canonical, key=lambda shape: _promise_key(shape, cluster, has_free_memory)))
+
+    def promise_key(shape: Shape) -> tuple[object, ...]:
+        # A good plan early in the search spares work on the others.
+        kinds = [kind for kind, _ in _kinds(shape, cluster) if kind is not None]
+        split = len(kinds) - len(set(kinds))
+        sizes = tuple(-size for size in shape.mesh.sizes)
+        return "across" in kinds, split, not has_free_memory(shape), shape.ranks, sizes
+
+    return tuple(sorted(canonical, key=promise_key))
 
 
 def straddle_reason(shape: Shape, cluster: Cluster) -> str | None:
     """Return why the stages of a shape share hosts unevenly; None where they do not."""
+    # Outermost, a stage is a row of neighbours; innermost, the pipelines are, which then must not straddle hosts.
     host = cluster.devices_per_host
     part = shape.devices_per_rank if _is_outermost(shape) else shape.ranks
     if shape.axis is None or shape.mesh.size <= host or part % host == 0 or host % part == 0:
@@ -95,6 +104,7 @@ def coarser_shapes(shape: Shape, cluster: Cluster) -> tuple[Shape, ...]:
     return tuple(
         _shape((*sizes[:index], size * following, *sizes[index + 2 :]), shape.ranks, pipeline)
         for index, ((kind, size), (other, following)) in enumerate(itertools.pairwise(axes))
+        # An axis over both kinds of links is no join of two equal ones.
         if kind == other != "across"
     )
 
@@ -137,14 +147,8 @@ def _kinds(shape: Shape, cluster: Cluster) -> Iterator[tuple[_AxisKind | None, i
 def _is_canonical(shape: Shape, cluster: Cluster) -> bool:
     """Return True if of adjacent axes over equal links the longer one is first."""
     pairs = itertools.pairwise(_kinds(shape, cluster))
+    # Over "across" links, the order of two axes decides which of them crosses hosts: both orders are tried.
     return not any(
         kind == next_kind and kind in ("inside", "hosts") and size < next_size
         for (kind, size), (next_kind, next_size) in pairs
     )
-
-
-def _promise_key(shape: Shape, cluster: Cluster, has_free_memory: Callable[[Shape], bool]) -> tuple[object, ...]:
-    """Return the key of the order of shapes: a good plan early in the search spares work on the others."""
-    kinds = [kind for kind, _ in _kinds(shape, cluster) if kind is not None]
-    split = len(kinds) - len(set(kinds))
-    return "across" in kinds, split, not has_free_memory(shape), shape.ranks, tuple(-size for size in shape.mesh.sizes)

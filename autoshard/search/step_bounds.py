@@ -24,8 +24,8 @@ aten = torch.ops.aten
 _Kernel = tuple[float, float, torch.dtype, str]
 """Operations, bytes read and written, dtype, and name of an operator."""
 
+# Operators of the graph that sum gradients. Where two stages use a value, the runtime sums its gradients instead.
 _SUMS = (aten.add.Tensor,)
-"""Operators of the graph that sum gradients. Where two stages use a value, the runtime sums its gradients instead."""
 
 
 class LeastWork:
@@ -46,6 +46,7 @@ class LeastWork:
         forward = []
         for node in rules.operators:
             call, rule = rules.calls[node], rules.rules[node]
+            # Views, free operators, and calls of `autoshard.shard` take no time.
             if rule.free or makes_view(call.op) or rules.graph.pin(node) is not None:
                 continue
             kernel = _kernel(node, call, (rule, *rule.variants))
@@ -70,6 +71,7 @@ class LeastWork:
         if shape.axis is None:
             return self._step(self._kernels, shape.mesh.size, [self._cost])
         share, kinds = shape.devices_per_rank, self._kinds(shape.mesh.size)
+        # The busiest rank has its share of all microbatches, but no less than one microbatch through all stages.
         return min(
             self._step(self._in_stages, share * number, kinds) * max(number / shape.ranks, 1.0)
             for number in microbatches
@@ -96,7 +98,8 @@ def _kernel(node: fx.Node, call: OpCall, variants: Sequence[Rule]) -> _Kernel:
     results = [meta for meta in call.results if meta is not None]
     work = flops(call.op, [meta.shape for meta in call.operands], [meta.shape for meta in results], call.args)
     moved = sum(meta.bytes for meta in results)
-    if call.op is not aten.index_select.default:  # a slice reads what it keeps
+    # A slice reads what it keeps. Others read each of their tensors once, whatever the implementation.
+    if call.op is not aten.index_select.default:
         moved += min(_read_bytes(node, call, rule) for rule in variants)
     return work, moved, results[0].dtype if results else torch.float32, call.op.overloadpacket.__name__
 
@@ -155,6 +158,7 @@ def resident_bytes(
         if source.kind == "tangent" or (parameters_only and source.kind != "parameter"):
             continue
         meta = Value(source.node).meta
+        # Rounded up: some device has the larger part.
         elements = -(-math.prod(meta.shape) // parts)
         part = elements * meta.dtype.itemsize
         held += part

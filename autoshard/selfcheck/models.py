@@ -190,8 +190,9 @@ def _sequences(width: int = WIDTH, batch: int = BATCH) -> Inputs:
     return {"x": torch.randn(batch, LENGTH, width), "target": torch.randn(batch, LENGTH, width)}
 
 
+# One sequence, so that the heads are sharded and not the batch.
 def causal_attention(ranks: int) -> Model:
-    """Causal attention of one sequence, so that the heads are sharded, evenly."""
+    """Causal attention of one sequence, with heads that the ranks divide."""
     return AttentionLoss(Heads(2 * ranks, 2 * ranks, True)), _sequences(batch=1)
 
 

@@ -1,7 +1,4 @@
-"""The outcome of a check, on one rank and on all.
-
-The processes of the self-check: device, process group, and agreement on the outcome of all ranks.
-"""
+"""The outcome of a check, on one rank and on all, and the processes of the job, which agree on it."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import count
 from typing import Any, Literal
@@ -28,8 +25,9 @@ from autoshard.selfcheck._torch import HashStore, PrefixStore, Store, one_thread
 from autoshard.version import __version__
 
 Verdict = Literal["ok", "skipped", "slow", "wrong"]
-VERDICTS: tuple[Verdict, ...] = ("ok", "skipped", "slow", "wrong")
-"""From the best to the worst."""
+# From the best to the worst, with their styles in a terminal.
+_STYLES: dict[Verdict, str] = {"ok": "green", "skipped": "dim", "slow": "yellow", "wrong": "bold red"}
+VERDICTS = tuple(_STYLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +81,9 @@ def worst_outcome(outcomes: Sequence[CheckOutcome]) -> CheckOutcome:
     # The first of equal ranks, on every rank: all report the same outcome.
     rank = max(range(len(outcomes)), key=badness)
     worst = outcomes[rank]
-    figure = f"rank {rank}: {worst.figure}" if worst.verdict == "wrong" and len(outcomes) > 1 else worst.figure
-    return CheckOutcome(worst.verdict, figure, worst.advice, worst.values, worst.ratio, worst.failure)
-
-
-_STYLES = {"ok": "green", "skipped": "dim", "slow": "yellow", "wrong": "bold red"}
+    if worst.verdict == "wrong" and len(outcomes) > 1:
+        return replace(worst, figure=f"rank {rank}: {worst.figure}")
+    return worst
 
 
 def verdict_of(lines: Sequence[CheckLine]) -> Verdict:

@@ -1,6 +1,6 @@
-"""A training step on the mesh against one device, each by its distance from float64 on the CPU.
+"""The checks: one graph on all ranks, numbers of every kind of layer, pipelines, checkpoints, compiled programs.
 
-The checks: one graph on all ranks, numbers of every kind of layer, pipelines, checkpoints, compiled programs.
+Numbers are those of a training step on the mesh and on one device, each by its distance from float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from autoshard.selfcheck import models
 from autoshard.selfcheck.models import Inputs, Model, make_seeded
 from autoshard.selfcheck.outcome import CheckOutcome, Processes
 
+# By dtype, a relative distance from float64 that is always rounding: about a hundred ulps, and two.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
-"""By dtype, a relative distance from float64 that is always rounding: about a hundred ulps, and two."""
+# Times that a mesh may be farther from float64 than one device: it adds in another order.
 FACTOR = 2.0
-"""Times that a mesh may be farther from float64 than one device: it adds in another order."""
 # A tensor with smaller values, relative to the largest of its kind, is compared relative to the latter.
 _SMALL = 1e-3
 ADVICE = "Repeat it alone by --only; if one process gives the same, report the line with versions of torch and driver."
@@ -235,7 +235,9 @@ def dropout(processes: Processes) -> CheckOutcome:
         torch.manual_seed(processes.rank)
         drawn, again = module(x), module(x)
         drawn.sum().backward()
-        if not all(torch.equal(local, drawn.cpu()) for local in _gather_from_ranks(drawn, processes)):
+        gathered: list[Tensor] = [drawn] * processes.size
+        dist.all_gather_object(gathered, drawn.detach().cpu())
+        if not all(torch.equal(local, drawn.cpu()) for local in gathered):
             faults.append("replicas drew different numbers")
         if torch.equal(drawn, again):
             faults.append("two calls drew the same numbers")
@@ -258,12 +260,6 @@ def dropout(processes: Processes) -> CheckOutcome:
     if faults:
         return CheckOutcome("wrong", f"{'; '.join(dict.fromkeys(faults))}; {figure}", ADVICE, values, ratio)
     return CheckOutcome("ok", figure, "", values, ratio)
-
-
-def _gather_from_ranks(tensor: Tensor, processes: Processes) -> list[Tensor]:
-    gathered: list[Tensor | None] = [None] * processes.size
-    dist.all_gather_object(gathered, tensor.detach().cpu())
-    return [local for local in gathered if local is not None]
 
 
 def pipeline(processes: Processes) -> CheckOutcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 import warnings
@@ -15,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoshard
 from autoshard.selfcheck import models
-from autoshard.selfcheck.models import Inputs, Model, make_seeded
+from autoshard.selfcheck.models import Inputs, make_seeded
 from autoshard.selfcheck.outcome import CheckOutcome, Processes
 from autoshard.selfcheck.self_checks import SelfCheck, copy_model_to
 from autoshard.units import format_bytes, format_seconds
@@ -64,11 +65,28 @@ class StepProfile:
         """Return the checks, in order."""
         return (
             SelfCheck("step, seconds", self.seconds),
-            SelfCheck("step, peak memory", self.memory),
-            SelfCheck("step, communication hidden", self.hidden_share),
-            SelfCheck("step, synchronisations", self.synchronisations),
-            SelfCheck("step, host time", self.host),
+            SelfCheck("step, peak memory", self._on_cuda(self.memory, "a CPU counts no allocations (planned {peak})")),
+            SelfCheck(
+                "step, communication hidden",
+                self._on_cuda(self.hidden_share, "not measured on a CPU: gloo's threads leave no trace of a device"),
+            ),
+            SelfCheck("step, synchronisations", self._on_cuda(self.synchronisations, "a CPU has nobody to wait for")),
+            SelfCheck("step, host time", self._on_cuda(self.host, "on a CPU the host computes the step itself")),
         )
+
+    def _on_cuda(
+        self, measure: Callable[[ProfiledStep], CheckOutcome], on_cpu: str
+    ) -> Callable[[Processes], CheckOutcome]:
+        """Return the check of a measurement on GPUs; `on_cpu` is the reason to skip it elsewhere."""
+
+        def check(processes: Processes) -> CheckOutcome:
+            if self._step is None:
+                return CheckOutcome("skipped", _NO_STEP)
+            if processes.device.type != "cuda":
+                return CheckOutcome("skipped", on_cpu.format(peak=format_bytes(self._step.plan.memory.peak)))
+            return measure(self._step)
+
+        return check
 
     def seconds(self, processes: Processes) -> CheckOutcome:
         """Compare the measured seconds of a step with the predicted ones."""
@@ -93,18 +111,14 @@ class StepProfile:
         slow = ratio > SLOW
         return CheckOutcome("slow" if slow else "ok", figure, _CALIBRATE if slow else "", values, ratio)
 
-    def memory(self, processes: Processes) -> CheckOutcome:
+    def memory(self, step: ProfiledStep) -> CheckOutcome:
         """Compare the bytes allocated at the peak of a step with its optimizer with those of the plan."""
-        if self._step is None:
-            return CheckOutcome("skipped", _NO_STEP)
-        predicted = self._step.plan.memory.peak
-        if processes.device.type != "cuda":
-            return CheckOutcome("skipped", f"a CPU counts no allocations (planned {format_bytes(predicted)})")
+        predicted = step.plan.memory.peak
         # The optimizer has its state from the second step on.
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
-            self._step.train()
-            self._step.optimizer.step()
+            step.train()
+            step.optimizer.step()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - self._before
         ratio = peak / (LARGE * predicted + WORKSPACES)
@@ -113,14 +127,10 @@ class StepProfile:
         values = {"measured": float(peak), "predicted": float(predicted)}
         return CheckOutcome("slow" if ratio > 1 else "ok", figure, advice, values, ratio)
 
-    def hidden_share(self, processes: Processes) -> CheckOutcome:
+    def hidden_share(self, step: ProfiledStep) -> CheckOutcome:
         """Measure the share of the time of communication in which other kernels run."""
-        if self._step is None:
-            return CheckOutcome("skipped", _NO_STEP)
-        if processes.device.type != "cuda":
-            return CheckOutcome("skipped", "not measured on a CPU: gloo's threads leave no trace of a device")
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-            self._step.train()
+            step.train()
             torch.cuda.synchronize()
         kernels = [
             (event.name, (event.time_range.start, event.time_range.end))
@@ -135,19 +145,15 @@ class StepProfile:
         share = _overlap_length(communication, compute) / total
         return CheckOutcome("ok", f"{share:.0%} of {format_seconds(total * 1e-6)}", "", {"share": share})
 
-    def synchronisations(self, processes: Processes) -> CheckOutcome:
+    def synchronisations(self, step: ProfiledStep) -> CheckOutcome:
         """Count the times that the host waits for the device inside a step."""
-        if self._step is None:
-            return CheckOutcome("skipped", _NO_STEP)
-        if processes.device.type != "cuda":
-            return CheckOutcome("skipped", "a CPU has nobody to wait for")
         mode = torch.cuda.get_sync_debug_mode()
         # CUDA's debug mode reports each synchronisation as a warning, at the line that waited.
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                self._step.train()
+                step.train()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         places = [f"{entry.filename}:{entry.lineno}" for entry in caught if "synchronizing" in str(entry.message)]
@@ -157,13 +163,9 @@ class StepProfile:
         advice = "The host waits there and queues no kernels: report this line."
         return CheckOutcome("slow", f"{len(places)}, the first at {places[0]}", advice, values, float(len(places)))
 
-    def host(self, processes: Processes) -> CheckOutcome:
+    def host(self, step: ProfiledStep) -> CheckOutcome:
         """Compare the time in which the host queues a step with the time of the step."""
-        if self._step is None:
-            return CheckOutcome("skipped", _NO_STEP)
-        if processes.device.type != "cuda":
-            return CheckOutcome("skipped", "on a CPU the host computes the step itself")
-        seconds = statistics.median(_time_queueing(self._step.train) for _ in range(_STEPS))
+        seconds = statistics.median(_time_queueing(step.train) for _ in range(_STEPS))
         ratio = seconds / self._seconds
         figure = f"{format_seconds(seconds)} of {format_seconds(self._seconds)}"
         slow = ratio > 0.9
@@ -175,23 +177,16 @@ class StepProfile:
         if on_cuda:
             torch.cuda.synchronize()
             self._before = torch.cuda.memory_allocated()
-        make = _large_gpt if on_cuda else _medium_gpt
+        # A GPU runs the large model in some milliseconds, a CPU the other in a tenth of a second.
+        large = {"layers": 4, "width": 2048, "head": 128, "length": 1024}
+        sizes = large if on_cuda else {"width": 128, "head": 32, "length": 64}
+        make = functools.partial(models.gpt, batch=4 * processes.size, **sizes)
         dtype = torch.bfloat16 if on_cuda else torch.float32
         module, inputs = copy_model_to(make_seeded(make, processes.size), processes.device, dtype)
         autoshard.parallelize(module, processes.mesh(), (), inputs, cluster=self._cluster, optimizer="adamw")
         plan = module.sharding_plan
         assert isinstance(plan, autoshard.ShardingPlan)
         return ProfiledStep(module, inputs, torch.optim.AdamW(module.parameters()), plan)
-
-
-def _medium_gpt(ranks: int) -> Model:
-    """Return a model that a CPU runs in a tenth of a second."""
-    return models.gpt(ranks, width=128, head=32, batch=4 * ranks, length=64)
-
-
-def _large_gpt(ranks: int) -> Model:
-    """Return a model that a GPU runs in some milliseconds."""
-    return models.gpt(ranks, layers=4, width=2048, head=128, batch=4 * ranks, length=1024)
 
 
 def _time_run(run: Callable[[], None], processes: Processes) -> float:

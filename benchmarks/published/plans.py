@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.schedule.tasks import simulate, step_task_graph
+from autoshard.pipeline.schedule.costs import simulate
 from autoshard.plans.sharding_plan import ShardingPlan
 
 
@@ -67,7 +67,7 @@ def at_speeds(plan: PipelinePlan, speeds: list[float]) -> float:
         )
         for one, speed in zip(plan.costs, speeds, strict=True)
     ]
-    return simulate(step_task_graph(plan.schedule, costs), plan.contention).seconds
+    return simulate(plan.schedule, costs, plan.contention).seconds
 
 
 def flops_per_sample(example: Example) -> float:

@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import autoshard
 from autoshard.options import Hints
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_modules import cut
-from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint
+from autoshard.pipeline.plan.pipeline_devices import PipelineMesh, forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule, build_pipeline_module
 from autoshard.pipeline.schedule.actions import Schedule

@@ -11,7 +11,7 @@ import torch
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.schedule.actions import SCHEDULES, Schedule, schedule
 from autoshard.pipeline.schedule.costs import StageCosts
-from autoshard.pipeline.schedule.list_schedule import list_schedules
+from autoshard.pipeline.schedule.schedule_search import list_schedules
 from tests.pipeline.pipelines import model, plan_by_hand, train_on_pipeline
 from tests.workers import Workers
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
-from autoshard.pipeline.assign.stage_problem import Assignment, StageDevice, StageProblem
 from autoshard.pipeline.graph.stage_graph import StageGraph, StageNode, StageValue
+from autoshard.pipeline.graph.stage_problem import Assignment, StageDevice, StageProblem
+from autoshard.pipeline.graph.stages import Stages
 
 
 def node(place: int, seconds: float, saved: int = 0, at_rest: Sequence[str] = ()) -> StageNode:
@@ -21,6 +22,19 @@ def chain(seconds: Sequence[float], sizes: Sequence[int], saved: int = 0) -> Sta
     nodes = tuple(node(place, one, saved) for place, one in enumerate(seconds))
     values = tuple(StageValue(f"n{place}", place, (place + 1,), size, size) for place, size in enumerate(sizes))
     return StageGraph(nodes, values, {})
+
+
+def imbalance(graph: StageGraph, devices: Sequence[StageDevice], stages: Stages, less: bool = False) -> float:
+    """The largest deviation of an assigned stage from its share."""
+    problem = StageProblem(graph, tuple(devices), (1,) * len(devices), stages.tolerance, less)
+    return problem.imbalance(stages.totals)
+
+
+def held_bytes(
+    graph: StageGraph, devices: Sequence[StageDevice], in_flight: Sequence[int], stages: Stages
+) -> list[int]:
+    """The bytes of every assigned stage, with the microbatches in flight."""
+    return StageProblem(graph, tuple(devices), tuple(in_flight), stages.tolerance).memory(stages.totals)
 
 
 @st.composite

@@ -1,10 +1,8 @@
-"""Where stages lie: clusters as their ranks see them.
-
-Ranks of a pipeline's stages that take shares of their own of every microbatch.
-"""
+"""The ranks and meshes of a pipeline's stages, their clusters, and their shares of every microbatch."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -17,10 +15,18 @@ import autoshard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.errors import PlanError
+from autoshard.errors import MeshError, PlanError
 from autoshard.patterns.graph_rules import GraphRules
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
-from autoshard.pipeline.plan.pipeline_devices import has_sample_per_rank, memory_share, scale_to_shares, stage_clusters
+from autoshard.pipeline.graph.stages import assign_stages
+from autoshard.pipeline.plan.pipeline_devices import (
+    ALONE,
+    PipelineMesh,
+    has_sample_per_rank,
+    memory_share,
+    scale_to_shares,
+    stage_clusters,
+    stage_devices,
+)
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.search.shapes import Shape
@@ -29,6 +35,7 @@ from autoshard.specs.axes import MeshShape
 from tests.float64 import Float64Mode, default_float64
 from tests.option_groups import grouped
 from tests.pipeline.pipelines import assert_equal, model, pipeline_of, train_model_alone, train_pipeline
+from tests.pipeline.random_graphs import chain
 from tests.pipeline.small_pipelines import Regions
 from tests.training import Rows, fast_links, loss_of, outputs_of, unlike_devices
 from tests.workers import Workers
@@ -266,3 +273,51 @@ def refused_by_plain_modules() -> None:
 
 def test_without_a_pipeline_what_is_split_has_to_be_divisible_or_a_dynamic_size(two: Workers) -> None:
     two.run(refused_by_plain_modules)
+
+
+MIXED = Cluster.parse("4xV100-32GB + 4xP100-16GB")
+
+
+def test_the_ranks_of_a_stage_have_its_coordinate() -> None:
+    mesh = PipelineMesh.of(MeshShape.of({"dp": 2, "pp": 2, "tp": 2}), "pp")
+    assert mesh.devices == (1, 1)
+    assert [mesh.members(rank) for rank in range(mesh.ranks)] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert mesh.stage(0) == mesh.stage(1) == MeshShape.of({"dp": 2, "tp": 2})
+
+
+def test_ranks_with_several_devices_of_the_axis_have_a_mesh_of_them() -> None:
+    mesh = PipelineMesh.of(MeshShape.of({"dp": 2, "pp": 4}), "pp", (1, 3))
+    assert (mesh.ranks, mesh.starts) == (2, (0, 1))
+    assert [mesh.rank_at(place) for place in range(4)] == [0, 1, 1, 1]
+    assert [mesh.members(rank) for rank in range(2)] == [(0, 4), (1, 2, 3, 5, 6, 7)]
+    assert [mesh.stage(rank) for rank in range(2)] == [MeshShape.of({"dp": 2}), MeshShape.of({"dp": 2, "pp": 3})]
+    alone = PipelineMesh.of(MeshShape.of({"pp": 4}), "pp", (3, 1))
+    assert [alone.stage(rank) for rank in range(2)] == [MeshShape.of({"pp": 3}), MeshShape((ALONE,))]
+
+
+def pipeline(**mesh: int) -> PipelineMesh:
+    return PipelineMesh.of(MeshShape.of(mesh), "pp")
+
+
+def test_stages_have_the_figures_of_their_slowest_device() -> None:
+    v100, p100 = Cluster.preset("v100"), Cluster.preset("p100")
+    devices = stage_devices(MIXED, pipeline(pp=4, dp=2))
+    assert [device.memory for device in devices] == [32e9, 32e9, 16e9, 16e9]
+    faster = v100.device.peak_flops["float32"] / p100.device.peak_flops["float32"]
+    assert [device.speed for device in devices] == pytest.approx([faster, faster, 1.0, 1.0])
+    inside, network = (v100.inside.bandwidth, p100.inside.bandwidth), v100.between.bandwidth
+    assert [device.bandwidth for device in devices] == [inside[0], network, inside[1], math.inf]
+    with pytest.raises(MeshError, match="has no rank 8"):
+        stage_devices(MIXED, pipeline(pp=4, dp=3))
+
+
+def test_a_stage_across_kinds_is_as_its_slowest_device() -> None:
+    devices = stage_devices(MIXED, pipeline(dp=4, pp=2))
+    assert [(device.memory, device.speed) for device in devices] == [(16e9, 1.0)] * 2
+
+
+def test_a_faster_first_stage_gets_its_part_of_the_work() -> None:
+    """V100s do 15.7 where P100s do 10.6 TFLOP/s: three fifths of 25 equal nodes."""
+    devices = stage_devices(MIXED.of_ranks((0, 4)), pipeline(pp=2))
+    stages = assign_stages(chain([1.0] * 25, [8] * 24), devices, [2, 1])
+    assert list(stages.stage_of.values()).count(0) == 15

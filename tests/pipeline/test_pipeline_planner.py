@@ -15,11 +15,17 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, HintError, InputError, MeshError, PipelineError, PlanError
 from autoshard.options.target import Target
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_modules import cut
-from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint, slowest_cluster, stage_cluster, stage_target
+from autoshard.pipeline.plan.pipeline_devices import (
+    PipelineMesh,
+    forward_fingerprint,
+    slowest_cluster,
+    stage_cluster,
+    stage_devices,
+    stage_target,
+)
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.plan.planned_stage import Links, input_names, stage_costs
@@ -27,7 +33,7 @@ from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape, S
 from autoshard.pipeline.plan.stage_plans import StageBudget, StagePlanner, StageTarget
 from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
 from autoshard.pipeline.schedule.actions import schedule
-from autoshard.pipeline.schedule.tasks import simulate, step_task_graph
+from autoshard.pipeline.schedule.costs import simulate
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planner import Planner
 from autoshard.runtime.module_runtime import Runtime
@@ -334,7 +340,7 @@ def test_no_hand_made_cut_in_layers_is_faster_with_one_forward_one_backward() ->
         stage_of = {node.name: int(place >= 2 * layers) for place, node in enumerate(graph.operators)}
         stages = planner.plan(cut(graph, stage_of, 2), [StageBudget(None, "none")] * 2)
         costs = [stage_costs(one, links, 4) for one in stages]
-        by_hand = simulate(step_task_graph(schedule("1F1B", 2, 4), costs), plan.contention)
+        by_hand = simulate(schedule("1F1B", 2, 4), costs, plan.contention)
         assert plan.step_seconds <= by_hand.seconds * (1 + 1e-9)
 
 

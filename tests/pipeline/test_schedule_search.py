@@ -1,7 +1,10 @@
+"""The search for a schedule, and schedules of list scheduling."""
+
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -9,17 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import BudgetError, PipelineError
-from autoshard.pipeline.schedule.actions import SCHEDULES, Schedule, schedule
-from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.pipeline.schedule.actions import SCHEDULES, Schedule, placement, runtime_actions, schedule
+from autoshard.pipeline.schedule.costs import Simulation, StageCosts, simulate
 from autoshard.pipeline.schedule.schedule_search import (
     CostsOf,
     ScheduleCandidate,
     ScheduleSearch,
+    bytes_for_one_microbatch,
+    list_schedules,
     microbatches_to_try,
     names_to_try,
     virtual_to_try,
 )
-from autoshard.pipeline.schedule.tasks import Simulation, simulate, step_task_graph
+from tests.pipeline._torch import run_csv_schedule
+from tests.pipeline.cases import equal_stages
 
 RANKS = 3
 BYTES = [name for name in StageCosts.__dataclass_fields__ if name.endswith("_bytes")]
@@ -51,7 +57,7 @@ class Choice(NamedTuple):
 
     @property
     def schedule(self) -> Schedule:
-        return self.simulation.graph.schedule
+        return self.simulation.schedule
 
 
 def choose(
@@ -92,7 +98,7 @@ def test_nothing_that_fits_is_faster(room: int) -> None:
                 if family.refusal(RANKS, v, m) is None:
                     stages = costs_of(m, v)
                     assert stages is not None
-                    result = simulate(step_task_graph(schedule(name, RANKS, m, v), stages), 0.2)
+                    result = simulate(schedule(name, RANKS, m, v), stages, 0.2)
                     if max(result.peaks) <= room:
                         fitting.append(result.seconds)
     assert chosen.simulation.seconds == pytest.approx(min(fitting), rel=1e-9)
@@ -195,3 +201,56 @@ def test_what_can_not_be_asked_for(asked: dict[str, object], said: str) -> None:
     given: dict[str, object] = {"batch": 12, **asked}
     with pytest.raises(PipelineError, match=said):
         choose(costs_of, RANKS, 10**6, **given)  # type: ignore[arg-type]
+
+
+numbers = st.integers(0, 6)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[StageCosts], tuple[int, ...], int, tuple[int, ...]]:
+    ranks, virtual, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    way = placement(ranks, virtual, draw(st.booleans()))
+    stages = [
+        StageCosts(**{name: draw(numbers) for name in StageCosts.__dataclass_fields__})  # type: ignore[arg-type]
+        for _ in way
+    ]
+    rooms = tuple(room + draw(st.integers(0, 30)) for room in bytes_for_one_microbatch(stages, way, microbatches))
+    return stages, way, microbatches, rooms
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_orders_can_be_run_within_the_memory(
+    problem: tuple[list[StageCosts], tuple[int, ...], int, tuple[int, ...]],
+) -> None:
+    stages, way, microbatches, rooms = problem
+    made = list(list_schedules(stages, way, microbatches, rooms))
+    assert made
+    for one in made:
+        assert one.placement == way
+        peaks = simulate(one, stages).peaks
+        assert all(peak <= room for peak, room in zip(peaks, rooms, strict=True))
+
+
+def test_none_where_not_one_microbatch_fits() -> None:
+    stages = equal_stages(2, saved_bytes=10, rest_bytes=5, working_bytes=1)
+    assert bytes_for_one_microbatch(stages, (0, 1), 4) == (16, 16)
+    assert list(list_schedules(stages, (0, 1), 4, (16, 16)))
+    assert not list(list_schedules(stages, (0, 1), 4, (15, 16)))
+    assert not list(list_schedules(stages, (0, 1), 4, (3, 16)))
+
+
+def test_it_hides_messages_behind_microbatches_that_the_memory_allows() -> None:
+    stages = equal_stages(4, forward_send_seconds=0.6, backward_send_seconds=0.6, saved_bytes=1)
+    best = min(simulate(made, stages).seconds for made in list_schedules(stages, (0, 1, 2, 3), 16, (1000,) * 4))
+    assert best < simulate(schedule("1F1B", 4, 16), stages).seconds * 0.9
+    assert best < simulate(schedule("InterleavedZeroBubble", 4, 16), stages).seconds * 0.99
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_torch_runs_it(turns: bool, tmp_path: Path) -> None:
+    way = placement(3, 2, turns)
+    made = next(list_schedules(equal_stages(6, saved_bytes=1), way, 4, (6,) * 3))
+    wanted = [list(map(str, order)) for order in made.orders]
+    for rows, form in ((made.orders, "compute_only"), (runtime_actions(made), "compute_comms")):
+        assert run_csv_schedule(rows, form, way, 3, 4, tmp_path) == wanted

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.assign.stages import StageDevice, assign_stages
 from autoshard.pipeline.graph.forward_export import read_stage_graph
+from autoshard.pipeline.graph.stage_problem import StageDevice
+from autoshard.pipeline.graph.stages import assign_stages
 from autoshard.pipeline.plan.planned_stage import Links
 from autoshard.pipeline.plan.stage_estimates import StageTotals, estimate_stage_costs, totals_at
 from autoshard.specs.axes import MeshShape
@@ -49,9 +50,9 @@ def test_stages_have_their_share_of_the_totals() -> None:
     assert sum(cost.forward_seconds for cost in costs) == pytest.approx(totals.forward)
     assert sum(cost.backward_seconds for cost in costs) == pytest.approx(totals.backward)
     assert sum(cost.rest_bytes for cost in costs) == pytest.approx(totals.rest, abs=3)
-    assert [cost.forward_bytes for cost in costs] == [2 * amount for amount in (*stages.forward_bytes, 0)]
-    assert [cost.backward_bytes for cost in costs] == [2 * amount for amount in (0, *stages.backward_bytes)]
-    again = StageTotals.of(costs, [1.0] * 3, 2 * sum(stages.forward_bytes))
+    assert [cost.forward_bytes for cost in costs] == [2 * amount for amount in (*stages.totals.forward_bytes, 0)]
+    assert [cost.backward_bytes for cost in costs] == [2 * amount for amount in (0, *stages.totals.backward_bytes)]
+    again = StageTotals.of(costs, [1.0] * 3, 2 * sum(stages.totals.forward_bytes))
     assert again.forward == pytest.approx(totals.forward)
     assert again.backward == pytest.approx(totals.backward)
     assert again.weights == pytest.approx(totals.weights)

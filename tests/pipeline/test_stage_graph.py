@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.pipeline.assign.stage_problem import Assignment, StageDevice, StageProblem
 from autoshard.pipeline.graph.stage_graph import (
     StageGraph,
     StageNode,
@@ -20,6 +19,7 @@ from autoshard.pipeline.graph.stage_graph import (
     coarsen,
     strongly_connected_components,
 )
+from autoshard.pipeline.graph.stage_problem import Assignment, StageDevice, StageProblem
 from tests.pipeline.random_graphs import assignments, chain, graphs, node
 
 

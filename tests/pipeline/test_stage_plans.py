@@ -96,7 +96,7 @@ def need(cost: StageCosts, flights: int) -> int:
 def test_stages_make_room_for_twice_the_microbatches_before_anything_is_run_again() -> None:
     stages = planned(2, x=2)
     costs = [stage_costs(one, links(pp=2, x=2), MICROBATCHES) for one in stages]
-    received = rest_bytes((0, 1), MICROBATCHES, [dataclasses.replace(cost, rest_bytes=0) for cost in costs])
+    received = rest_bytes([dataclasses.replace(cost, rest_bytes=0) for cost in costs], (0, 1), MICROBATCHES)
     flights = (2, 1)
     once = [need(cost, count) for cost, count in zip(costs, flights, strict=True)]
     twice = [need(cost, 2 * count) for cost, count in zip(costs, flights, strict=True)]

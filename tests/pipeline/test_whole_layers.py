@@ -10,11 +10,12 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.assign.stages import StageDevice, assign_layers
 from autoshard.pipeline.graph.forward_export import export_forward, read_stage_graph
 from autoshard.pipeline.graph.stage_graph import StageGraph
+from autoshard.pipeline.graph.stage_problem import StageDevice
+from autoshard.pipeline.graph.stages import assign_layers
 from autoshard.specs.axes import MeshShape
-from tests.pipeline.random_graphs import chain
+from tests.pipeline.random_graphs import chain, held_bytes, imbalance
 
 LAYERS = 126
 PARTS = 3
@@ -35,11 +36,11 @@ def devices(count: int, memory: float = float("inf")) -> list[StageDevice]:
 def test_stages_are_as_many_whole_layers_and_a_few_less_where_the_head_is() -> None:
     stages = assign_layers(deep(), devices(16), [1] * 16, tolerance=0.02)
     assert stages is not None
-    assert stages.method == "layers"
     held = [sum(stage == one for stage in stages.stage_of.values()) for one in range(16)]
     assert sorted(held[:-1]) == [7 * PARTS] + [8 * PARTS] * 14
     assert held[-1] == 7 * PARTS + 1
-    assert stages.imbalance == pytest.approx(8 * PARTS / ((LAYERS * PARTS + 2) / 16) - 1)
+    share = (LAYERS * PARTS + 2) / 16
+    assert imbalance(deep(), devices(16), stages, less=True) == pytest.approx(8 * PARTS / share - 1)
 
 
 def test_layers_are_parted_where_stages_are_unequal_otherwise() -> None:
@@ -60,7 +61,7 @@ def test_what_is_saved_counts_unless_it_may_be_computed_again() -> None:
     assert assign_layers(graph, tight, flights, tolerance=0.03) is None
     stages = assign_layers(graph, tight, flights, tolerance=0.03, keeping=False)
     assert stages is not None
-    assert stages.memory[0] == 6 * 21 * PARTS
+    assert held_bytes(graph, tight, flights, stages)[0] == 6 * 21 * PARTS
 
 
 def test_operators_know_their_layers() -> None:

@@ -1,7 +1,4 @@
-"""`export_forward`: the forward graph of a module, ready to be cut into stages.
-
-The stage graph of an exported forward graph: seconds, bytes, and operators that stay together.
-"""
+"""`export_forward`: the forward graph of a module, to be cut into stages; its stage graph has seconds and bytes."""
 
 from __future__ import annotations
 
@@ -39,8 +36,8 @@ aten = torch.ops.aten
 # Export asserts the device of a tensor that is cast: that fails on another device than that of the export.
 _ASSERTIONS = frozenset({aten._assert_tensor_metadata.default})
 
+# Functions of this library in the place of operators, that draw no random numbers.
 _DRAWLESS = (attention, gru_cell, lstm_cell, rms_norm)
-"""Functions of this library in the place of operators, that draw no random numbers."""
 
 # Keys of a node's meta: its place in the model, and its task graph.
 _PLACE = ("nn_module_stack", "custom")
@@ -116,6 +113,7 @@ def export_forward(
     forward, effects = capture_forward(module, args, kwargs, grad=grad, dynamic=dynamic, mp_policy=mp_policy)
     _refuse_reads(forward)
     _refuse_kept(forward)
+    # Groups are found before results and casts are split: effects know the nodes of the capture alone.
     graph = forward.graph_module.graph
     for node in [node for node in graph.nodes if node.target in _ASSERTIONS]:
         graph.erase_node(node)
@@ -156,7 +154,8 @@ def _inseparable_groups(graph: fx.Graph, effects: Effects) -> tuple[tuple[str, .
         groups = _merge_group(groups, group)
     for piece in dict.fromkeys(piece for changed in effects.changed.values() for piece in sorted(changed)):
         touching = [node for node in operators if piece in touched[node]]
-        if piece not in held:  # memory of inputs and buffers outlives the step: all that touches it stays together
+        # Memory of inputs and buffers outlives the step: all that touches it stays together.
+        if piece not in held:
             last = max(place for place, node in enumerate(touching) if piece in effects.changed.get(node, ()))
             touching = touching[: last + 1]
         groups = _merge_group(groups, {*touching})
@@ -248,6 +247,7 @@ def _split_casts(forward: Exported, differentiable: set[str]) -> None:
         if source.kind != "parameter":
             continue
         for cast in [user for user in node.users if is_cast(user)]:
+            # The first reader keeps the cast that there is.
             for user in [user for user in cast.users if user.op != "output"][1:]:
                 with graph.inserting_before(user):
                     copy = graph.node_copy(cast)
@@ -388,6 +388,7 @@ class _Reader:
         They include all calls that the value depends on, each once.
         """
         differentiated = {node for node, needs in self.needs.items() if needs}
+        # Another stage could not see a change in place, and a gradient would have to come back from there.
         changed = {name for group in self.exported.together for name in group}
         fixed = self.parameters | differentiated | {node for node in self.nodes if node.name in changed}
         cones: dict[fx.Node, frozenset[fx.Node]] = {}
@@ -420,6 +421,7 @@ class _Reader:
     def _price_node(self, node: fx.Node, run: DryRun) -> None:
         operands = node.all_input_nodes
         self.costs[node] = call = run.call_cost(node, [self.needs.get(source, False) for source in operands])
+        # A part of a result is the operator's: its memory and its gradient are those of that result.
         if node.target is operator.getitem and isinstance(node.args[1], int):
             source, index = operands[0], _result(operands[0], node.args[1])
             cost = self.costs.get(source, CallCost())
@@ -433,12 +435,14 @@ class _Reader:
 
     def _saved_bytes(self) -> dict[fx.Node, int]:
         """Return the bytes that backward reads of the results of every node."""
-        read = set()  # a set, as a tensor counts once, however many operators save it or a view of it
+        # A set, as a tensor counts once, however many operators save it or a view of it.
+        read = set()
         for node, call in self.costs.items():
             read |= {self.memory[node.all_input_nodes[place]] for place in call.saved_operands}
             read |= {(node, place) for place in call.saved_results}
         saved: dict[fx.Node, int] = {}
         for node, place in read:
+            # Inputs and parameters are held anyhow.
             if node in self.costs and place < len(self.costs[node].result_bytes):
                 saved[node] = saved.get(node, 0) + self.costs[node].result_bytes[place]
         return saved

@@ -1,6 +1,6 @@
 """`StageGraph`: the seconds and bytes of a forward graph, for the assignment of its operators to stages.
 
-Coarsening of a stage graph: operators between which no stage need end become one node.
+`coarsen` merges operators between which no stage need end.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import TopologicalSorter
+
+from sympy.utilities import iterables
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,7 @@ class StageGraph:
             users = tuple(sorted({place[group[user]] for user in value.users} - {source}))
             if users or value.output:
                 values.append(replace(value, source=source, users=users))
+        # Values that nothing outside of its group reads are gone: they cross no boundary.
         return StageGraph(tuple(_merge_nodes(nodes) for nodes in members), tuple(values), self.at_rest)
 
 
@@ -135,76 +139,38 @@ def _merge_nodes(nodes: Sequence[StageNode]) -> StageNode:
 
 def _order_groups(group: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
     """Return the groups in topological order, ties in the order of their first nodes."""
+    # The order of the nodes is kept where edges allow it: stages as stretches of it are then stretches of the model.
     first: dict[int, int] = {}
     for position, number in enumerate(group):
         first.setdefault(number, position)
-    after: dict[int, set[int]] = {number: set() for number in first}
+    before: dict[int, set[int]] = {number: set() for number in first}
     for source, user in edges:
         if group[source] != group[user]:
-            after[group[source]].add(group[user])
-    waiting = dict.fromkeys(first, 0)
-    for users in after.values():
-        for number in users:
-            waiting[number] += 1
-    ready = [(first[number], number) for number, count in waiting.items() if not count]
-    heapq.heapify(ready)
+            before[group[user]].add(group[source])
+    sorter = TopologicalSorter(before)
+    sorter.prepare()
+    ready: list[tuple[int, int]] = []
     order = []
-    while ready:
+    while sorter.is_active():
+        for number in sorter.get_ready():
+            heapq.heappush(ready, (first[number], number))
         _, number = heapq.heappop(ready)
         order.append(number)
-        for user in after[number]:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, (first[user], user))
-    assert len(order) == len(first), "groups of nodes form a cycle"
+        sorter.done(number)
     return order
 
 
 def strongly_connected_components(nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the number of every node's component; nodes have the same one if each can be reached from the other.
-
-    Source: Kosaraju's algorithm: depth-first, then against the edges, from the node that was left last.
-    """
-    after: list[list[int]] = [[] for _ in range(nodes)]
-    before: list[list[int]] = [[] for _ in range(nodes)]
-    for source, user in edges:
-        after[source].append(user)
-        before[user].append(source)
-    component = [-1] * nodes
-    for start in reversed(_postorder(after)):
-        if component[start] >= 0:
-            continue
-        component[start], stack = start, [start]
-        while stack:
-            for node in before[stack.pop()]:
-                if component[node] < 0:
-                    component[node] = start
-                    stack.append(node)
+    """Return the number of every node's component; nodes have the same one if each can be reached from the other."""
+    component = [0] * nodes
+    for number, members in enumerate(iterables.strongly_connected_components((range(nodes), edges))):
+        for node in members:
+            component[node] = number
     return component
 
 
-def _postorder(after: Sequence[Sequence[int]]) -> list[int]:
-    """Return the nodes in the order in which a depth-first search leaves them."""
-    seen = [False] * len(after)
-    order = []
-    for start in range(len(after)):
-        if seen[start]:
-            continue
-        seen[start], stack = True, [(start, iter(after[start]))]
-        while stack:  # no recursion, as graphs are deeper than Python's stack
-            node, rest = stack[-1]
-            following = next((user for user in rest if not seen[user]), None)
-            if following is None:
-                order.append(node)
-                stack.pop()
-            else:
-                seen[following] = True
-                stack.append((following, iter(after[following])))
-    return order
-
-
+# Most nodes in branches that are merged together, as all their closed subsets are looked at.
 _BRANCHES = 8
-"""Most nodes in branches that are merged together, as all their closed subsets are looked at."""
 
 
 def coarsen(graph: StageGraph, grain: float) -> StageGraph:
@@ -260,6 +226,7 @@ class _Merging:
             self.users.append(set(value.users))
             for user in value.users:
                 self.read[user].add(place)
+        # Descendants come later in the order, so going backwards every node finds those of its readers complete.
         self.members = [1 << node for node in range(count)]
         self.below = list(self.members)
         for value in sorted(graph.values, key=lambda value: value.source, reverse=True):
@@ -274,6 +241,7 @@ class _Merging:
 
     def run(self) -> None:
         """Merge until nothing is left to merge."""
+        # A merge makes others possible near it alone, so only neighbours are looked at again.
         waiting = deque(range(len(self.parent)))
         queued = set(waiting)
         while waiting:
@@ -294,8 +262,11 @@ class _Merging:
         reader, producer = self._reader(group), self._producer(group)
         if reader is not None and self._fits([group], reader) and self._can_move_later([group], [], reader):
             return [(group, reader)]
-        if producer is not None and self._fits([group], producer) and self._can_move_earlier(group):
-            return [(group, producer)]
+        if producer is not None and self._fits([group], producer):
+            # A value that can be recomputed may cross no boundary at all: then the move saves nothing.
+            recomputed = any(self.graph.values[value].recompute_seconds is not None for value in self.read[group])
+            if not recomputed and self._traffic(self.made[group]) <= self._traffic(self.read[group]):
+                return [(group, producer)]
         branches, join = self._branches(group)
         if not branches or not self._fits(branches, join):
             return []
@@ -326,7 +297,8 @@ class _Merging:
     def _closed_subsets(self, branches: list[int]) -> Iterator[list[int]]:
         """Yield the subsets of branches that a boundary can leave before it: all that they depend on is in them."""
         closed: list[list[int]] = [[]]
-        for branch in branches:  # in topological order
+        # In topological order: what a branch depends on is in the subsets before.
+        for branch in branches:
             needs = [rest for rest in branches if rest != branch and self.members[branch] & self.below[rest]]
             closed += [[*part, branch] for part in closed if all(need in part for need in needs)]
         yield from closed[1:]
@@ -353,27 +325,24 @@ class _Merging:
         inside, behind = set(part), set(branches) - set(part)
         read = set().union(*(self.read[group] for group in part))
         made = set().union(*(self.made[group] for group in part))
-        carried = (value for value in read - made if not self._crosses_regardless(value, inside, behind, reader))
+
+        def crosses_regardless(value: int) -> bool:
+            # Other readers, behind the boundary or descendants of the reader, need the value there, or the last stage.
+            others = self.users[value] - inside
+            returned = self.graph.values[value].output
+            return returned or any(user in behind or self.members[user] & self.below[reader] for user in others)
+
+        carried = (value for value in read - made if not crosses_regardless(value))
         return self._traffic(carried) <= self._traffic(value for value in made if self.users[value] - inside)
-
-    def _crosses_regardless(self, value: int, part: set[int], behind: set[int], reader: int) -> bool:
-        """Return True if other readers, behind the boundary or descendants of the reader, need the value there."""
-        others = self.users[value] - part
-        returned = self.graph.values[value].output
-        return returned or any(user in behind or self.members[user] & self.below[reader] for user in others)
-
-    def _can_move_earlier(self, group: int) -> bool:
-        """Return True if moving a group before a boundary, to its only source, crosses no more bytes there."""
-        recomputed = any(self.graph.values[value].recompute_seconds is not None for value in self.read[group])
-        return not recomputed and self._traffic(self.made[group]) <= self._traffic(self.read[group])
 
     def _traffic(self, values: Iterable[int]) -> int:
         return sum(self.graph.values[value].traffic for value in values)
 
     def _fits(self, moved: list[int], target: int) -> bool:
         """Return True if the groups together are within the grain."""
+        # Views and the like count for neither balance nor memory.
         if not any(any(self.size[group]) or self.at_rest[group] for group in moved):
-            return True  # views and the like count for neither balance nor memory
+            return True
         groups = [*moved, target]
         sizes = [sum(amounts) for amounts in zip(*(self.size[group] for group in groups), strict=True)]
         held = sum(self.graph.at_rest[name] for name in set().union(*(self.at_rest[group] for group in groups)))
@@ -391,7 +360,8 @@ class _Merging:
             self.users[value].add(target)
         self.read[target] |= self.read[group]
         self.made[target] |= self.made[group]
-        for value in self.made[target] & self.read[target]:  # inside the group now
+        # Values between the two are inside the group now.
+        for value in self.made[target] & self.read[target]:
             self.users[value].discard(target)
             self.read[target].discard(value)
         values = self.graph.values

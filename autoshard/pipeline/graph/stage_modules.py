@@ -1,6 +1,6 @@
-"""The values between stages of a cut, and the checks of its arguments.
+"""`cut`: one module per pipeline stage of an exported module.
 
-`cut`: one module per pipeline stage of an exported module.
+Checks of the arguments of a cut come first, then the values that cross its boundaries, and the modules.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from autoshard.capture.export import ExportedInput, mark_flat
 from autoshard.errors import CaptureError, PlanError
 from autoshard.pipeline.graph.forward_export import ExportedModule, is_cast, is_part
 from autoshard.size import DynamicSize
+
+aten = torch.ops.aten
 
 Recompute = Mapping[str, Collection[int]]
 
@@ -53,9 +55,8 @@ def stages_of(
             listed = ", ".join(f"{name} on stage {stage}" for stage, name in sorted(placements.items()))
             raise PlanError(
                 f"{listed}: they read or change the same tensor, which is changed in place, and so must be on one "
-                f"stage, "
-                f"with all of {', '.join(group[:8])}{', ...' if len(group) > 8 else ''}. Put them together, or use "
-                "operators that do not work in place (ReLU without inplace=True)."
+                f"stage, with all of {', '.join(group[:8])}{', ...' if len(group) > 8 else ''}. Put them together, or "
+                "use operators that do not work in place (ReLU without inplace=True)."
             )
     return placed
 
@@ -152,7 +153,8 @@ def recomputed_nodes(
     # For every node that runs anew, a value that needs it.
     wanted_for = {node: node for node in needed if node in placed and node not in given}
     waiting = list(wanted_for)
-    for node in waiting:  # grows while it is walked
+    # The list grows while it is walked.
+    for node in waiting:
         _check_recomputable(exported, node, wanted_for[node], stage)
         for source in node.all_input_nodes:
             if source in placed and source not in given and source not in wanted_for:
@@ -179,9 +181,6 @@ def _check_recomputable(exported: ExportedModule, node: fx.Node, wanted: fx.Node
             f"recompute says that stage {stage} computes {wanted.name} anew, but it{of} {fault}. Leave "
             f"{stage} out of recompute[{wanted.name!r}]: the value is handed on then."
         )
-
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,7 +221,6 @@ class StageModule:
             `module` for each, and a tensor like it on the meta device.
         passed: tensors for the next stage, in order; empty on the last.
         returned: tensors on the meta device like all that `module` returns.
-        computed: names of the nodes that run here, recomputed ones included.
         shared: parameters that other stages hold as well (tied ones), with all stages that do, in order: their
             gradients have to be added up over these.
     """
@@ -233,7 +231,6 @@ class StageModule:
     inputs: Mapping[str, tuple[str, torch.Tensor]]
     passed: tuple[BoundaryTensor, ...]
     returned: tuple[torch.Tensor, ...]
-    computed: tuple[str, ...]
     shared: Mapping[str, tuple[int, ...]]
 
     @property
@@ -286,18 +283,19 @@ def cut(
     """
     recompute = recompute or {}
     placed = stages_of(exported, stage_of, stages, recompute)
+    # The empty tuple is what the last stage passes on: nothing.
     across = [*values_across(exported, placed, stages, recompute), ()]
     outputs = tuple(
         _meta_tensor(node.meta["val"], node.name in exported.differentiable) for node in exported.forward.outputs
     )
-    parts = []
+    modules = []
     for index in range(stages):
         returned = across[index + 1] if index + 1 < stages else exported.forward.outputs
         again = recomputed_nodes(exported, placed, index, across[index], returned)
         running = tuple(node for node, stage in placed.items() if stage == index or node in again)
-        parts.append((running, _module(exported, index, running, across[index], returned)))
+        modules.append(_module(exported, index, running, across[index], returned))
     holders: dict[str, list[int]] = {}
-    for index, (_, module) in enumerate(parts):
+    for index, module in enumerate(modules):
         for name, _ in module.named_parameters():
             holders.setdefault(name, []).append(index)
     return [
@@ -308,10 +306,9 @@ def cut(
             inputs=_inputs(exported, module.graph),
             passed=_boundary_tensors(exported, across[index + 1]),
             returned=tuple(value.like for value in _boundary_tensors(exported, across[index + 1])) or outputs,
-            computed=tuple(node.name for node in running),
             shared={name: tuple(held) for name, held in holders.items() if len(held) > 1 and index in held},
         )
-        for index, (running, module) in enumerate(parts)
+        for index, module in enumerate(modules)
     ]
 
 
@@ -349,6 +346,7 @@ def _module(
     returned: Sequence[fx.Node],
 ) -> fx.GraphModule:
     """Build the module of stage `index`, which runs the operators `running` on `received` and the model's inputs."""
+    # The graph is set last: a GraphModule is made with what its graph reads from its root, and the root is empty here.
     module = fx.GraphModule(nn.Module(), fx.Graph(), f"{type(exported.module).__name__}Stage{index}")
     module.training = exported.module.training
     graph = fx.Graph()
@@ -357,16 +355,19 @@ def _module(
     for node, source in exported.sources.items():
         if node in read and source.kind == "input":
             copies[node] = _copy_node(graph, node, "placeholder", node.name)
+    # A tensor without dims is sent as one of one element.
     for node in received:
-        if not node.meta["val"].ndim:  # sent as one element
+        if not node.meta["val"].ndim:
             copies[node] = graph.call_function(aten.squeeze.dim, (copies[node], 0))
-    for node, source in exported.sources.items():  # in the module's order: first names are first here, too
+    # In the module's order, so that the first name of a tied tensor there is its first name here, too.
+    for node, source in exported.sources.items():
         if node in read and source.kind != "input":
             for name in exported.forward.aliases.get(source.name, (source.name,)):
                 _register(module, name, exported.module, source)
             copies[node] = _copy_node(graph, node, "get_attr", source.name)
+    # Graphs within the graph: regions under autocast or without gradients. Their names may be those of parameters.
     for node in exported.graph.find_nodes(op="get_attr"):
-        if node in read:  # a region under autocast or without gradients
+        if node in read:
             name = str(node.target)
             while hasattr(module, name):
                 name += "_"
@@ -382,6 +383,7 @@ def _module(
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     if returned is not exported.forward.outputs:
+        # Only between stages: the model's outputs stay as they are.
         copies.update({node: _pack(graph, node, copies[node]) for node in returned})
     graph.output(tuple(copies[node] for node in returned))
     graph.lint()
@@ -409,6 +411,7 @@ def _copy_node(graph: fx.Graph, node: fx.Node, op: str, target: str) -> fx.Node:
 
 def _register(module: fx.GraphModule, path: str, whole: nn.Module, source: ExportedInput) -> None:
     """Register the tensor of `source` in `module`, under one of its names in the whole module."""
+    # A tensor called `graph` or `code` would hide what torch needs to run the module.
     first = path.partition(".")[0]
     if hasattr(fx.GraphModule, first):
         raise CaptureError(
@@ -421,7 +424,8 @@ def _register(module: fx.GraphModule, path: str, whole: nn.Module, source: Expor
     elif source.kind == "buffer":
         persistent = is_persistent(whole.get_submodule(path.rpartition(".")[0]), name)
         owner.register_buffer(name, whole.get_buffer(path), persistent)
-    else:  # a constant: a GraphModule keeps tensors in no other way than as buffers
+    else:
+        # A constant: a GraphModule keeps tensors in no other way than as buffers.
         value = source.value if source.value is not None else _meta_tensor(source.fake, False)
         owner.register_buffer(name, value, persistent=False)
 

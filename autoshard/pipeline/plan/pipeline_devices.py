@@ -1,14 +1,13 @@
-"""The devices of a pipeline's stages: checks of the pipeline's axis and options, clusters and targets of stages.
-
-Shares of every microbatch for the ranks of a stage, where their devices are of different kinds (Whale, 3.3.1).
-"""
+"""The devices of a pipeline: ranks along its axis, meshes and clusters of stages, and shares of microbatches."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
 
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.joint_graph import fingerprint
@@ -17,14 +16,99 @@ from autoshard.cluster.measurements import Grouping
 from autoshard.cluster.worker_shares import Worker, apportion, shares
 from autoshard.errors import MeshError, PlanError
 from autoshard.options.target import Target
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.graph.forward_export import ExportedModule
+from autoshard.pipeline.graph.stage_problem import StageDevice
 from autoshard.pipeline.plan.planned_stage import PlannedStage
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.planner.shares import devices_along, heterogeneous_axis, speeds_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.localize import localize
-from autoshard.specs.axes import MeshShape
+from autoshard.specs.axes import MeshAxis, MeshShape
+
+# The axis of a stage's mesh where the pipeline's is the only one: a mesh has at least one axis.
+ALONE = MeshAxis("device", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineMesh:
+    """A mesh, one axis of which is the pipeline's.
+
+    Attributes:
+        whole: all axes.
+        axis: name of the pipeline's axis.
+        devices: number of consecutive places along that axis that make up each pipeline rank: one, unless task graphs
+            ask for other numbers (Whale, 3.2.1: devices are taken one after another, as many as each asks for).
+    """
+
+    whole: MeshShape
+    axis: str
+    devices: tuple[int, ...]
+
+    @staticmethod
+    def of(mesh: MeshShape, axis: str, devices: Sequence[int] = ()) -> PipelineMesh:
+        """Return the pipeline along an axis; each place is a pipeline rank unless `devices` says otherwise.
+
+        Raises:
+            MeshError: the mesh has no such axis.
+        """
+        return PipelineMesh(mesh, axis, tuple(devices) or (1,) * mesh.sizes[mesh.index(axis)])
+
+    @property
+    def ranks(self) -> int:
+        """Number of pipeline ranks."""
+        return len(self.devices)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first place of every pipeline rank along the axis."""
+        return tuple(itertools.accumulate((0, *self.devices[:-1])))
+
+    def rank_at(self, place: int) -> int:
+        """Return the pipeline rank of a place along the axis."""
+        return next(rank for rank in reversed(range(self.ranks)) if self.starts[rank] <= place)
+
+    def stage(self, rank: int) -> MeshShape:
+        """Return the mesh of a stage: the other axes, and the pipeline's own where its rank has several places.
+
+        A mesh of a single device stands for no axes.
+        """
+        count = self.devices[rank]
+        axes = (replace(axis, size=count) if axis.name == self.axis else axis for axis in self.whole.axes)
+        return MeshShape(tuple(axis for axis in axes if axis.name != self.axis or count > 1) or (ALONE,))
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the mesh, in row-major order, that make up a pipeline rank."""
+        position = self.whole.index(self.axis)
+        places = range(self.starts[rank], self.starts[rank] + self.devices[rank])
+        return tuple(member for member, at in enumerate(self.whole.coordinates()) if at[position] in places)
+
+
+def stage_devices(cluster: Cluster, mesh: PipelineMesh) -> tuple[StageDevice, ...]:
+    """Return the device that `assign_stages` assumes for every pipeline rank.
+
+    Args:
+        cluster: the devices.
+        mesh: of the pipeline.
+
+    Returns:
+        For every rank: the memory of its smallest device, in bytes; the speed of its slowest device in float32,
+        relative to the slowest one of the mesh, for which a `CostModel` of the whole mesh prices; the bandwidth of the
+        slowest link to the next rank.
+
+    Raises:
+        MeshError: the cluster has fewer devices.
+
+    Source: Whale 3.3.2: work in proportion to speed, under the memory of every device.
+    """
+    reference = cluster.slowest(range(mesh.whole.size)).peak(torch.float32)
+    ranks = [mesh.members(rank) for rank in range(mesh.ranks)]
+    devices = []
+    for members, following in itertools.zip_longest(ranks, ranks[1:], fillvalue=()):
+        slowest = cluster.slowest(members)
+        links = [cluster.link(source, target).bandwidth for source, target in zip(members, following, strict=False)]
+        speed = slowest.peak(torch.float32) / reference
+        devices.append(StageDevice(min(links, default=math.inf), speed, slowest.memory))
+    return tuple(devices)
 
 
 def check_axis(mesh: MeshShape, axis: str) -> None:
@@ -62,7 +146,8 @@ def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
         for (kind, grouping), curve in measured.collectives.items():
             if grouping.stride < inner:
                 collectives[kind, grouping] = curve
-            elif grouping.stride >= inner * size:  # an axis outside the pipeline's
+            # An axis outside of the pipeline's: in a stage's mesh its ranks are nearer by number.
+            elif grouping.stride >= inner * size:
                 collectives[kind, Grouping(grouping.size, grouping.stride // size)] = curve
         measured = replace(measured, collectives=collectives)
     return replace(cluster, devices_per_host=per_host, measured=measured)
@@ -114,7 +199,8 @@ def stage_target(
         names: of the stage's inputs in the calls that it will run, which may be fewer than it was planned for.
         dynamic: the dims of these inputs that are dynamic sizes, where its ranks take unequal shares.
     """
-    # Hints are resolved in the whole model; there they pin the parameters of stages.
+    # Hints are resolved in the whole model; there they pin the parameters of stages. The model's inputs, outputs and
+    # shares are not those of a stage.
     stage = replace(
         target,
         cluster=cluster,
@@ -161,6 +247,7 @@ def proportional_shares(planned: PlannedStage, cluster: Cluster, mesh: MeshShape
         return {}
     devices = devices_along(cluster, mesh, axis)
     speeds = speeds_of(planned.planner, planned.plan, devices)
+    # Memory does not bound the shares here: `memory_share` takes it into account.
     counts = shares(samples, [Worker(speeds[device]) for device in devices], lambda _: 0)
     return {mesh.names[axis]: counts} if min(counts) and len(set(counts)) > 1 else {}
 
@@ -178,6 +265,7 @@ def memory_share(given: RankShares, cluster: Cluster, mesh: MeshShape, limit: fl
     if not given:
         return 1.0
     ((name, counts),) = given.items()
+    # The memory of the other devices, in proportion to their shares, must not be less than that of the smallest.
     memories = [min(device.memory, limit) for device in devices_along(cluster, mesh, mesh.index(name))]
     equal = sum(counts) / len(counts)
     return max(count / equal * min(memories) / memory for count, memory in zip(counts, memories, strict=True))
@@ -194,7 +282,8 @@ def scale_to_shares(costs: StageCosts, given: RankShares, part: float) -> StageC
     if not given:
         return costs
     (counts,) = given.values()
-    largest = max(counts) / sum(counts) * len(counts)  # the message that arrives last
+    # The largest message arrives last.
+    largest = max(counts) / sum(counts) * len(counts)
     return replace(
         costs,
         forward_bytes=math.ceil(costs.forward_bytes * largest),
@@ -210,6 +299,7 @@ def scale_to_shares(costs: StageCosts, given: RankShares, part: float) -> StageC
 
 def check_uneven_programs(planned: Iterable[PlannedStage]) -> None:
     """Raise `PlanError` if some operator of a stage can't have unequal shares as the stage's plan has it."""
+    # Stages of one graph have one program.
     seen: set[str] = set()
     for stage in planned:
         if stage.plan.shares and stage.plan.fingerprint not in seen:
@@ -221,4 +311,5 @@ def check_uneven_programs(planned: Iterable[PlannedStage]) -> None:
 
 def has_sample_per_rank(given: RankShares, samples: int) -> bool:
     """Return True if every rank has a sample of a microbatch of so many samples."""
+    # A single sample would make the dynamic size a constant of the graph.
     return all(samples > 1 and min(apportion(samples, counts)) > 0 for counts in given.values())

@@ -1,7 +1,4 @@
-"""`PipelinePlan`: the stage of every operator, the sharding of every stage, and the order in which stages run.
-
-Tables of a pipeline's plan: its stages, its pipeline ranks, and the schedules it was chosen from.
-"""
+"""`PipelinePlan`: the stage of every operator, the sharding of every stage, and the order in which stages run."""
 
 from __future__ import annotations
 
@@ -17,11 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.errors import PlanError
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
+from autoshard.pipeline.plan.pipeline_devices import PipelineMesh
 from autoshard.pipeline.schedule.actions import Action, Schedule
-from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.pipeline.schedule.costs import Simulation, StageCosts, simulate
 from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
-from autoshard.pipeline.schedule.tasks import Simulation, simulate, step_task_graph
 from autoshard.plans import plan_data, plan_text
 from autoshard.plans.html import gantt, trace
 from autoshard.plans.plan_data import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
@@ -69,13 +65,16 @@ _SCHEMA = record(
 )
 
 
+# The schema of stages is a part of the pipeline's; what no schema can express is checked here.
 def _check_stages(data: Mapping[str, Any], what: str) -> None:
     for index, stage in enumerate(data["stages"]):
         SHARDING.check(stage, f"stage {index} of {what}")
 
 
 _FORMAT = Format("autoshard pipeline plan", 2, "a pipeline's plan", _SCHEMA, _check_stages)
-"""The file of a `PipelinePlan`."""
+
+# Schedules that are listed.
+_LINES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +131,7 @@ class PipelinePlan:
     devices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # A plan may come from a file that was written by hand.
         places = self.mesh.sizes[self.mesh.index(self.axis)]
         if self.devices and sum(self.devices) != places:
             raise PlanError(
@@ -144,6 +144,7 @@ class PipelinePlan:
                 f"the schedule is for {self.schedule.ranks} ranks, and pipeline axis {self.axis} of the mesh "
                 f"{self.mesh} has {ranks}: a plan needs an order for every rank."
             )
+        # Costs and moments of reduction may be left out, plans of stages may not.
         counts = {"stages": len(self.stages), "costs": len(self.costs), "reduced": len(self.reduced)}
         for what, count in counts.items():
             if count != self.schedule.stages and (count or what == "stages"):
@@ -186,7 +187,7 @@ class PipelinePlan:
     @property
     def simulation(self) -> Simulation:
         """The predicted step, event by event, on one device of every pipeline rank."""
-        return simulate(step_task_graph(self.schedule, self.costs), self.contention)
+        return simulate(self.schedule, self.costs, self.contention)
 
     def __repr__(self) -> str:
         return (
@@ -197,6 +198,7 @@ class PipelinePlan:
     def __str__(self) -> str:
         tables = [summary_table(self._summary())]
         if self.costs:
+            # Plans that are built by hand may have costs and no paths of modules.
             modules = self.modules or (("", ""),) * len(self.stages)
             tables.append(stage_table(self.schedule.placement, modules, self.costs))
             tables.append(rank_table(self.simulation))
@@ -213,6 +215,7 @@ class PipelinePlan:
             ("schedule", self._schedule_text()),
             ("gradients", self._gradients_text()),
         ]
+        # Stages with equal shares share a line.
         stages_by_shares: dict[str, list[int]] = {}
         for index, stage in enumerate(self.stages):
             stages_by_shares.setdefault(shares_text(stage), []).append(index)
@@ -275,13 +278,13 @@ class PipelinePlan:
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted step as a trace that Perfetto and chrome://tracing load."""
         step = self.simulation
-        Path(path).write_text(trace(step.graph.tasks, step.starts, step.ends, step.memory), "utf-8")
+        Path(path).write_text(trace(step.tasks, step.starts, step.ends, step.memory), "utf-8")
 
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted step as an SVG picture: a row per pipeline rank, a colour per kind of task."""
         step = self.simulation
         title = f"{self._schedule_text()}: {self._step_text()}"
-        Path(path).write_text(gantt(step.graph.tasks, step.starts, step.ends, title), "utf-8")
+        Path(path).write_text(gantt(step.tasks, step.starts, step.ends, title), "utf-8")
 
     def check(self, mesh: MeshShape, fingerprint: str) -> None:
         """Check that the plan was made for this model, with these microbatches, on this mesh.
@@ -293,6 +296,7 @@ class PipelinePlan:
         Raises:
             PlanError: it was not; the message names every difference.
         """
+        # All differences in one error: which of them matters, the user knows best.
         differences = []
         if mesh != self.mesh:
             differences.append(f"it was made for the mesh {self.mesh}; this mesh is {mesh}")
@@ -309,31 +313,18 @@ class PipelinePlan:
 
     def to_json(self) -> str:
         """Return the plan as a JSON text with a checksum of its content."""
-        data = {
+        # Fields in their order; JSON has tuples as lists.
+        attributes = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        data = attributes | {
             "mesh": {axis.name: axis.size for axis in self.mesh.axes},
-            "axis": self.axis,
-            "stage_of": dict(self.stage_of),
-            "recomputed": {name: list(stages) for name, stages in self.recomputed.items()},
             "schedule": {
                 "name": self.schedule.name,
                 "microbatches": self.schedule.microbatches,
                 "orders": [[str(action) for action in order] for order in self.schedule.orders],
             },
             "stages": [plan_data.to_data(stage) for stage in self.stages],
-            "reduced": list(self.reduced),
-            "modules": [list(pair) for pair in self.modules],
             "costs": [dataclasses.asdict(cost) for cost in self.costs],
-            "step_seconds": self.step_seconds,
-            "bubble": self.bubble,
-            "peaks": list(self.peaks),
-            "capacities": list(self.capacities),
             "table": [dataclasses.asdict(line) for line in self.table],
-            "cluster": self.cluster,
-            "contention": self.contention,
-            "fingerprint": self.fingerprint,
-            "timings": dict(self.timings),
-            "versions": dict(self.versions),
-            "devices": list(self.devices),
         }
         return plan_data.encode(data, _FORMAT)
 
@@ -347,6 +338,7 @@ class PipelinePlan:
         """
         data = plan_data.decode(text, what, _FORMAT)
         schedule = data["schedule"]
+        # `Schedule` checks the orders: an edited file may hold those of no schedule.
         orders = tuple(tuple(map(Action.parse, order)) for order in schedule["orders"])
         attributes = dict(data) | {
             "mesh": MeshShape.of(data["mesh"]),
@@ -377,8 +369,15 @@ class PipelinePlan:
         return PipelinePlan.from_json(*plan_data.read(path))
 
 
-_LINES = 12
-"""Schedules that are listed."""
+def _table(*labels: str) -> Table:
+    """Return an empty table: sentences are folded, all else stays on its line, numbers to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for label in labels:
+        if label in ("modules", "verdict"):
+            table.add_column(label, overflow="fold")
+        else:
+            table.add_column(label, justify="left" if label == "schedule" else "right", no_wrap=True)
+    return table
 
 
 def summary_table(lines: Iterable[tuple[str, str]]) -> Table:
@@ -396,12 +395,8 @@ def stage_table(placement: Sequence[int], modules: Sequence[tuple[str, str]], co
 
     Gradients are reduced once per step.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for label in ("stage", "rank"):
-        table.add_column(label, justify="right", no_wrap=True)
-    table.add_column("modules", overflow="fold")
-    for label in ("forward", "backward", "reduction", "at rest", "saved", "sent on", "sent back"):
-        table.add_column(label, justify="right", no_wrap=True)
+    costs_of = ("forward", "backward", "reduction", "at rest", "saved", "sent on", "sent back")
+    table = _table("stage", "rank", "modules", *costs_of)
     for stage, (rank, (first, last), cost) in enumerate(zip(placement, modules, costs, strict=True)):
         amounts = (cost.rest_bytes, cost.saved_bytes, cost.forward_bytes, cost.backward_bytes)
         seconds = map(format_seconds, (cost.forward_seconds, cost.backward_seconds, cost.reduction_seconds))
@@ -412,10 +407,8 @@ def stage_table(placement: Sequence[int], modules: Sequence[tuple[str, str]], co
 
 def rank_table(step: Simulation) -> Table:
     """Return the peak memory and the idle share of every pipeline rank."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for label in ("rank", "stages", "peak", "not computing"):
-        table.add_column(label, justify="right", no_wrap=True)
-    placement = step.graph.schedule.placement
+    table = _table("rank", "stages", "peak", "not computing")
+    placement = step.schedule.placement
     for rank, (peak, idle) in enumerate(zip(step.peaks, step.idle, strict=True)):
         held = ", ".join(str(stage) for stage, holder in enumerate(placement) if holder == rank)
         table.add_row(*map(Text, (str(rank), held, format_bytes(peak), f"{idle:.1%}")))
@@ -424,11 +417,7 @@ def rank_table(step: Simulation) -> Table:
 
 def choice_table(candidates: Sequence[ScheduleCandidate]) -> Table:
     """Return the fastest schedules with their verdicts, and the number of all others."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("schedule", no_wrap=True)
-    for label in ("microbatches", "per rank", "step", "peak"):
-        table.add_column(label, justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
+    table = _table("schedule", "microbatches", "per rank", "step", "peak", "verdict")
     for line in candidates[:_LINES]:
         step = "" if line.seconds is None else format_seconds(line.seconds)
         peak = "" if line.peak is None else format_bytes(line.peak)

@@ -12,9 +12,9 @@ import torch
 from autoshard.errors import BudgetError, CaptureError, InputError, PlanError, warn_caller
 from autoshard.options import Pipeline
 from autoshard.options.target import Target
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh, stage_devices
-from autoshard.pipeline.assign.stages import StageDevice
+from autoshard.pipeline.graph.stage_problem import StageDevice
 from autoshard.pipeline.plan.pipeline_devices import (
+    PipelineMesh,
     RankShares,
     check_axis,
     check_pipeline_options,
@@ -22,6 +22,7 @@ from autoshard.pipeline.plan.pipeline_devices import (
     forward_fingerprint,
     has_sample_per_rank,
     proportional_shares,
+    stage_devices,
 )
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import MIN_GAIN, PipelineShape, PlannedShape, ShapePlanner, Stopping
@@ -42,12 +43,12 @@ from autoshard.planner.planning import freeze_older_objects
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
+# The most shapes that are planned where many are possible: estimates by two planned ones choose the third.
 _MAX_PLANNED_SHAPES = 3
-"""The most shapes that are planned where many are possible."""
+# Of the shape that is planned first: it is idle for less than a quarter of its work.
 _MICROBATCHES_PER_RANK = 4
-"""Of the shape that is planned first."""
+# Bytes: more than any device has.
 _NO_LIMIT = 2**62
-"""Bytes: more than any device has."""
 
 
 def plan_pipeline(
@@ -122,6 +123,7 @@ def plan_pipeline(
         marked = planner.marked_devices(begin)
         if marked:
             layout = PipelineMesh.of(shape, pipeline.axis, marked)
+            # Shapes that were planned for equal ranks are of no use here.
             planner = new_planner(layout, [given] * layout.ranks, {})
         plan = planner.run(begin)
         uneven = planner.shares_by_speed(plan) if target.shares == "auto" else []
@@ -131,10 +133,12 @@ def plan_pipeline(
         try:
             uneven_plan = new_planner(layout, uneven, {}, same_shape).run()
         except (BudgetError, CaptureError, InputError, PlanError):
-            return plan  # there is no room for unequal shares, or an operator needs equal ones
+            # There is no room for unequal shares, or an operator needs equal ones.
+            return plan
         except KeyboardInterrupt:
             planner.warn_of_interruption(plan.step_seconds)
             return plan
+        # Shares are taken only where they gain: equal ones need no dynamic sizes.
         if not uneven_plan.fits or uneven_plan.step_seconds >= plan.step_seconds:
             return plan
         table = (replace(line, verdict=f"equal shares of the batch: {line.verdict}") for line in plan.table)
@@ -173,6 +177,7 @@ class _PipelinePlanner:
             (device.speed, device.memory) != (devices[0].speed, devices[0].memory) for device in devices
         )
         self.schedule_names = names_to_try(pipeline.schedule)
+        # Stages are assigned to ranks round and round; in a V they would lie on other devices.
         if self.has_unequal_devices:
             self.schedule_names = [
                 name for name in self.schedule_names if name not in SCHEDULES or not SCHEDULES[name].turns
@@ -211,7 +216,8 @@ class _PipelinePlanner:
         try:
             if self.pipeline.virtual == "auto" and first is not None:
                 graph = self.shape_planner.microbatch_graph(first.microbatches)
-                if self.shape_planner.stage_marks(graph):  # stages with devices of their own: one per rank
+                # Marked stages have devices of their own: one per rank.
+                if self.shape_planner.stage_marks(graph):
                     self.possible = [shape for shape in self.possible if shape.virtual == 1]
             if first is not None and first not in self.planned_shapes:
                 self._plan_shape(first)
@@ -221,6 +227,7 @@ class _PipelinePlanner:
             estimates = self._follow_estimates() if len(self.possible) > 1 else ()
         except KeyboardInterrupt:
             self.stopping.interrupted = True
+        # Without any planned shape, the search below refuses all requested ones, with reasons for the error.
         shapes = list(self.planned_shapes) or self.requested
         search = self._search_schedules(self._planned_costs, shapes, self.memory_limits)
         if search.best is None and self.stopping.interrupted:
@@ -270,7 +277,8 @@ class _PipelinePlanner:
             return []
         planned = self.planned_shapes[PipelineShape(plan.microbatches, plan.virtual)].planned
         shares: dict[int, RankShares] = {}
-        for index, stage in zip(self.shape_planner.target_of, planned, strict=False):  # the first stage of every rank
+        # The first stage of every rank: further ones, where ranks have several, are behind the end of `target_of`.
+        for index, stage in zip(self.shape_planner.target_of, planned, strict=False):
             if index not in shares:
                 where = self.shape_planner.targets[index]
                 shares[index] = proportional_shares(
@@ -314,6 +322,8 @@ class _PipelinePlanner:
 
         It has half as many microbatches as the first, or twice as many where those of the first hold too much.
         """
+        # Fewer microbatches are larger ones, which take less time and hold more: they pay where memory did not slow the
+        # first shape down.
         planned = self.planned_shapes.get(first)
         roomy = (
             planned is not None
@@ -341,7 +351,8 @@ class _PipelinePlanner:
         while True:
             shapes = [shape for shape in self.possible if shape.virtual in ways[:considered]]
             search = self._search_schedules(self.estimates.costs, shapes, self.memory_limits)
-            if search.best is None:  # a shape whose estimate does not fit may fit once it is planned for less memory
+            # A shape whose estimate does not fit may fit once it is planned for less memory.
+            if search.best is None:
                 search = self._search_schedules(self.estimates.costs, shapes, (_NO_LIMIT,) * self.ranks)
             best = None if search.best is None else PipelineShape(*search.best.size)
             if best is not None and best.virtual in ways[considered - 1 : -1]:
@@ -367,12 +378,14 @@ class _PipelinePlanner:
             graph = self.shape_planner.microbatch_graph(shape.microbatches)
             assignments = self.shape_planner.stage_assignments(shape, graph)
             costs = self.estimates.assignment_costs(assignments, graph, shape.microbatches)
+            # A single assignment needs no comparison, which takes a search over all schedules.
             steps = [self._fastest_seconds(shape, each, False) for each in costs] if len(costs) > 1 else [0.0]
             stages = assignments[steps.index(min(steps))]
             self.planned_shapes[shape] = self.shape_planner.plan(shape, stages, self._best_seconds())
         except BudgetError as error:
             self.errors[shape] = error
         except PlanError as error:
+            # With more stages per rank the model may have too few operators; with one, no shape will do.
             if shape.virtual == 1:
                 raise
             self.errors[shape] = error
@@ -418,7 +431,7 @@ class _PipelinePlanner:
             devices=self.mesh.devices if max(self.mesh.devices) > 1 else (),
             stage_of=dict(chosen.stages.stage_of),
             recomputed=dict(chosen.stages.recomputed),
-            schedule=step.graph.schedule,
+            schedule=step.schedule,
             stages=tuple(stage.plan for stage in chosen.planned),
             reduced=tuple(stage.planner.settings.reduced for stage in chosen.planned),
             modules=tuple(stage.modules for stage in chosen.planned),

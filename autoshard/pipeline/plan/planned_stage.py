@@ -1,12 +1,9 @@
-"""The costs of a planned stage in a pipeline: `StageCosts` from the program of its plan.
-
-Tensors between stages: their placements on the mesh of a stage, and the part that each rank sends.
-"""
+"""A planned stage: its costs by the program of its plan, and the tensors that it exchanges with its neighbours."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +37,7 @@ from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.layout import dim_of, is_even, local_shape
 from autoshard.specs.spec import Spec, is_shard
 
+# Kinds of `Allocation` that last through the step.
 _AT_REST = ("parameter", "optimizer", "buffer")
 
 
@@ -74,6 +72,7 @@ class Links:
         """Return the seconds of an all-reduce of gradients over some of the ranks, in a ring."""
         if ranks < 2 or not bytes:
             return 0.0
+        # A ring adds up in as many steps as there are other ranks, and gathers in as many.
         latency = self.cost.axis_link(self.axis).latency
         return 2 * (ranks - 1) * latency + bytes * self.sum_per_byte(ranks)
 
@@ -115,6 +114,7 @@ class PlannedStage:
         """Paths of the first and the last module that the stage runs operators of, of those with parameters if any."""
         forward = [node for node in self.graph.graph.nodes if self.graph.phase(node) == "forward"]
         paths = [self.graph.module_path(node) for node in forward if node.op == "call_function"]
+        # Modules with parameters tell a user most: a stage may begin with a view in a module of the stage before.
         held = {name.rpartition(".")[0] for name, _ in self.stage.module.named_parameters(remove_duplicate=False)}
         named = [path for path in paths if path in held] or [path for path in paths if path] or [""]
         return named[0], named[-1]
@@ -145,28 +145,30 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
     """
     placement = tuple(ranks_of)
     flow, planner = _flow(planned)
+    # A single microbatch has no sums of gradients: it reduces them as they are made.
     reduced = planner.settings.reduced if microbatches > 1 else None
     program = planner.program(flow, reduced)
     forward, backward = (_seconds(planner, half) for half in (program.forward.graph, program.backward.graph))
-    held = _stage_memory(planned, planner, flow, program, microbatches)
+    rest, saved, working, application = _stage_memory(planned, planner, flow, program, microbatches)
     trained = [(name, like) for name, like in planned.received if like.requires_grad]
-    halves = _BackwardHalves.of(planner, program, {name for name, _ in trained})
+    input_share, kept = _backward_halves(planner, program, {name for name, _ in trained})
     sent = _local_bytes(planned.passed, planned.plan.output_placements, planned.plan.mesh)
-    arriving = planned.plan.input_placements if planned.plan.options.get("inputs") == "local" else {}  # else whole
+    # Gradients go back in the placements in which the tensors came: in shards, or else whole.
+    arriving = planned.plan.input_placements if planned.plan.options.get("inputs") == "local" else {}
     returned = _local_bytes(trained, arriving, planned.plan.mesh)
     return StageCosts(
         forward_seconds=forward,
-        input_backward_seconds=backward * halves.share,
-        weight_backward_seconds=backward * (1 - halves.share),
+        input_backward_seconds=backward * input_share,
+        weight_backward_seconds=backward * (1 - input_share),
         forward_bytes=sent,
         forward_send_seconds=links.send(sent),
         backward_bytes=returned,
         backward_send_seconds=links.send(returned),
-        rest_bytes=held.rest,
-        saved_bytes=held.saved,
-        weight_saved_bytes=halves.kept,
-        working_bytes=held.working,
-        application_bytes=held.application,
+        rest_bytes=rest,
+        saved_bytes=saved,
+        weight_saved_bytes=kept,
+        working_bytes=working,
+        application_bytes=application,
         reduction_seconds=_reduction_seconds(planner, program, backward)
         + _tied_gradient_seconds(planned, links, placement),
     )
@@ -194,7 +196,7 @@ def _reduction_seconds(planner: Planner, program: PredictedProgram, backward: fl
     places = program.unreduced.places
     last = reduce_with_sums(program.backward.graph, program.unreduced, places)
     sums = last.find_nodes(op="placeholder")[-len(places) :]
-    # Every backward adds its gradients to those before; the seconds of `backward` leave that out.
+    # This graph adds its gradients to those before. Every backward does; the seconds of `backward` leave that out.
     added = sum(planner.prices.seconds(addition) for gradient in sums for addition in gradient.users)
     return max(0.0, _seconds(planner, last) - added - backward)
 
@@ -202,74 +204,54 @@ def _reduction_seconds(planner: Planner, program: PredictedProgram, backward: fl
 def _storage_bytes(node: fx.Node) -> int:
     """Return the bytes of a node's tensor, which has memory of its own."""
     val = node.meta.get("val")
-    return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0
+    return val.nbytes if isinstance(val, torch.Tensor) else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _BackwardHalves:
-    """Backward in two halves: the share of seconds of the half for inputs, and the bytes kept for that for weights."""
+def _backward_halves(planner: Planner, program: PredictedProgram, inputs: set[str]) -> tuple[float, int]:
+    """Split a program's backward in two halves, the first of which computes the gradients of `inputs`.
 
-    share: float
-    kept: int
-
-    @staticmethod
-    def of(planner: Planner, program: PredictedProgram, inputs: set[str]) -> _BackwardHalves:
-        """Return the halves of a program's backward; the first computes the gradients of `inputs`."""
-        graph, saved = program.backward.graph, program.backward.saved
-        first = ancestors(
-            node for (kind, name), node in program.outputs.items() if kind == "gradient" and name in inputs
-        )
-        issued = operations([graph], planner.mesh.names, planner.prices)
-        names = {node.name for node in first}
-        total = sum(operation.seconds for operation in issued)
-        share = sum(operation.seconds for operation in issued if operation.name in names) / total if total else 0.0
-        second = [node for node in graph.nodes if node.op == "call_function" and node not in first]
-        read = {storage_root(source) for node in second for source in node.all_input_nodes} - set(second)
-        kept = [node for node in read if node not in saved or storage_root(saved[node]).op != "placeholder"]
-        sizes = (node.meta["val"] for node in kept if isinstance(node.meta["val"], torch.Tensor))
-        return _BackwardHalves(share, sum(val.untyped_storage().nbytes() for val in sizes))
-
-
-@dataclass(frozen=True, slots=True)
-class _StageMemory:
-    """Bytes of one device.
-
-    Attributes:
-        rest: all the time.
-        saved: for one microbatch, between its forward and its backward.
-        working: beside these, in a forward or a backward.
-        application: beside `rest`, in the optimizer's update.
+    Returns:
+        The share of the first half in the seconds of both, and the bytes that are kept for the second.
     """
-
-    rest: int
-    saved: int
-    working: int
-    application: int
+    graph, saved = program.backward.graph, program.backward.saved
+    first = ancestors(node for (kind, name), node in program.outputs.items() if kind == "gradient" and name in inputs)
+    issued = operations([graph], planner.mesh.names, planner.prices)
+    names = {node.name for node in first}
+    total = sum(operation.seconds for operation in issued)
+    share = sum(operation.seconds for operation in issued if operation.name in names) / total if total else 0.0
+    second = [node for node in graph.nodes if node.op == "call_function" and node not in first]
+    read = {storage_root(source) for node in second for source in node.all_input_nodes} - set(second)
+    # Saved parameters and inputs of the model are held all the time.
+    kept = [node for node in read if node not in saved or storage_root(saved[node]).op != "placeholder"]
+    sizes = (node.meta["val"] for node in kept if isinstance(node.meta["val"], torch.Tensor))
+    return share, sum(val.untyped_storage().nbytes() for val in sizes)
 
 
 def _stage_memory(
     planned: PlannedStage, planner: Planner, flow: Flow, program: PredictedProgram, microbatches: int
-) -> _StageMemory:
+) -> tuple[int, int, int, int]:
+    """Return the bytes of `StageCosts` of one device: at rest, saved, working, and in the optimizer's update."""
     graph, operators = planner.graph, planner.rules.operators
     forward = sum(graph.phase(node) == "forward" for node in operators)
-    end = len(operators)  # the moment of the optimizer's step
+    end = len(operators)  # the moment of the optimizer's step, behind all operators
     parameters = {source.name for source in graph.inputs if source.kind == "parameter"}
     held = list(allocations(flow, program, planner.settings.optimizer))
     rest = sum(item.bytes for item in held if item.kind in _AT_REST)
     rest += sum(_gradient_bytes(flow, program, parameters))
-    rest += microbatches * sum(like.numel() * like.element_size() for _, like in planned.stage.inputs.values())
+    rest += microbatches * sum(like.nbytes for _, like in planned.stage.inputs.values())
 
     def is_sum(item: Allocation) -> bool:
         # Gradients of parameters are kept through the step; gradients of inputs are sent and freed.
         return item.kind == "gradient" and item.name in parameters
 
+    # Inputs of the model are counted for all microbatches above; received tensors are in the schedule's buffers.
     moving = [item for item in held if item.kind not in ("input", *_AT_REST) and not is_sum(item)]
     new_gradients = [item for item in held if is_sum(item) and microbatches > 1]
     saved = sum(item.bytes for item in moving if item.start < forward < item.end)
     in_forward = peak(item for item in moving if item.start < forward)[0]
     in_backward = peak(_allocations_within([*moving, *new_gradients], forward, end))[0]
     application = sum(item.bytes for item in moving if item.kind == "temporary" and item.start >= end)
-    return _StageMemory(rest, saved, max(in_forward, in_backward, saved) - saved, application)
+    return rest, saved, max(in_forward, in_backward, saved) - saved, application
 
 
 def _gradient_bytes(flow: Flow, program: PredictedProgram, parameters: set[str]) -> Iterator[int]:
@@ -289,7 +271,7 @@ def _allocations_within(held: Sequence[Allocation], start: int, end: int) -> Ite
 
 
 def _local_bytes(
-    values: Sequence[tuple[str, torch.Tensor]], placements: dict[str, tuple[Placement, ...]], mesh: MeshShape
+    values: Sequence[tuple[str, torch.Tensor]], placements: Mapping[str, tuple[Placement, ...]], mesh: MeshShape
 ) -> int:
     """Return the bytes that one device holds of tensors; those without placements are whole."""
     total = 0
@@ -307,9 +289,8 @@ def _tied_gradient_seconds(planned: PlannedStage, links: Links, placement: Seque
     for name, stages in planned.stage.shared.items():
         parameter = planned.stage.module.get_parameter(name)
         if parameter.requires_grad:
-            shape = local_shape(tuple(parameter.shape), Spec.of(*planned.plan.placements[name]), planned.plan.mesh)
-            ranks = {placement[stage] for stage in stages}
-            seconds += links.sum(math.prod(shape) * parameter.element_size(), len(ranks))
+            held = _local_bytes([(name, parameter)], planned.plan.placements, planned.plan.mesh)
+            seconds += links.sum(held, len({placement[stage] for stage in stages}))
     return seconds
 
 
@@ -354,12 +335,10 @@ class Boundaries:
 
     def _input_placements(self, stage: StageModule) -> list[tuple[Placement, ...]]:
         """Return the placements in which a stage takes the tensors that it receives."""
-        received, _ = stage.example
-        whole = Spec.all_replicated(self._mesh.ndim).placements
-        if self._plans[stage.index].options.get("inputs") != "local":
-            return [whole] * len(received)
-        placements = self._plans[stage.index].input_placements
-        return [placements.get(name, whole) for name in input_names(stage)[: len(received)]]
+        plan, whole = self._plans[stage.index], Spec.all_replicated(self._mesh.ndim).placements
+        # A plan for whole inputs lists their placements too: those in which it shards them itself.
+        placements = plan.input_placements if plan.options.get("inputs") == "local" else {}
+        return [placements.get(name, whole) for name in input_names(stage)[: len(stage.received)]]
 
     def _output_placements(self, index: int, count: int) -> list[tuple[Placement, ...]]:
         """Return the placements in which a stage leaves the tensors that it hands on."""
@@ -370,11 +349,20 @@ class Boundaries:
     def _local_tensors(
         self, index: int, values: Sequence[BoundaryTensor], placements: Sequence[tuple[Placement, ...]]
     ) -> Tensors:
-        return tuple(self._local_tensor(index, *pair) for pair in zip(values, placements, strict=True))
+        """Return this rank's parts of the values that a stage takes or gives."""
+        # The ranks of one axis at most have unequal shares.
+        axis, proportions = next(iter(self._plans[index].shares.items()), ("", ()))
+        shared = SharedAxis(self._mesh.index(axis), len(proportions), symbol(BATCH)) if axis else None
+        return tuple(
+            self._local_tensor(value, Spec.of(*row), shared, proportions)
+            for value, row in zip(values, placements, strict=True)
+        )
 
-    def _local_tensor(self, index: int, value: BoundaryTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
-        """Return this rank's part of a value that a stage takes or gives."""
-        spec, like, (shared, proportions) = Spec.of(*placements), value.like, self._shared_axis(index)
+    def _local_tensor(
+        self, value: BoundaryTensor, spec: Spec, shared: SharedAxis | None, proportions: Sequence[int]
+    ) -> torch.Tensor:
+        """Return this rank's part of a value; ranks along the `shared` axis have samples in these proportions."""
+        like = value.like
         if not parts_are_equal(value.shape, spec, self._mesh, shared):
             raise PlanError(
                 f"{value.name} goes from stage to stage as {spec} on the mesh {self._mesh}, which does not part "
@@ -382,7 +370,7 @@ class Boundaries:
                 f"mesh divides, or plan whole boundaries."
             )
         shape = list(local_shape(tuple(like.shape), spec, self._mesh))
-        dim = None if shared is None else dim_in_shares(value.shape, spec, shared)
+        dim = dim_in_shares(value.shape, spec, shared)
         if dim is not None and shared is not None:
             # The dim is a multiple of the samples; of these the rank has its share.
             size = value.shape[dim]
@@ -391,15 +379,11 @@ class Boundaries:
             shape[dim] = int(size) // samples * apportion(samples, proportions)[self._coordinate[shared.axis]]
         return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=like.requires_grad)
 
-    def _shared_axis(self, index: int) -> tuple[SharedAxis | None, tuple[int, ...]]:
-        """Return the axis whose ranks take unequal shares in a stage, if there is one, and their proportions."""
-        for axis, proportions in self._plans[index].shares.items():
-            return SharedAxis(self._mesh.index(axis), len(proportions), symbol(BATCH)), proportions
-        return None, ()
 
-
-def dim_in_shares(shape: Sequence[int], spec: Spec, shared: SharedAxis) -> int | None:
+def dim_in_shares(shape: Sequence[int], spec: Spec, shared: SharedAxis | None) -> int | None:
     """Return the dim of a value that is sharded in shares of the samples; None if there is none."""
+    if shared is None:
+        return None
     placement = spec.placements[shared.axis]
     dim = dim_of(placement, len(shape)) if is_shard(placement) else None
     return dim if dim is not None and shared.is_of_whole(shape[dim]) else None
@@ -414,11 +398,12 @@ def parts_are_equal(shape: Sequence[int], spec: Spec, mesh: MeshShape, shared: S
         mesh: of a stage.
         shared: the axis whose ranks take unequal shares, if there is one.
     """
-    dim = None if shared is None else dim_in_shares(shape, spec, shared)
+    dim = dim_in_shares(shape, spec, shared)
     if dim is not None and shared is not None:
         rest = [Replicate() if axis == shared.axis else place for axis, place in enumerate(spec.placements)]
+        # Another axis would split the shares further.
         if any(is_shard(place) and dim_of(place, len(shape)) == dim for place in rest):
-            return False  # another axis would split the shares further
+            return False
         spec = Spec.of(*rest)
     return is_even(tuple(map(int, shape)), spec, mesh)
 

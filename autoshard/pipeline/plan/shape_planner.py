@@ -13,12 +13,13 @@ from typing import NamedTuple
 from autoshard.capture.marks import task_graphs_with_counts
 from autoshard.errors import BudgetError, HintError
 from autoshard.options.target import Target
-from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
-from autoshard.pipeline.assign.stages import Method, StageDevice, Stages, assign_layers, assign_stages, marked_stages
 from autoshard.pipeline.graph.forward_export import ExportedModule
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.pipeline.graph.stage_problem import StageDevice
+from autoshard.pipeline.graph.stages import Stages, assign_layers, assign_stages, marked_stages
 from autoshard.pipeline.plan.pipeline_devices import (
+    PipelineMesh,
     RankShares,
     memory_share,
     scale_to_shares,
@@ -28,7 +29,6 @@ from autoshard.pipeline.plan.pipeline_devices import (
 )
 from autoshard.pipeline.plan.planned_stage import Links, PlannedStage, stage_costs
 from autoshard.pipeline.plan.stage_plans import (
-    Pins,
     RelaxedFit,
     StageBudget,
     StagePlanner,
@@ -41,17 +41,16 @@ from autoshard.pipeline.schedule.actions import placement
 from autoshard.pipeline.schedule.costs import StageCosts, least_bytes
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.shares import with_shares
-from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes
 
+# The tolerances of balance that are tried: less equal stages may exchange fewer bytes, so either may be faster.
 TOLERANCES = (0.02, 0.1)
-"""The tolerances of balance that are tried: less equal stages may exchange fewer bytes, so either may be faster."""
 
+# Stages are planned for less memory where that may make the step shorter by more than this share.
 MIN_GAIN = 0.01
-"""Stages are planned for less memory where that may make the step shorter by more than this share."""
 
+# The time limit of one stage's plan is at least this, however late it is: a shape is always planned to its end.
 _MIN_STAGE_SECONDS = 1.0
-"""The time limit of one stage's plan is at least this, however late it is: a shape is always planned to its end."""
 
 
 @dataclass(slots=True)
@@ -79,11 +78,13 @@ class MicrobatchGraph:
     """The forward graph of one microbatch.
 
     Attributes:
+        microbatches: the number of microbatches of the batch.
         exported: the graph that is cut.
         graph: the graph that is assigned to stages, priced for the slowest device.
         speeds: the speed of every pipeline rank's devices, relative to the slowest device.
     """
 
+    microbatches: int
     exported: ExportedModule
     graph: StageGraph
     speeds: tuple[float, ...]
@@ -177,7 +178,7 @@ class ShapePlanner:
         """Return the forward graph of one of `number` microbatches."""
         start = time.perf_counter()
         exported, graph = self.captures.export(number), self.captures.stage_graph(number, self.cluster)
-        forward = MicrobatchGraph(exported, graph, self._speeds(number, graph))
+        forward = MicrobatchGraph(number, exported, graph, self._speeds(number, graph))
         self.seconds["capture"] += time.perf_counter() - start
         return forward
 
@@ -188,6 +189,7 @@ class ShapePlanner:
         """
         fewest = min(shape.size for shape in self.meshes)
         counts = [shape.size / fewest for shape in self.meshes]
+        # Where devices are equal, or nothing takes time, there is nothing to compare.
         if self.target.cluster.is_uniform or not graph.seconds:
             return tuple(device.speed * count for device, count in zip(self.devices, counts, strict=True))
         clusters = [replace(stage.target.cluster, stretches=()) for stage in self.targets]
@@ -210,15 +212,13 @@ class ShapePlanner:
         counts = {int(task_graph.place): task_graph.primitive.devices for task_graph in task_graphs}
         return tuple(devices for _, devices in sorted(counts.items()) if isinstance(devices, int))
 
-    def stage_assignments(
-        self, shape: PipelineShape, forward: MicrobatchGraph, method: Method = "auto"
-    ) -> list[Stages]:
+    def stage_assignments(self, shape: PipelineShape, forward: MicrobatchGraph, in_order: bool = False) -> list[Stages]:
         """Return the different assignments to stages, for all tolerances of balance; or the marked stages.
 
         Args:
             shape: the number of stages, and of microbatches under way in them.
             forward: the graph that is assigned.
-            method: of `assign_stages`.
+            in_order: as for `assign_stages`.
 
         Raises:
             HintError: `forward` marks another number of stages, or marks contradict the order of the data.
@@ -238,7 +238,7 @@ class ShapePlanner:
         def assign(tolerance: float, graph: StageGraph, flights: Sequence[int]) -> Stages:
             if marks:
                 return marked_stages(graph, devices, flights, marks)
-            return assign_stages(graph, devices, flights, tolerance=tolerance, method=method)
+            return assign_stages(graph, devices, flights, tolerance=tolerance, in_order=in_order)
 
         whole = None if marks else self._assign_whole_layers(forward.graph, devices, self.in_flight(shape))
         if whole is not None:
@@ -247,8 +247,9 @@ class ShapePlanner:
         assignments: list[Stages] = []
         try:
             for tolerance in TOLERANCES[-1:] if marks else TOLERANCES:
+                # There were no stages much more equal than that.
                 if assignments and assignments[-1].tolerance > tolerance / 2:
-                    continue  # there were no stages much more equal than that
+                    continue
                 stages = self._assign_with_fallback(
                     forward.graph, self.in_flight(shape), functools.partial(assign, tolerance)
                 )
@@ -311,7 +312,8 @@ class ShapePlanner:
         counts = []
         for stage in range(ranks * virtual):
             turn, rank = divmod(stage, ranks)
-            ahead = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1  # forwards before the first backward
+            # Forwards before the first backward; they go round the rank's stages, as many of each as there are ranks.
+            ahead = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1
             rounds, left = divmod(ahead, ranks * virtual)
             counts.append(max(1, min(number, rounds * ranks + min(max(left - turn * ranks, 0), ranks))))
         return counts
@@ -331,7 +333,7 @@ class ShapePlanner:
         start = time.perf_counter()
         forward = self.microbatch_graph(shape.microbatches)
         cutting = time.perf_counter()
-        parts = cut(forward.exported, stages.stage_of, len(stages.seconds), stages.recomputed)
+        parts = cut(forward.exported, stages.stage_of, len(stages.totals.seconds), stages.recomputed)
         self.seconds["stages"] += time.perf_counter() - cutting
         planner = self._stage_planner(forward.exported)
         recompute = "full" if self.target.settings.recompute == "full" else "none"
@@ -353,6 +355,7 @@ class ShapePlanner:
         memories = [device.memory for device in self.devices]
         texts = [structural_text(part) for part in parts]
         for relax in relaxations(self.target.settings.recompute):
+            # Once something fits, the time limit ends the search; else only the deadline does.
             late = self.is_over or (self.seconds_left <= 0 and least[0] < math.inf)
             if least[0] <= free * (1 + MIN_GAIN) or free >= known or late or self.stopping.interrupted:
                 break
@@ -387,6 +390,7 @@ class ShapePlanner:
 
     def _costs_on_rank(self, costs: StageCosts, rank: int) -> StageCosts:
         """Return a stage's costs with its rank's shares, and messages to each device that a device sends to."""
+        # A rank beside the ends has no neighbour there, and sends nothing.
         before, here, behind = ([0, *self.mesh.devices, 0][rank + step] for step in range(3))
         costs = replace(
             costs,
@@ -397,16 +401,14 @@ class ShapePlanner:
 
     def _stage_planner(self, exported: ExportedModule) -> StagePlanner:
         if self._planner is None:
-            hints, captures = self.target.hints, self.captures.stage_captures
-            pinned = [self._pinned_placements(exported, stage.mesh) for stage in self.targets]
-            self._planner = StagePlanner(self.targets, pinned, hints, captures, self.links)
+            # One for all shapes: it reuses the plans of stages that are equal.
+            hints, module = self.target.hints, self.captures.call.module
+            shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+            names = [name for name, _ in module.named_modules()]
+            # Hints are resolved in the whole model: in a single stage most of them would match nothing.
+            pinned = [
+                hint_rules.resolve(hints, shapes, exported.forward.aliases, names, stage.mesh) for stage in self.targets
+            ]
+            self._planner = StagePlanner(self.targets, pinned, hints, self.captures.stage_captures, self.links)
             self.seconds = self._planner.seconds = {**self._planner.seconds, **self.seconds}
         return self._planner
-
-    def _pinned_placements(self, exported: ExportedModule, mesh: MeshShape) -> Pins:
-        """Return what the user's hints pin."""
-        # Hints are resolved in the whole model: in a single stage most of them would match nothing.
-        module = self.captures.call.module
-        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        names = [name for name, _ in module.named_modules()]
-        return hint_rules.resolve(self.target.hints, shapes, exported.forward.aliases, names, mesh)

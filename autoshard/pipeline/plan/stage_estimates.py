@@ -1,17 +1,13 @@
-"""Estimated costs of stages that are not planned, by those that are: they decide which shape to plan next.
-
-Estimated costs of the stages of shapes that are not planned, by those of the planned shapes.
-"""
+"""Estimated costs of the stages of shapes that are not planned, by those that are: they decide which to plan next."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 from autoshard.errors import BudgetError, PlanError
-from autoshard.pipeline.assign.stages import Stages
 from autoshard.pipeline.graph.stage_graph import StageGraph
+from autoshard.pipeline.graph.stages import Stages
 from autoshard.pipeline.plan.planned_stage import Links
 from autoshard.pipeline.plan.shape_planner import MicrobatchGraph, PipelineShape, PlannedShape, ShapePlanner
 from autoshard.pipeline.schedule.actions import placement
@@ -50,7 +46,8 @@ class StageTotals:
         return StageTotals(
             forward=sum(node.forward_seconds for node in graph.nodes) / devices,
             backward=backward,
-            weights=backward / 2,  # a product of matrices takes as long for either of its gradients
+            # A product of matrices takes as long for either of its gradients.
+            weights=backward / 2,
             saved=sum(node.saved_bytes for node in graph.nodes) / devices,
             rest=sum(graph.at_rest.values()) / devices,
             working=0.0,
@@ -87,14 +84,13 @@ def totals_at(samples: int, known: Mapping[int, StageTotals]) -> StageTotals:
         scale = samples / first
         scaled = {name: getattr(near, name) * scale for name in ("forward", "backward", "weights", "saved", "working")}
         return replace(near, **scaled)
-    next_near = known[others[0]]
     along = (samples - first) / (others[0] - first)
-
-    def on_line(name: str) -> float:
+    line = {}
+    for name in (item.name for item in fields(StageTotals)):
         start: float = getattr(near, name)
-        return max(0.0, start + along * (getattr(next_near, name) - start))
-
-    line = {item.name: on_line(item.name) for item in fields(StageTotals)}
+        # Beyond the known microbatches a line may run below zero.
+        line[name] = max(0.0, start + along * (getattr(known[others[0]], name) - start))
+    # Gradients are reduced once per step, whatever the microbatch.
     return replace(StageTotals(**line), reduction=near.reduction)
 
 
@@ -110,15 +106,17 @@ def estimate_stage_costs(
         scale: samples of that microbatch, relative to those that the graph was exported with.
         links: along the pipeline.
     """
-    work, kept, rest = graph.seconds, sum(stages.saved), sum(stages.at_rest)
+    of_graph = stages.totals
+    work, kept, rest = graph.seconds, sum(of_graph.saved), sum(of_graph.at_rest)
     costs = []
-    for index, seconds in enumerate(stages.seconds):
-        share = seconds / work if work else 1.0 / len(stages.seconds)
+    for index, seconds in enumerate(of_graph.seconds):
+        share = seconds / work if work else 1.0 / len(of_graph.seconds)
+        # Totals on a line through two microbatches may have more for the half than for the whole.
         weights = min(totals.weights, totals.backward) * share
-        at_rest = stages.at_rest[index] / rest if rest else 0.0
-        saved = stages.saved[index] / kept if kept else 0.0
-        sent = stages.forward_bytes[index] if index + 1 < len(stages.seconds) else 0
-        returned = stages.backward_bytes[index - 1] if index else 0
+        at_rest = of_graph.at_rest[index] / rest if rest else 0.0
+        saved = of_graph.saved[index] / kept if kept else 0.0
+        sent = of_graph.forward_bytes[index] if index + 1 < len(of_graph.seconds) else 0
+        returned = of_graph.backward_bytes[index - 1] if index else 0
         forward_bytes, backward_bytes = (int(amount * scale * totals.sent) for amount in (sent, returned))
         costs.append(
             StageCosts(
@@ -137,14 +135,6 @@ def estimate_stage_costs(
             )
         )
     return costs
-
-
-class _Assignments(NamedTuple):
-    """Assignments to stages of the graph of one of so many microbatches, one per tolerance of balance."""
-
-    graph: MicrobatchGraph
-    microbatches: int
-    stages: list[Stages]
 
 
 class ShapeEstimates:
@@ -168,7 +158,8 @@ class ShapeEstimates:
         self._batch = batch
         self._planned = planned
         self._failed = failed
-        self._assignments_by_virtual: dict[int, _Assignments | None] = {}
+        # By stages per rank: a graph, and an assignment per tolerance of balance; None where there are no such stages.
+        self._assignments_by_virtual: dict[int, tuple[MicrobatchGraph, list[Stages]] | None] = {}
 
     def costs(self, microbatches: int, virtual: int) -> Sequence[StageCosts] | None:
         """Return the costs of the stages of a shape; None where there are no such stages."""
@@ -179,46 +170,42 @@ class ShapeEstimates:
             return None
         if virtual not in self._assignments_by_virtual:
             self._assignments_by_virtual[virtual] = self._assignments(shape)
-        assignments = self._assignments_by_virtual[virtual]
-        if assignments is None:
+        known = self._assignments_by_virtual[virtual]
+        if known is None:
             return None
-        scale = assignments.microbatches / microbatches
-        candidates = self.assignment_costs(assignments.stages, assignments.graph, microbatches, scale)
+        graph, assignments = known
+        candidates = self.assignment_costs(assignments, graph, microbatches)
         ranks = placement(self._shape_planner.ranks, virtual)
         return min(candidates, key=lambda costs: least_seconds(costs, ranks, microbatches, halves=False))
 
     def assignment_costs(
-        self, assignments: Sequence[Stages], graph: MicrobatchGraph, microbatches: int, scale: float = 1.0
+        self, assignments: Sequence[Stages], graph: MicrobatchGraph, microbatches: int
     ) -> list[list[StageCosts]]:
-        """Return estimated costs for each of some assignments.
-
-        Args:
-            assignments: of the graph.
-            graph: of a microbatch.
-            microbatches: of the step.
-            scale: samples of one of its microbatches, relative to those of the graph.
-        """
+        """Return estimated costs for each of some assignments of a graph, in a step of so many microbatches."""
+        scale = graph.microbatches / microbatches
         totals, links = self._totals(self._batch // microbatches, graph), self._shape_planner.links
         return [estimate_stage_costs(stages, graph.graph, totals, scale, links) for stages in assignments]
 
-    def _assignments(self, shape: PipelineShape) -> _Assignments | None:
-        """Return assignments of the captured graph whose microbatches are nearest to those of a shape."""
+    def _assignments(self, shape: PipelineShape) -> tuple[MicrobatchGraph, list[Stages]] | None:
+        """Return the captured graph whose microbatches are nearest to those of a shape, and its assignments."""
         number = self._shape_planner.captures.nearest_number(shape.microbatches)
         graph = self._shape_planner.microbatch_graph(number)
         captured_shape = PipelineShape(number, shape.virtual)
         try:
-            return _Assignments(graph, number, self._shape_planner.stage_assignments(captured_shape, graph, "order"))
+            # In order, as the integer program would take most of the time of a search.
+            return graph, self._shape_planner.stage_assignments(captured_shape, graph, in_order=True)
         except (PlanError, BudgetError):
             return None
 
     def _totals(self, count: int, graph: MicrobatchGraph) -> StageTotals:
         """Return totals for a microbatch of `count` samples, by the planned shapes or else by the graph alone."""
+        # Totals lie on one line for one number of stages per rank alone: every boundary adds to them.
         fewest = min((shape.virtual for shape in self._planned), default=1)
         speeds = [graph.speeds[rank] for rank in placement(self._shape_planner.ranks, 1)]
         known = {}
         for shape, planned in self._planned.items():
             if shape.virtual == fewest:
-                crossing = sum(planned.stages.forward_bytes)
+                crossing = sum(planned.stages.totals.forward_bytes)
                 known[self._batch // shape.microbatches] = StageTotals.of(
                     planned.costs, speeds * shape.virtual, crossing
                 )

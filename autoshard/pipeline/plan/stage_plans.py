@@ -1,6 +1,6 @@
 """The plans of the stages of one cut: every stage by the planner of ordinary modules, on the mesh of its ranks.
 
-Budgets with less memory for stages that do not fit: limits, recomputation, and earlier reductions.
+Where stages hold too much, they are planned again within tighter budgets: limits, recomputation, earlier reductions.
 """
 
 from __future__ import annotations
@@ -110,8 +110,10 @@ class StagePlanner:
         # A planner's operators and reshards serve later planners of the same devices and price of reductions.
         self._planner_by_target: dict[tuple[int, int], Planner] = {}
         self._known_stages: dict[Any, PlannedStage] = {}
-        self._earlier_planners: dict[Any, Planner] = {}  # of the same stage, with another limit or no limit
-        self._smallest_peaks: dict[StageBudget, int] = {}  # smallest peaks found under limits that were too low
+        # Planners of the same stage with another limit or no limit: what they know of it holds under every limit.
+        self._earlier_planners: dict[Any, Planner] = {}
+        # The smallest peaks found under limits that were too low.
+        self._smallest_peaks: dict[StageBudget, int] = {}
 
     def plan(
         self, stages: Sequence[StageModule], budgets: Sequence[StageBudget], ranks_of: Sequence[int] = ()
@@ -138,7 +140,10 @@ class StagePlanner:
         for stage in stages:
             here = stage.index
             # Stages with other shares, or on another mesh, exchange whole tensors.
-            passes_shards = bool(stage.passed) and _can_pass_shards(targets[here], targets[here + 1])
+            passes_shards = False
+            if stage.passed and targets[here].mesh.size > 1:
+                sides = [(side.mesh, side.target.shares) for side in targets[here : here + 2]]
+                passes_shards = sides[0] == sides[1]
             result = self._plan_stage(stage, budgets[here], pins, received, passes_shards)
             planned.append(result)
             received = [result.plan.output_placements[name] for name, _ in result.passed] if passes_shards else None
@@ -157,7 +162,11 @@ class StagePlanner:
                 budget = budgets[stage.index]
                 self._check_same_mesh(stage, budgets)
                 ranks = {name: len({ranks_of[holder] for holder in stage.shared[name]}) for name in new}
-                summed = {name: self._seconds_per_byte(count) / budget.microbatches for name, count in ranks.items()}
+                # Prices are those of a microbatch, and the sum is taken once per step.
+                summed = {
+                    name: 0.0 if self.links is None else self.links.sum_per_byte(count) / budget.microbatches
+                    for name, count in ranks.items()
+                }
                 alone = self._plan_or_relax(stage, budget, pins, self.targets[budget.target].target, summed)
                 pins.update({name: alone.plan.placements[name] for name in new})
         return pins
@@ -172,9 +181,6 @@ class StagePlanner:
                     f"{', '.join(map(str, meshes))}. What stages share has to lie alike on all: let them ask for "
                     "equally many devices."
                 )
-
-    def _seconds_per_byte(self, ranks: int) -> float:
-        return 0.0 if self.links is None else self.links.sum_per_byte(ranks)
 
     def _plan_stage(
         self,
@@ -249,6 +255,7 @@ class StagePlanner:
         pinned = {name: placements for name, placements in known.items() if name in held}
         placements = {**pinned, **target.input_placements}
         summed = summed or {}
+        # All that a plan depends on, without names: stages of equal layers have one key.
         key = (
             structural_fingerprint(graph),
             task_graph_marks(graph),
@@ -277,11 +284,13 @@ class StagePlanner:
         )
         unlimited_key = *key[:-1], replace(budget, limit=None, or_leanest=False)
         earlier = self._earlier_planners.get(unlimited_key)
+        # Plans refer to nodes, so those of an equal graph would not do.
         if earlier is not None and earlier.graph is graph:
             planner.plan_cache, planner.unlimited = earlier.plan_cache, earlier.unlimited
         self._earlier_planners.setdefault(unlimited_key, planner)
         plan = self._sharding_plan(planner, self._known_stages.get(key), target)
         planned = PlannedStage(stage, graph, planner, plan)
+        # A plan that Ctrl-C cut short is not kept for other stages.
         if planner.interrupted:
             raise KeyboardInterrupt
         self._known_stages.setdefault(key, planned)
@@ -292,7 +301,7 @@ class StagePlanner:
         """Run a planner, or give its graph the decisions of a stage that is alike."""
         target = replace(target, hints=self.hints)
         if alike is None:
-            # After a limit that is too low others are tried, so an error need not say what would help.
+            # After a limit that is too low others are tried, so an error need not explain what would help.
             return run_planner(planner, 0.0, target, planner.unlimited, explained=target.settings.memory_limit is None)
         source, plan = alike.graph, alike.plan
         if plan.recomputed:
@@ -311,13 +320,8 @@ class StagePlanner:
         return graph
 
 
-def _can_pass_shards(sender: StageTarget, receiver: StageTarget) -> bool:
-    """Return True if stages on two targets have equal meshes and shares, so that shards can cross between them."""
-    return sender.mesh.size > 1 and (sender.mesh, sender.target.shares) == (receiver.mesh, receiver.target.shares)
-
-
+# The most limits among stages that are alike: each takes another plan.
 _LIMITS = 4
-"""The most limits among stages that are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +348,12 @@ class RelaxedFit:
     def limit_budgets(self, budgets: Sequence[StageBudget]) -> list[StageBudget]:
         """Return the budgets, with limits for the stages of ranks that have too little memory."""
         ranks = placement(len(self.memories), len(self.costs) // len(self.memories))
-        received = rest_bytes(ranks, self.microbatches, [replace(cost, rest_bytes=0) for cost in self.costs])
-        needs = [_needed_bytes(cost, count, self.halves) for cost, count in zip(self.costs, self.flights, strict=True)]
+        # Only the receive buffers: what the stages themselves hold is in their needs.
+        received = rest_bytes([replace(cost, rest_bytes=0) for cost in self.costs], ranks, self.microbatches)
+        needs = []
+        for cost, count in zip(self.costs, self.flights, strict=True):
+            kept = cost.saved_bytes + math.ceil(self.halves * max(cost.weight_saved_bytes - cost.saved_bytes, 0))
+            needs.append(cost.rest_bytes + max(count * kept + cost.working_bytes, cost.application_bytes))
         limited = list(budgets)
         for stage, rank in enumerate(ranks):
             rank_need = sum(need for need, holder in zip(needs, ranks, strict=True) if holder == rank)
@@ -358,12 +366,6 @@ class RelaxedFit:
                 limit = math.floor(needs[stage] / rank_need * room) - beside
                 limited[stage] = replace(budgets[stage], limit=limit, under_way=self.flights[stage])
         return limited
-
-
-def _needed_bytes(cost: StageCosts, flights: int, halves: float) -> int:
-    """Return the bytes of a stage with some microbatches under way."""
-    kept = cost.saved_bytes + math.ceil(halves * max(cost.weight_saved_bytes - cost.saved_bytes, 0))
-    return cost.rest_bytes + max(flights * kept + cost.working_bytes, cost.application_bytes)
 
 
 Relaxation = Callable[[RelaxedFit, Sequence[StageBudget]], Sequence[StageBudget]]
@@ -407,11 +409,13 @@ def relaxations(recompute: str) -> list[Relaxation]:
         return _change_limited(budgets, limited, lambda budget: _without_limit(budget, recompute="full"))
 
     def reduce_per_microbatch(fit: RelaxedFit, budgets: Sequence[StageBudget]) -> Sequence[StageBudget]:
+        # A single microbatch has nothing to add up.
         if fit.microbatches == 1:
             return budgets
         limited = fit.limit_budgets(budgets)
         return _change_limited(budgets, limited, lambda budget: _without_limit(budget, reduced="microbatch"))
 
+    # From what costs least seconds to what costs most.
     first = [limit_with_headroom(0.0), limit_with_headroom(0.5), limit_with_headroom(1.0), limit]
     return [*first, *([recompute_layers] if recompute == "auto" else []), reduce_per_microbatch, limit]
 

@@ -1,12 +1,9 @@
-"""Reuse between stages that are equal but for names: of captured graphs, and of decisions.
-
-The graphs that are captured to plan a model as a pipeline, each once: of microbatches, and of stages.
-"""
+"""The graphs that are captured to plan a pipeline, each once; and reuse between stages that are equal but for names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -47,7 +44,12 @@ def structural_text(stage: StageModule) -> str:
         called = node.target if node.op == "call_function" else ""
         if node.op == "get_attr":
             target = str(node.target)
-            called = place[names.first[target]] if target in names.first else _region_text(module, target)
+            if target in names.first:
+                called = place[names.first[target]]
+            else:
+                # A graph within the graph, which has no parameters, is its text.
+                region = module.get_submodule(target)
+                called = str(region.graph) if isinstance(region, fx.GraphModule) else target
         arguments = fx.node.map_arg((node.args, node.kwargs), number.__getitem__)
         leaves = pytree.tree_leaves((node.args, node.kwargs, node.meta.get("sizes")))
         dynamic = [leaf.expr for leaf in leaves if is_dynamic(leaf)]
@@ -55,12 +57,6 @@ def structural_text(stage: StageModule) -> str:
             f"{node.op} {called} {arguments} {_sizes(node.meta.get('val'))} {dynamic} {node.meta.get('custom')}"
         )
     return "\n".join(lines)
-
-
-def _region_text(module: fx.GraphModule, target: str) -> str:
-    """Return the text of a graph within the graph, which has no parameters; of anything else, its name."""
-    region = module.get_submodule(target)
-    return str(region.graph) if isinstance(region, fx.GraphModule) else target
 
 
 def _sizes(value: object) -> list[tuple[object, ...]]:
@@ -91,7 +87,10 @@ def rename_capture(graph: JointGraph, source: StageModule, target: StageModule) 
     paths = _module_paths(source, target)
     if paths is None:
         return None
-    names = dict(_name_pairs(graph, source, target))
+    names = dict(zip(named_tensors(source.module).fakes, named_tensors(target.module).fakes, strict=True))
+    # Received tensors come first among the arguments; the model's inputs behind them have equal names.
+    arguments = [leaf for leaf in graph.call.leaves if isinstance(leaf, str)]
+    names.update(zip(arguments, (value.name for value in target.received), strict=False))
     copy, _ = copy_graph(graph)
     for node in copy.graph.nodes:
         path = node.meta.get("module_path", "")
@@ -115,13 +114,6 @@ def rename_capture(graph: JointGraph, source: StageModule, target: StageModule) 
     )
 
 
-def _name_pairs(graph: JointGraph, source: StageModule, target: StageModule) -> Iterator[tuple[str, str]]:
-    """Yield the names of the tensors that a stage holds and receives, with those of the other stage."""
-    yield from zip(named_tensors(source.module).fakes, named_tensors(target.module).fakes, strict=True)
-    leaves = [leaf for leaf in graph.call.leaves if isinstance(leaf, str)]
-    yield from zip(leaves, (value.name for value in target.received), strict=False)  # received ones come first
-
-
 def _module_paths(source: StageModule, target: StageModule) -> dict[str, str] | None:
     """Return the path of every module of a stage, with that in the other; None where one would have two."""
     paths = {"": ""}
@@ -138,6 +130,7 @@ def _module_path(node: fx.Node) -> str:
 
 def structural_fingerprint(graph: JointGraph) -> str:
     """Return a hash that is equal for graphs which differ only in the names of parameters, buffers and inputs."""
+    # Names of inputs become their places: what is tied stays tied.
     number = {item.name: str(place) for place, item in enumerate(graph.inputs)}
     inputs = [replace(item, name=number[item.name]) for item in graph.inputs]
     outputs = [replace(item, name=number.get(item.name, item.name), tangent=None) for item in graph.outputs]
@@ -153,6 +146,7 @@ def task_graph_marks(graph: JointGraph) -> tuple[tuple[str, int] | None, ...]:
 
 def rename_decisions(decisions: Decisions, source: JointGraph, target: JointGraph) -> Decisions:
     """Rename the decisions for one graph to those for another of the same `structural_fingerprint`."""
+    # Equal fingerprints: the nodes of both are equal one by one.
     nodes = {node.name: like.name for node, like in zip(source.graph.nodes, target.graph.nodes, strict=True)}
     outputs = {output.name: like.name for output, like in zip(source.outputs, target.outputs, strict=True)}
     return Decisions(
@@ -184,16 +178,45 @@ class StageCaptures:
     def joint_graph(self, stage: StageModule, dynamic: bool = False) -> JointGraph:
         """Return the step of a stage with one microbatch, with the stage's dynamic sizes if `dynamic`."""
         known = self._known.setdefault((structural_text(stage), dynamic), [])
+        # The same stage, of a shape that was planned before: its graph needs no copy.
         for like, graph in known:
             if has_same_names(like, stage):
                 return graph
-        renamed = rename_capture(known[0][1], known[0][0], stage) if known else None
-        known.append((stage, renamed or self._capture(stage, dynamic)))
-        return known[-1][1]
+        captured = rename_capture(known[0][1], known[0][0], stage) if known else None
+        if captured is None:
+            sizes = stage.dynamic if dynamic else None
+            captured = capture(stage.module, *stage.example, dynamic=sizes, mp_policy=self._mp_policy)
+        known.append((stage, captured))
+        return captured
 
-    def _capture(self, stage: StageModule, dynamic: bool) -> JointGraph:
-        sizes = stage.dynamic if dynamic else None
-        return capture(stage.module, *stage.example, dynamic=sizes, mp_policy=self._mp_policy)
+
+def export_microbatch(
+    call: BatchCall, number: int, target: Target, *, dynamic: bool, grad: bool = True
+) -> ExportedModule:
+    """Export the forward graph of one of `number` microbatches of a call.
+
+    Args:
+        call: of the whole model.
+        number: of microbatches.
+        target: as the user gave it.
+        dynamic: True if the number of samples in a microbatch is a dynamic size.
+        grad: True if gradients will be wanted.
+
+    Raises:
+        InputError: the batch does not divide.
+        CaptureError: as for `export_forward`.
+    """
+    part = call.split(number)[0]
+    return export_forward(
+        part.module,
+        part.args,
+        part.kwargs,
+        grad=grad,
+        # Hints name modules of the whole model: stages have no modules.
+        task_graphs=hint_rules.task_graphs(target.hints, [name for name, _ in part.module.named_modules()]),
+        mp_policy=target.options.mp_policy,
+        dynamic=part.dynamic_sizes if dynamic else None,
+    )
 
 
 class PipelineCaptures:
@@ -215,7 +238,7 @@ class PipelineCaptures:
         self.stage_captures = StageCaptures(target.options.mp_policy)
         self._target = target
         self._exported: dict[int, ExportedModule] = {}
-        self._graphs: dict[int, list[tuple[Cluster, StageGraph]]] = {}
+        self._graphs: dict[tuple[int, Cluster], StageGraph] = {}
         self._with_dynamic_batch: PipelineCaptures | None = None
 
     @property
@@ -228,31 +251,21 @@ class PipelineCaptures:
     def export(self, number: int) -> ExportedModule:
         """Return the forward graph of one of `number` microbatches."""
         if number not in self._exported:
-            part = self.call.split(number)[0]
-            sizes = part.dynamic_sizes if self._dynamic else None
-            hinted = hint_rules.task_graphs(self._target.hints, [name for name, _ in part.module.named_modules()])
-            self._exported[number] = export_forward(
-                part.module,
-                part.args,
-                part.kwargs,
-                grad=torch.is_grad_enabled(),
-                task_graphs=hinted,
-                mp_policy=self._target.options.mp_policy,
-                dynamic=sizes,
+            grad = torch.is_grad_enabled()
+            self._exported[number] = export_microbatch(
+                self.call, number, self._target, dynamic=self._dynamic, grad=grad
             )
         return self._exported[number]
 
     def stage_graph(self, number: int, cluster: Cluster) -> StageGraph:
         """Return the graph to assign to stages, by the prices of a cluster of equal devices."""
-        priced = self._graphs.setdefault(number, [])
-        for known, graph in priced:
-            if known == cluster:
-                return graph
-        cost = CostModel(cluster, MeshShape.of({"device": 1}))
-        graph = read_stage_graph(self.export(number), cost, optimizer=self._target.settings.optimizer)
-        priced.append((cluster, graph))
-        return graph
+        key = number, cluster
+        if key not in self._graphs:
+            cost = CostModel(cluster, MeshShape.of({"device": 1}))
+            self._graphs[key] = read_stage_graph(self.export(number), cost, optimizer=self._target.settings.optimizer)
+        return self._graphs[key]
 
     def nearest_number(self, number: int) -> int:
         """Return the number of microbatches nearest to `number` whose graph has been exported."""
+        # By `log`: half and twice as many are equally far.
         return min(self._exported, key=lambda known: (abs(math.log(known / number)), known))

@@ -1,9 +1,4 @@
-"""The norm of the gradients of all stages, and gradients scaled down to one.
-
-`PipelineModule`: the part of a module on one rank of a pipeline, which trains there.
-
-The entry to pipelines from `plan` and `parallelize`: a mesh with a pipeline axis, its plan, and its module.
-"""
+"""`PipelineModule`: the part of a module on one rank of a pipeline, which trains there; and how it is made."""
 
 from __future__ import annotations
 
@@ -47,7 +42,8 @@ from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.runtime.shards import local_of
 from autoshard.specs.axes import MeshShape
 
-_ROUNDING = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds it
+# As `torch.nn.utils.clip_grad_norm_` adds it, so that numbers are those of one device.
+_ROUNDING = 1e-6
 
 
 @torch.no_grad()
@@ -79,8 +75,10 @@ def total_norm(
     norms = torch.zeros(parameters, dtype=dtype, device=device_mesh.device_type)
     for index, gradient in gradients.items():
         local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+        # Shards of uneven splits may be empty, for which torch has no norm of infinity.
         if local.numel() and _is_first_replica(gradient):
             norms[index] = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
+    # Norms of shards add up as their powers do; the largest magnitude is that of any shard, and norm 0 a count.
     adds_powers = 0 < norm_type < math.inf
     if adds_powers:
         norms = norms**norm_type
@@ -155,7 +153,8 @@ class PipelineModule(nn.Module):
         self.training = call_cache.model.training
         self._call_cache = call_cache
         self._prepared_calls: dict[Hashable, tuple[PreparedCall, ...]] = {}
-        self._compared_signatures: set[Hashable] = set()  # kinds of calls whose first batch the ranks have compared
+        # Kinds of calls whose first batch the ranks have compared; later ones would cost a step its speed.
+        self._compared_signatures: set[Hashable] = set()
         self._tied_parameters = TiedParameters(self, first.stages, plan.schedule.placement, call_cache.group)
         self._tied_parameters.broadcast_values()
         install_hooks(self)
@@ -178,6 +177,7 @@ class PipelineModule(nn.Module):
             cache.compare_calls(args, kwargs)
             check_invalidating_effects([call.call_format.state for call in known])
             self._check_model()
+            # With the parameters of this module: those of the model are on the meta device by now.
             prepared = cache.prepare(self, args, kwargs)
             self._prepared_calls[signature] = (prepared, *known)
         if signature not in self._compared_signatures:
@@ -186,6 +186,7 @@ class PipelineModule(nn.Module):
                 cache.device_mesh, {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
             )
             self._compared_signatures.add(signature)
+        # A parameter may have been loaded or materialized since the last call of this kind.
         relink_entries(prepared.entries)
         return prepared
 
@@ -212,6 +213,7 @@ class PipelineModule(nn.Module):
             state_dict, strict, assign: as for `nn.Module`. Tensors may be whole, the same on every rank; parameters on
                 the meta device are filled with `assign=True`.
         """
+        # With `strict`, torch would refuse the parts of other ranks.
         elsewhere = self._names_elsewhere
         held = {name: value for name, value in state_dict.items() if name not in elsewhere}
         loaded: NamedTuple = super().load_state_dict(held, strict, assign)
@@ -258,9 +260,11 @@ class PipelineModule(nn.Module):
             name: indices.setdefault(parameter, len(indices))
             for name, parameter in cache.model.named_parameters(remove_duplicate=False)
         }
+        # The rank of a tied parameter's first stage counts it.
         elsewhere = {self.get_parameter(name) for name in self._tied_parameters.names_of_earlier_stages}
         held = [(name, value, value.grad) for name, value in self.named_parameters() if value.grad is not None]
         counted = {index_of[name]: gradient for name, parameter, gradient in held if parameter not in elsewhere}
+        # Norms in one dtype on all ranks, which may hold parameters of different ones.
         dtype = reduce(torch.promote_types, (parameter.dtype for parameter in indices), torch.float32)
         norm = total_norm(counted, len(indices), cache.device_mesh, norm_type, dtype)
         clip([gradient for *_, gradient in held], norm, max_norm)
@@ -292,6 +296,7 @@ class PipelineModule(nn.Module):
                 f"nothing to train: let forward compute it, and pass the targets to it."
             )
         batch = prepared.call_format.split(args, kwargs)
+        # Only the gradients of this step are summed over the ranks of a tied parameter: earlier ones are already.
         self._tied_parameters.stash_gradients()
         loss = prepared.runtime.train(batch)
         self._tied_parameters.sum_gradients()
@@ -358,10 +363,12 @@ def build_pipeline_module(
     plan.check(MeshShape.of(device_mesh), forward_fingerprint(prepared.call_format.graph))
     check_same_placements(prepared.stages, plan.stages)
     call_cache.parallelize(prepared)
+    # Only now, since parallelizing gives each stage parameters of its own.
     tie(call_cache.own_stages(prepared.stages))
     pipeline = PipelineModule(call_cache, prepared)
     pipeline.add_call(prepared, call.args, call.kwargs)
     _replace_with_meta(call.module)
+    # By `__dict__`, as an attribute that is a module would become a submodule of the model.
     call.module.__dict__[RUNTIME] = pipeline
     return pipeline
 
@@ -381,8 +388,8 @@ def _replace_with_meta(module: nn.Module) -> None:
                 part._buffers[name] = replacements.setdefault(buffer, torch.empty_like(buffer, device="meta"))
 
 
+# The default name of the mesh axis along which stages lie.
 PIPELINE_AXIS = "pp"
-"""The default name of the mesh axis along which stages lie."""
 
 
 def resolve_pipeline(mesh: MeshShape, pipeline: Pipeline) -> Pipeline | None:

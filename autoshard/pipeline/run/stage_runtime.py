@@ -1,13 +1,14 @@
 """Steps of the stages of one rank, by torch's pipeline stages and its runtime of lists of actions.
 
-Calls of one kind prepared to run: the parallelised stages of this rank, and torch's runtime of them.
+A `CallCache` prepares kinds of calls: it cuts a call into stages, parallelizes those of this rank, and gives them to a
+`PipelineRuntime`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,17 +21,14 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import AutoshardError, PipelineError
 from autoshard.options.target import Target
 from autoshard.pipeline._torch import ActionsRuntime, MultiPeerStage
-from autoshard.pipeline.assign.pipeline_mesh import PipelinePosition, pipeline_position
-from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.microbatch import BatchCall
+from autoshard.pipeline.graph.microbatch import BatchCall, CallFormat, Inputs, Loss, loss_shares
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
-from autoshard.pipeline.plan.pipeline_devices import stage_clusters, stage_target
+from autoshard.pipeline.plan.pipeline_devices import PipelineMesh, stage_clusters, stage_target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.planned_stage import Boundaries, Tensors, input_names
-from autoshard.pipeline.run.call_format import CallFormat, Inputs, Loss, loss_shares
+from autoshard.pipeline.plan.stage_reuse import export_microbatch
 from autoshard.pipeline.run.stage_state import StateEntry, relink_entries, state_entries
 from autoshard.pipeline.schedule.actions import Action, ActionKind, Schedule, runtime_actions
-from autoshard.planner import hints as hint_rules
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.calls import describe_call
@@ -41,6 +39,91 @@ from autoshard.runtime.step import GradientSums
 from autoshard.specs.axes import MeshShape
 
 _FORWARD = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelinePosition:
+    """The position of a process in a pipeline.
+
+    Attributes:
+        rank: its pipeline rank.
+        mesh: of the stages on that rank.
+        group: one process of every pipeline rank, in order, this one among them; it receives from these.
+        axis_group: all processes along the pipeline's axis.
+        sends: for the pipeline rank before this one (-1) and that behind it (1), the global ranks of the processes that
+            this one sends to; empty where they are those in `group`.
+        starts: for every pipeline rank, the position of its first process in `axis_group`.
+    """
+
+    rank: int
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    axis_group: dist.ProcessGroup
+    sends: dict[int, tuple[int, ...]]
+    starts: tuple[int, ...]
+
+
+def pipeline_position(device_mesh: DeviceMesh, layout: PipelineMesh) -> PipelinePosition:
+    """Return the position of this process. All processes of the mesh call this together, since groups are made here.
+
+    Source: Rhino 6.3: communicators are made once, in the same order on every rank.
+    """
+    axis_group = device_mesh.get_group(layout.axis)
+    place = device_mesh.get_local_rank(layout.axis)
+    rank = layout.rank_at(place)
+    mesh = _rank_mesh(device_mesh, layout, rank)
+    if max(layout.devices) == 1:
+        return PipelinePosition(rank, mesh, axis_group, axis_group, {}, layout.starts)
+    group = _column_group(device_mesh, layout)
+    index = place - layout.starts[rank]
+    axis_ranks = dist.get_process_group_ranks(axis_group)
+    # Pipeline ranks may have unequal numbers of devices. Every process receives from one process on the rank before and
+    # one on the rank behind, in turn, and sends to those that receive from it.
+    sends = {
+        step: tuple(
+            axis_ranks[layout.starts[rank + step] + receiver]
+            for receiver in range(layout.devices[rank + step])
+            if receiver % layout.devices[rank] == index
+        )
+        for step in (-1, 1)
+        if 0 <= rank + step < layout.ranks
+    }
+    return PipelinePosition(rank, mesh, group, axis_group, sends, layout.starts)
+
+
+def _rank_mesh(device_mesh: DeviceMesh, layout: PipelineMesh, rank: int) -> DeviceMesh:
+    """Return the mesh of the stages on this process's pipeline rank."""
+    start, count = layout.starts[rank], layout.devices[rank]
+    names = layout.stage(rank).names
+    others = tuple(name for name in names if name in layout.whole.names)
+    if others and max(layout.devices) == 1:
+        return device_mesh[others]
+    # Every process makes this group, needed or not: all need equally many (see `_column_group`).
+    axis_ranks = dist.get_process_group_ranks(device_mesh.get_group(layout.axis))
+    group = dist.new_group(axis_ranks[start : start + count], use_local_synchronization=True)
+    if count == 1:
+        if others:
+            return device_mesh[others]
+        return DeviceMesh.from_group(group, device_mesh.device_type, mesh_dim_names=names)
+    groups = [group if name == layout.axis else device_mesh.get_group(name) for name in names]
+    ranks = device_mesh.mesh.narrow(layout.whole.index(layout.axis), start, count)
+    return DeviceMesh.from_group(groups, device_mesh.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _column_group(device_mesh: DeviceMesh, layout: PipelineMesh) -> dist.ProcessGroup:
+    """Return the group of this process and the processes that it receives from, one of every other pipeline rank."""
+    axis_ranks = dist.get_process_group_ranks(device_mesh.get_group(layout.axis))
+    this_rank = dist.get_rank()
+    groups: list[dist.ProcessGroup] = []
+    # The n-th process of a pipeline rank is in the n-th group; ranks with fewer processes have one in turn in it. Torch
+    # names a group after its ranks and the number of groups that the process has, so a process that is not in a group
+    # makes one with itself alone.
+    for turn in range(max(layout.devices)):
+        members = [axis_ranks[start + turn % count] for start, count in zip(layout.starts, layout.devices, strict=True)]
+        is_member = this_rank in members
+        group = dist.new_group(members if is_member else [this_rank], use_local_synchronization=True, sort_ranks=False)
+        groups += [group] if is_member else []
+    return groups[0]
 
 
 class StageCall(nn.Module):
@@ -54,7 +137,8 @@ class StageCall(nn.Module):
     def forward(self, *received: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         keywords = {keyword: inputs[name] for keyword, name in self.keywords.items()}
         results = self.module(*received, **keywords)
-        return tuple(result.contiguous() for result in results)  # messages have to be contiguous
+        # Messages have to be contiguous.
+        return tuple(result.contiguous() for result in results)
 
 
 class PipelineRuntime:
@@ -101,9 +185,17 @@ class PipelineRuntime:
         )
         number = schedule.microbatches
         self.gradient_sums = {stage.index: GradientSums(number) for stage, _ in stages} if number > 1 else {}
-        self._training: ActionsRuntime | None = None
-        self._evaluating: ActionsRuntime | None = None
         _check_microbatch_order(schedule)
+
+    # Each has buffers of its own, so it is made when the first step of its kind runs.
+    @cached_property
+    def _training(self) -> ActionsRuntime:
+        return self._build_runtime(self._orders)
+
+    @cached_property
+    def _evaluating(self) -> ActionsRuntime:
+        parts = [[part for action in order for part in action.computations] for order in self._orders]
+        return self._build_runtime([[part for part in order if part.kind in _FORWARD] for order in parts])
 
     def train(self, microbatches: Sequence[Inputs]) -> torch.Tensor:
         """Run forward and backward of all microbatches; gradients of the batch's loss are added to `.grad`.
@@ -118,8 +210,6 @@ class PipelineRuntime:
             PipelineError: the step failed, for example because another rank died; no step can follow.
         """
         assert self.loss is not None, "there is no loss to differentiate"
-        if self._training is None:
-            self._training = self._build_runtime(self._orders)
         losses, _ = self._step(self._training, microbatches, backward=True)
         return self._sum_from_last_stage(self.loss, losses)
 
@@ -134,11 +224,6 @@ class PipelineRuntime:
             The loss of the batch, on every rank, or None where the model has no loss; and on the rank of the last stage
             the outputs for each microbatch.
         """
-        if self._evaluating is None:
-            parts = [[part for action in order for part in action.computations] for order in self._orders]
-            self._evaluating = self._build_runtime(
-                [[part for part in order if part.kind in _FORWARD] for order in parts]
-            )
         losses, outputs = self._step(self._evaluating, microbatches, backward=False)
         return (None if self.loss is None else self._sum_from_last_stage(self.loss, losses)), outputs
 
@@ -150,11 +235,16 @@ class PipelineRuntime:
         try:
             for sums in self.gradient_sums.values():
                 sums.clear()
-            results = runtime.run(microbatches, self._microbatch_parts(microbatches), backward)
+            # The rank of the last stage alone has the loss, and with it all that the weights depend on.
+            last = self.schedule.placement[-1] == dist.get_rank(self._group)
+            count = self.loss.count if last and self.loss is not None else None
+            results = runtime.run(microbatches, loss_shares(count, microbatches), backward)
+            # Reductions that the last backwards began are awaited behind all computations.
             for sums in self.gradient_sums.values():
                 sums.run_deferred()
             return results
         except RuntimeError as error:
+            # Torch wraps what a stage raises; the first cause is the one with the user's line.
             cause = _first_cause(error)
             if isinstance(cause, AutoshardError):
                 raise cause from error
@@ -188,13 +278,9 @@ class PipelineRuntime:
         loss = None if self.loss is None else self.loss.share
         return ActionsRuntime(stages, self.schedule.placement, texts, self.schedule.microbatches, loss)
 
-    def _microbatch_parts(self, microbatches: Sequence[Inputs]) -> torch.Tensor:
-        """Return the share of every microbatch in the loss of the batch; exact on the rank of the last stage."""
-        last = self.schedule.placement[-1] == dist.get_rank(self._group)
-        return loss_shares(self.loss.count if last and self.loss is not None else None, microbatches)
-
     def _sum_from_last_stage(self, loss: Loss, shares: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return on every rank the sum of the loss shares that the rank of the last stage has."""
+        # Broadcast to all ranks, as a training loop logs the loss on any.
         total = torch.zeros((), dtype=loss.dtype, device=self._device)
         for share in shares:
             total += share.detach()
@@ -209,6 +295,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 def _pop_second_half(later: list[Callable[[], None]]) -> Callable[[], None]:
     """Return the second half of the backward that has just run; it does nothing if there is none."""
+    # Torch asks for it after every backward for inputs, but not every backward leaves something.
     return later.pop() if later else lambda: None
 
 
@@ -297,16 +384,8 @@ class CallCache:
             PipelineError: the call runs operators that the plan has no stage for.
         """
         plan, number = self.plan, self.plan.schedule.microbatches
-        hinted = hint_rules.task_graphs(self._target.hints, [name for name, _ in self.model.named_modules()])
-        part = BatchCall(self.model, args, kwargs, self._batch_dims).split(number)[0]
-        graph = export_forward(
-            self.model,
-            part.args,
-            part.kwargs,
-            task_graphs=hinted,
-            mp_policy=self._target.options.mp_policy,
-            dynamic=part.dynamic_sizes if plan.in_shares else None,
-        )
+        call = BatchCall(self.model, args, kwargs, self._batch_dims)
+        graph = export_microbatch(call, number, self._target, dynamic=plan.in_shares)
         call_format = CallFormat(self.model, graph, number, self._batch_dims)
         call_format.check()
         names = {node.name for node in graph.operators}
@@ -320,7 +399,10 @@ class CallCache:
         recomputed = {name: stages for name, stages in plan.recomputed.items() if name in names}
         stages = tuple(cut(graph, stage_of, plan.schedule.stages, recomputed))
         held = [(stage, self._boundaries.messages(stage)) for stage in self.own_stages(stages)]
-        device = _current_device(self.device_mesh)
+        device = torch.device(self.device_mesh.device_type)
+        if device.type != "cpu":
+            # With its index: torch's threads may have another current device.
+            device = torch.device(device.type, torch.get_device_module(device.type).current_device())
         runtime = PipelineRuntime(held, plan.schedule, self._position, device, call_format.loss())
         return PreparedCall(call_format, stages, runtime)
 
@@ -330,13 +412,28 @@ class CallCache:
 
     def parallelize(self, prepared: PreparedCall) -> None:
         """Shard the stages of this rank as planned; on every rank, or on none if one fails."""
+        self._parallelize(prepared, as_planned=True)
+
+    def _parallelize(self, prepared: PreparedCall, *, as_planned: bool) -> None:
+        """Parallelize the stages of this rank: by their plans, or by new ones for the present placements."""
+        keeps_gradients = as_planned or torch.is_grad_enabled()
 
         def parallelize_stages() -> None:
             for stage in self.own_stages(prepared.stages):
-                maker = self._program_maker(prepared, stage, self.plan.stages[stage.index])
+                maker = self._program_maker(prepared, stage, self.plan.stages[stage.index] if as_planned else None)
+                example = stage.example
+                if not as_planned:
+                    maker.placed = {
+                        name: tuple(parameter.placements)
+                        for name, parameter in stage.module.named_parameters()
+                        if isinstance(parameter, DTensor)
+                    }
+                # Received tensors require gradients in the example; without gradients none does.
+                if not keeps_gradients:
+                    example = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, example)
                 runtime = Runtime(maker)
-                runtime.start(*stage.example)
-                runtime.only_call = stage.example
+                runtime.start(*example)
+                runtime.only_call = example
 
         on_all_ranks(self.device_mesh, parallelize_stages)
 
@@ -367,24 +464,7 @@ class CallCache:
         prepared = self.cut(args, kwargs)
         entries = self.state_entries(prepared, whole)
         relink_entries(entries)
-        grad = torch.is_grad_enabled()
-
-        def parallelize_stages() -> None:
-            for stage in self.own_stages(prepared.stages):
-                maker = self._program_maker(prepared, stage, None)
-                maker.placed = {
-                    name: tuple(parameter.placements)
-                    for name, parameter in stage.module.named_parameters()
-                    if isinstance(parameter, DTensor)
-                }
-                example = (
-                    stage.example if grad else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, stage.example)
-                )
-                runtime = Runtime(maker)
-                runtime.start(*example)
-                runtime.only_call = example
-
-        on_all_ranks(self.device_mesh, parallelize_stages)
+        self._parallelize(prepared, as_planned=False)
         return replace(prepared, stages=self.own_stages(prepared.stages), entries=entries)
 
     def state_entries(self, prepared: PreparedCall, whole: nn.Module) -> tuple[StateEntry, ...]:
@@ -395,9 +475,3 @@ class CallCache:
             for stage in self.own_stages(prepared.stages)
             for entry in state_entries(stage.module, whole, constants)
         )
-
-
-def _current_device(device_mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank with its index: threads may have another current device."""
-    kind = device_mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,7 +1,4 @@
-"""The parameters and buffers of several stages as those of one module, under the names that they have in the model.
-
-Tied parameters, which several stages hold: they start equal, and have one gradient.
-"""
+"""The parameters and buffers of several stages as those of one module, and tied parameters, which several hold."""
 
 from __future__ import annotations
 
@@ -55,6 +52,7 @@ def state_entries(stage: nn.Module, whole: nn.Module, constants: Collection[str]
     names += [("_buffers", name) for name, _ in stage.named_buffers(remove_duplicate=False) if name not in constants]
     for kind, name in names:
         key = name.rpartition(".")[2]
+        # The whole may lack the submodule, or have it without this tensor.
         try:
             table = getattr(_holder(whole, name), kind)
         except AttributeError:
@@ -108,6 +106,7 @@ def tie(stages: Sequence[StageModule]) -> None:
     for stage in stages:
         for name in stage.shared:
             current = stage.module.get_parameter(name)
+            # The first stage's, under all names that the parameter has in this one.
             kept = objects.setdefault(name, current)
             for alias, parameter in list(stage.module.named_parameters(remove_duplicate=False)):
                 if parameter is current and current is not kept:
@@ -143,6 +142,7 @@ class TiedParameters:
         holders = {name: held for stage in stages for name, held in stage.shared.items()}
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size(group))): group}
         this_rank = dist.get_rank(group)
+        # Sorted, since groups have to be made in one order on all ranks.
         for name in sorted(holders):
             ranks = tuple(sorted({placement[stage] for stage in holders[name]}))
             if len(ranks) == 1:
@@ -183,7 +183,8 @@ class TiedParameters:
             parameter = self._whole.get_parameter(tied.name)
             if not parameter.requires_grad:
                 continue
-            if parameter.grad is None:  # the loss does not depend on it through this rank's stages
+            # The loss may not depend on it through this rank's stages, but the other ranks wait for the sum.
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(_local(parameter.grad), group=tied.group)
             if before is not None:

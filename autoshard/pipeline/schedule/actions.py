@@ -1,9 +1,4 @@
-"""Actions of ranks in torch's notation, and schedules: the order of the computations of every rank.
-
-The schedules of torch: their requirements and their orders.
-
-A schedule with its messages: the place of every send and receive among the computations.
-"""
+"""Actions of ranks in torch's notation, schedules as lists of them, torch's own schedules, and places of messages."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ class ActionKind(StrEnum):
     RECEIVE_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
     RECEIVE_BACKWARD = "RECV_B"
-    REDUCE = "REDUCE_GRAD"
+    REDUCTION = "REDUCE_GRAD"
 
 
 class Action(NamedTuple):
@@ -77,6 +72,7 @@ class Action(NamedTuple):
         return self.parts or (self,)
 
 
+# Without `TOGETHER`, whose parts stand in brackets and are parsed by themselves.
 _ACTION = re.compile(rf"(\d+)({'|'.join(kind for kind in ActionKind if kind != ActionKind.TOGETHER)})(\d*)")
 
 
@@ -106,6 +102,7 @@ class Schedule:
                 f"schedule {self.name} gives its ranks {[held[rank] for rank in range(self.ranks)]} stages: torch's "
                 f"runtime needs equally many on each. Share the stages out evenly."
             )
+        # Every microbatch is complete on every stage; what is left over does not belong to the schedule.
         expected = sum(
             _check_once(self.name, done, stage, microbatch)
             for stage in range(self.stages)
@@ -201,6 +198,7 @@ class ScheduleFamily:
             return f"it needs {allowed} {'stage' if allowed == '1' else 'stages'} per rank, not {virtual}"
         if microbatches < self.least(ranks):
             return f"on {ranks} ranks it needs at least {self.least(ranks)} microbatches, not {microbatches}"
+        # As torch's classes compute their rounds.
         rounds = max(1, microbatches // ranks)
         if self.even_rounds and microbatches % rounds:
             near = [microbatches - microbatches % ranks, microbatches + -microbatches % ranks]
@@ -209,12 +207,6 @@ class ScheduleFamily:
                 f"are not equal; {near[0]} or {near[1]} microbatches would make equal ones"
             )
         return None
-
-
-def _gpipe(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
-    """Yield all forwards, then all backwards, in the same order of microbatches."""
-    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-        yield from (Action(rank, kind, microbatch) for microbatch in range(microbatches))
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
@@ -228,7 +220,15 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Itera
 
 
 SCHEDULES: dict[str, ScheduleFamily] = {
-    "GPipe": ScheduleFamily((1, 1), ours=_gpipe),
+    # All forwards, then all backwards, in the same order of microbatches.
+    "GPipe": ScheduleFamily(
+        (1, 1),
+        ours=lambda rank, ranks, microbatches: [
+            Action(rank, kind, microbatch)
+            for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+            for microbatch in range(microbatches)
+        ],
+    ),
     "1F1B": ScheduleFamily((1, 1), least=lambda ranks: ranks, ours=_one_forward_one_backward),
     "Interleaved1F1B": ScheduleFamily((2, None), even_rounds=True),
     "LoopedBFS": ScheduleFamily((2, None)),
@@ -251,6 +251,7 @@ def placement(ranks: int, virtual: int, turns: bool = False) -> tuple[int, ...]:
         virtual: stages per rank.
         turns: True for the V.
     """
+    # In a V, stages next to one another at a turn share a rank, and need no message.
     there = tuple(range(ranks))
     back = there[::-1] if turns else there
     return tuple(rank for turn in range(virtual) for rank in (back if turn % 2 else there))
@@ -286,6 +287,7 @@ def schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sche
             f"schedule {full} can't be had on {ranks} ranks with {virtual} stages each and {microbatches} "
             f"microbatches: {refusal}."
         )
+    # Torch's classes for one stage per rank run loops, and have no list of actions.
     if family.ours is not None:
         orders = tuple(tuple(family.ours(rank, ranks, microbatches)) for rank in range(ranks))
     else:
@@ -294,6 +296,7 @@ def schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sche
     return Schedule(full, microbatches, orders)
 
 
+# The kinds that make gradients of a stage's inputs.
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD)
 
 Product = tuple[int, ActionKind, int | None]
@@ -325,7 +328,8 @@ def issue(schedule: Schedule) -> list[Issued]:
     """
     issued: list[Issued] = []
     stages = schedule.stages
-    available: set[Product] = set()  # computed, and sent where another rank needs them
+    # Results that are computed, and sent where another rank needs them: a send follows its computation at once.
+    available: set[Product] = set()
     left = [iter(_with_reductions(schedule, rank)) for rank in range(schedule.ranks)]
     following: list[Action | None] = [next(actions, None) for actions in left]
     # The ranks take turns, each with its next action if its inputs are available. A send follows its computation, and
@@ -364,7 +368,7 @@ def _with_reductions(schedule: Schedule, rank: int) -> Iterator[Action]:
             if part.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_BACKWARD):
                 through[part.stage] += 1
                 if through[part.stage] == schedule.microbatches:
-                    yield Action(part.stage, ActionKind.REDUCE)
+                    yield Action(part.stage, ActionKind.REDUCTION)
 
 
 def _messages(done: Action, schedule: Schedule) -> Iterator[Issued]:
@@ -383,6 +387,7 @@ def _messages(done: Action, schedule: Schedule) -> Iterator[Issued]:
 
 def product(action: Action) -> Product:
     """Return the key of the result of a computation."""
+    # Both make the gradients of the stage's inputs, for which the stage before waits.
     kind = ActionKind.BACKWARD if action.kind == ActionKind.INPUT_BACKWARD else action.kind
     return action.stage, kind, action.microbatch
 
@@ -413,6 +418,7 @@ def _missing_product(action: Action, stages: int, available: set[Product]) -> Pr
 
 def _deadlock_text(schedule: Schedule, following: list[Action | None], available: set[Product]) -> str:
     """Return the chain of ranks that wait for one another, up to the first repeated one, as a text."""
+    # Follow from any waiting rank to the rank that it waits for, until one is met again.
     links: list[str] = []
     placement = schedule.placement
     rank = next(rank for rank, action in enumerate(following) if action is not None)

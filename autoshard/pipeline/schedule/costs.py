@@ -1,17 +1,19 @@
-"""Costs of a stage: seconds and bytes, independent of the model.
+"""Costs of the stages of a pipeline, and of a step of them: lower bounds, and a simulation (Rhino 6.1).
 
-Lower bounds of all schedules of some stages: seconds of a step, and bytes of every rank.
+Bounds and simulation are independent of the model: they know it by the seconds and bytes of its stages alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.schedule.actions import ActionKind
+from autoshard.pipeline.schedule.actions import Action, ActionKind, Product, Schedule, issue, product, required_products
+from autoshard.simulate.events import COMPUTE
+from autoshard.simulate.task_events import Task, replay_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +25,8 @@ class StageCosts:
         input_backward_seconds: of the half of backward that makes gradients of the stage's inputs.
         weight_backward_seconds: of the half that makes gradients of its parameters and adds them to those of the
             earlier microbatches. A whole backward takes both.
-        forward_bytes: sent to the next stage.
-        forward_send_seconds: of sending them.
-        backward_bytes: of gradients sent to the stage before.
-        backward_send_seconds: of sending them.
+        forward_bytes, forward_send_seconds: of the message to the next stage.
+        backward_bytes, backward_send_seconds: of the gradients that are sent to the stage before.
         rest_bytes: held during the whole step: parameters, gradients and optimizer state.
         saved_bytes: kept of one microbatch from its forward to its backward, without the received tensors.
         weight_saved_bytes: bytes that the half of backward for weights needs, including those that the half for inputs
@@ -81,13 +81,13 @@ class StageCosts:
         return -self.weight_saved_bytes if kind == ActionKind.WEIGHT_BACKWARD else -self.saved_bytes
 
 
-def rest_bytes(placement: Sequence[int], microbatches: int, costs: Sequence[StageCosts]) -> tuple[int, ...]:
+def rest_bytes(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
     """Return the bytes that every rank holds during the whole step: those of its stages and its receive buffers.
 
     Args:
+        costs: one per stage.
         placement: the rank of every stage.
         microbatches: of one step.
-        costs: one per stage.
     """
     rest = [0] * (max(placement) + 1)
     for stage, rank in enumerate(placement):
@@ -103,10 +103,8 @@ def least_seconds(costs: Sequence[StageCosts], placement: Sequence[int], microba
     """Return a lower bound of the seconds of a step.
 
     Args:
-        costs: one per stage.
-        placement: the rank of every stage.
-        microbatches: of one step.
-        halves: whether backward may run in halves.
+        costs, placement, microbatches: as for `rest_bytes`.
+        halves: True if backward may run in halves.
     """
     sends = [0.0 if here == there else 1.0 for here, there in pairwise(placement)]
     backward = [cost.input_backward_seconds if halves else cost.backward_seconds for cost in costs]
@@ -134,20 +132,189 @@ def least_seconds(costs: Sequence[StageCosts], placement: Sequence[int], microba
 
 
 def least_bytes(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
-    """Return a lower bound of the bytes of every rank.
-
-    Args:
-        costs: one per stage.
-        placement: the rank of every stage.
-        microbatches: of one step.
-    """
-    rest = rest_bytes(placement, microbatches, costs)
+    """Return a lower bound of the bytes of every rank; arguments are as for `rest_bytes`."""
+    rest = rest_bytes(costs, placement, microbatches)
     least = list(rest)
     # A microbatch passes all stages of a rank forward before it comes back: the rank's last stage computes while all of
     # them hold their saved tensors.
     last = {rank: stage for stage, rank in enumerate(placement)}
     for stage, rank in enumerate(placement):
         least[rank] += costs[stage].saved_bytes + (costs[stage].working_bytes if last[rank] == stage else 0)
-    for stage, rank in enumerate(placement):  # the optimizer's update
+    # The optimizer's update comes when no microbatch is under way.
+    for stage, rank in enumerate(placement):
         least[rank] = max(least[rank], rest[rank] + costs[stage].application_bytes)
     return tuple(least)
+
+
+# Streams beside `COMPUTE`: of the messages between two ranks, and of a rank's reductions of gradients.
+LINK = "link"
+REDUCTION = "reduction"
+
+
+def step_tasks(schedule: Schedule, costs: Sequence[StageCosts]) -> tuple[Task, ...]:
+    """Return the tasks of a step: computations, messages, reductions of gradients, applications.
+
+    Args:
+        schedule: the order on every rank.
+        costs: one per stage.
+
+    Returns:
+        The tasks; each needs only earlier ones.
+
+    Raises:
+        PipelineError: the number of costs is not the number of stages, or the schedule can't be run.
+
+    Source: Rhino 6.1.
+    """
+    if len(costs) != schedule.stages:
+        raise PipelineError(
+            f"schedule {schedule.name} has {schedule.stages} stages, and there are costs of {len(costs)}: one each is "
+            f"needed."
+        )
+    builder = _TaskBuilder(schedule, costs)
+    for rank, action in issue(schedule):
+        builder.add(rank, action)
+    builder.apply()
+    return tuple(builder.tasks)
+
+
+class _TaskBuilder:
+    """One pass over the actions of a step, as they are issued."""
+
+    def __init__(self, schedule: Schedule, costs: Sequence[StageCosts]) -> None:
+        self.schedule = schedule
+        self.costs = costs
+        self.tasks: list[Task] = []
+        # By rank, product or stage, the position of the last computation, the computation or message, the reduction.
+        self.last_compute: list[int | None] = [None] * schedule.ranks
+        self.compute_tasks: dict[Product, int] = {}
+        self.message_tasks: dict[Product, int] = {}
+        self.reduction_tasks: dict[int, int] = {}
+
+    def add(self, rank: int, action: Action) -> None:
+        if action.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
+            self._send(rank, action)
+        elif action.kind == ActionKind.REDUCTION:
+            name, seconds = f"reduce {action.stage}", self.costs[action.stage].reduction_seconds
+            needs = _indices([self.last_compute[rank]])
+            task = Task(name, _kind_name(action), REDUCTION, (rank,), seconds, needs)
+            self.reduction_tasks[action.stage] = self._append(task)
+        # A receive is part of the send's task.
+        elif action.kind not in (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD):
+            products = [need for part in action.computations for need in required_products(part, len(self.costs))]
+            placement = self.schedule.placement
+            # A result is there after its computation, or after the message from another rank.
+            needs = _indices(
+                (self.compute_tasks if placement[need[0]] == rank else self.message_tasks)[need] for need in products
+            )
+            for part in action.computations:
+                self._compute(rank, part, needs)
+
+    def apply(self) -> None:
+        # A stage's gradients are applied when its rank has computed everything and they are reduced.
+        for stage, rank in enumerate(self.schedule.placement):
+            seconds, held = self.costs[stage].application_seconds, self.costs[stage].application_bytes
+            needs = _indices([self.last_compute[rank], self.reduction_tasks[stage]])
+            self._append(Task(f"apply {stage}", "application", COMPUTE, (rank,), seconds, needs, held, held))
+
+    def _compute(self, rank: int, action: Action, needs: tuple[int, ...]) -> None:
+        cost = self.costs[action.stage]
+        kept = cost.memory_change(action.kind)
+        task = Task(
+            str(action),
+            _kind_name(action),
+            COMPUTE,
+            (rank,),
+            cost.seconds(action.kind),
+            needs,
+            cost.working_bytes + max(0, kept),
+            cost.working_bytes + max(0, -kept),
+            str(action.microbatch),
+        )
+        self.last_compute[rank] = self.compute_tasks[product(action)] = self._append(task)
+
+    def _send(self, rank: int, action: Action) -> None:
+        cost = self.costs[action.stage]
+        forward = action.kind == ActionKind.SEND_FORWARD
+        carried = action.stage, ActionKind.FORWARD if forward else ActionKind.BACKWARD, action.microbatch
+        to = self.schedule.placement[action.stage + 1 if forward else action.stage - 1]
+        seconds = cost.forward_send_seconds if forward else cost.backward_send_seconds
+        # The receiver posts its receive in its own order: the message waits for what the receiver issued before.
+        needs = _indices([self.last_compute[rank], self.last_compute[to]])
+        task = Task(str(action), _kind_name(action), LINK, (rank, to), seconds, needs)
+        self.message_tasks[carried] = self._append(task)
+
+    def _append(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+
+def _kind_name(action: Action) -> str:
+    """Return the kind of an action in words, such as `"input backward"`."""
+    return action.kind.name.lower().replace("_", " ")
+
+
+def _indices(needs: Iterable[int | None]) -> tuple[int, ...]:
+    """Return the tasks that are needed, each once, in order."""
+    return tuple(sorted({need for need in needs if need is not None}))
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One simulated step.
+
+    Attributes:
+        schedule: the order of the computations.
+        tasks: of the step.
+        starts, ends: seconds from the beginning, one per task.
+        seconds: of the step.
+        idle: for every rank the share of the step in which it does not compute.
+        memory: for every rank pairs of a moment, in seconds, and the bytes that it holds from then on, in order.
+    """
+
+    schedule: Schedule
+    tasks: tuple[Task, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    seconds: float
+    idle: tuple[float, ...]
+    memory: tuple[tuple[tuple[float, int], ...], ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which they do not compute."""
+        return sum(self.idle) / len(self.idle)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The most bytes that every rank holds at once."""
+        return tuple(max(held for _, held in moments) for moments in self.memory)
+
+
+def simulate(schedule: Schedule, costs: Sequence[StageCosts], contention: float = 0.0) -> Simulation:
+    """Run the tasks of a step.
+
+    Args:
+        schedule: the order on every rank.
+        costs: one per stage.
+        contention: seconds that a second of communication costs the computation beside it: `Cluster.contention`.
+
+    Raises:
+        PipelineError: as for `step_tasks`.
+    """
+    tasks = step_tasks(schedule, costs)
+    times = replay_tasks(tasks, contention)
+    computed = [0.0] * schedule.ranks
+    # The moments at which the memory of every rank changes, with the bytes that it holds from then on. The computations
+    # of a rank run one after another, in the order of their indices, so that its moments come in order.
+    rest = rest_bytes(costs, schedule.placement, schedule.microbatches)
+    memory = [[(0.0, held)] for held in rest]
+    for task, start, end in zip(tasks, times.starts, times.ends, strict=True):
+        if task.stream == COMPUTE:
+            computed[task.ranks[0]] += end - start
+        for moment, more in ((start, task.takes), (end, -task.frees)):
+            if more:
+                moments = memory[task.ranks[0]]
+                moments.append((moment, moments[-1][1] + more))
+    idle = tuple(1.0 - seconds / times.seconds if times.seconds else 0.0 for seconds in computed)
+    return Simulation(schedule, tasks, times.starts, times.ends, times.seconds, idle, memory=tuple(map(tuple, memory)))

@@ -1,36 +1,237 @@
-"""The search for the fastest schedule that fits, by simulation, with a verdict on every candidate."""
+"""The search for the fastest schedule that fits, by simulation, with a verdict on every candidate.
+
+Beside the schedules of torch it tries custom ones, which list scheduling builds from the costs of stages.
+"""
 
 from __future__ import annotations
 
+import functools
+import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from autoshard.errors import BudgetError, PipelineError
 from autoshard.names import suggestion
-from autoshard.pipeline.schedule.actions import SCHEDULES, Schedule, ScheduleFamily, placement, schedule
-from autoshard.pipeline.schedule.costs import StageCosts, least_bytes, least_seconds
-from autoshard.pipeline.schedule.list_schedule import NAME as CUSTOM
-from autoshard.pipeline.schedule.list_schedule import bytes_for_one_microbatch, list_schedules
-from autoshard.pipeline.schedule.tasks import Simulation, simulate, step_task_graph
+from autoshard.pipeline.schedule.actions import (
+    SCHEDULES,
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleFamily,
+    placement,
+    schedule,
+)
+from autoshard.pipeline.schedule.costs import (
+    Simulation,
+    StageCosts,
+    least_bytes,
+    least_seconds,
+    rest_bytes,
+    simulate,
+)
 from autoshard.solver.candidate_search import SAME, Candidate, CandidateSearch
 from autoshard.units import format_bytes, format_seconds
+
+_F, _I, _W = ActionKind.FORWARD, ActionKind.INPUT_BACKWARD, ActionKind.WEIGHT_BACKWARD
+
+# Rules for the choice among ready actions: kinds in order of preference, each with 1 to try the rank's first stage
+# first, and -1 for its last.
+_PRIORITIES = (
+    ((_I, -1), (_F, -1), (_W, 1)),  # a backward, which frees memory, then the forward of the latest stage
+    ((_I, -1), (_F, 1), (_W, 1)),  # a backward, which frees memory, then the forward that most ranks wait for
+    ((_F, 1), (_I, 1), (_W, 1)),  # the action that is furthest from the end of the step
+)
+
+
+def list_schedules(
+    costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[int]
+) -> Iterator[Schedule]:
+    """Build schedules in which every free rank runs the most important of its ready actions.
+
+    Backward runs in halves: the half for weights waits for a rank with nothing else to do. Several priorities are
+    combined with several limits on the microbatches that a rank may have in flight. The schedules come in the order of
+    their estimated seconds; the estimate ignores queues at links.
+
+    Args:
+        costs: one per stage.
+        placement: the rank of every stage.
+        microbatches: of one step.
+        memory: bytes of every rank.
+
+    Yields:
+        Schedules that stay within the memory; none where not even a single microbatch fits.
+    """
+    ranks = max(placement) + 1
+    most = _max_in_flight(costs, placement, microbatches, memory)
+    if min(most) < 1:
+        return
+    limits = {
+        tuple(min(most[rank], limit(rank)) for rank in range(ranks))
+        for limit in (
+            # As 1F1B.
+            lambda rank: ranks - rank,
+            # Covers the way of a microbatch to the last stage and back.
+            lambda rank: 2 * (ranks - rank) - 1,
+            # No limit.
+            lambda rank: microbatches,
+        )
+    }
+    results = [
+        _ListScheduler(costs, placement, microbatches, limit, priority).run()
+        for limit, priority in itertools.product(sorted(limits), _PRIORITIES)
+    ]
+    seen: set[tuple[tuple[Action, ...], ...]] = set()
+    for _, orders in sorted(results, key=lambda result: result[0]):
+        if orders not in seen:
+            seen.add(orders)
+            yield Schedule(CUSTOM, microbatches, orders)
+
+
+def bytes_for_one_microbatch(
+    costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int
+) -> tuple[int, ...]:
+    """Return the bytes of every rank that suffice for a schedule with one microbatch in flight."""
+    rest, each = _memory_needs(costs, placement, microbatches)
+    # The optimizer's update may need more than a microbatch does.
+    least = least_bytes(costs, placement, microbatches)
+    return tuple(max(held + saved, bound) for held, saved, bound in zip(rest, each, least, strict=True))
+
+
+def _memory_needs(
+    costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int
+) -> tuple[list[int], list[int]]:
+    """Return the bytes of every rank without microbatches in flight, and the bytes per microbatch in flight."""
+    rest = list(rest_bytes(costs, placement, microbatches))
+    each, working = [0] * len(rest), [0] * len(rest)
+    for stage, rank in enumerate(placement):
+        each[rank] += max(costs[stage].saved_bytes, costs[stage].weight_saved_bytes)
+        working[rank] = max(working[rank], costs[stage].working_bytes)
+    return [held + work for held, work in zip(rest, working, strict=True)], each
+
+
+def _max_in_flight(
+    costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[int]
+) -> list[int]:
+    """Return the most microbatches in flight of every rank, from their first forward to their last backward."""
+    rest, each = _memory_needs(costs, placement, microbatches)
+    most = []
+    for limit, held, saved in zip(memory, rest, each, strict=True):
+        possible = min(microbatches, (limit - held) // saved) if saved else microbatches
+        most.append(possible if limit >= held else 0)
+    return most
+
+
+class _StageProgress:
+    """Progress of one stage: the next microbatch of each kind, and the moments from which microbatches can run.
+
+    Microbatches come in their order, so a list of moments is enough.
+    """
+
+    __slots__ = ("arrived", "next")
+
+    def __init__(self) -> None:
+        self.next = {_F: 0, _I: 0, _W: 0}
+        self.arrived: dict[ActionKind, list[float]] = {_F: [], _I: [], _W: []}
+
+    def ready(self, kind: ActionKind, now: float) -> bool:
+        """Return True if the next microbatch of a kind has arrived."""
+        arrived, index = self.arrived[kind], self.next[kind]
+        return index < len(arrived) and arrived[index] <= now
+
+
+class _ListScheduler:
+    """One run over events: moments at which a rank may have something to run.
+
+    A microbatch is in flight on a rank from its first forward there to its last backward.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[StageCosts],
+        placement: Sequence[int],
+        microbatches: int,
+        limit: Sequence[int],
+        priority: tuple[tuple[ActionKind, int], ...],
+    ) -> None:
+        self.costs = costs
+        self.placement = placement
+        self.limit = limit
+        self.microbatches = microbatches
+        self.stages = [_StageProgress() for _ in placement]
+        self.stages[0].arrived[_F] = [0.0] * microbatches
+        self.stages_of = held = [
+            [stage for stage, at in enumerate(placement) if at == rank] for rank in range(len(limit))
+        ]
+        self.priorities = [[(kind, stage) for kind, step in priority for stage in stages[::step]] for stages in held]
+        self.free = [0.0] * len(limit)
+        self.orders: list[list[Action]] = [[] for _ in limit]
+        self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(limit))]
+
+    def run(self) -> tuple[float, tuple[tuple[Action, ...], ...]]:
+        """Return the estimated seconds of all computations, and the orders."""
+        while self.events:
+            now, rank = heapq.heappop(self.events)
+            if self.free[rank] <= now:
+                for kind, stage in self.priorities[rank]:
+                    if self.stages[stage].ready(kind, now) and (kind != _F or self._has_room(rank, stage)):
+                        self._run_action(now, rank, stage, kind)
+                        break
+        # Microbatches start in their order. The oldest is in flight on every rank that it has reached, so memory limits
+        # never stop it, and no rank waits for ever.
+        assert sum(map(len, self.orders)) == 3 * len(self.stages) * self.microbatches, "ranks wait for one another"
+        return max(self.free), tuple(map(tuple, self.orders))
+
+    def _has_room(self, rank: int, stage: int) -> bool:
+        """Return True if a rank may run the next forward of a stage without exceeding its limit."""
+        stages = self.stages_of[rank]
+        # On a later stage of its rank the microbatch is in flight there already.
+        if stage != stages[0]:
+            return True
+        ended = min(self.stages[index].next[_W] for index in stages)
+        return self.stages[stage].next[_F] - ended < self.limit[rank]
+
+    def _run_action(self, now: float, rank: int, stage: int, kind: ActionKind) -> None:
+        state, cost = self.stages[stage], self.costs[stage]
+        self.orders[rank].append(Action(stage, kind, state.next[kind]))
+        state.next[kind] += 1
+        end = self.free[rank] = now + cost.seconds(kind)
+        heapq.heappush(self.events, (end, rank))
+        if kind == _F and stage < len(self.stages) - 1:
+            self._add_arrival(stage + 1, _F, rank, end, cost.forward_send_seconds)
+        elif kind == _F:
+            state.arrived[_I].append(end)
+        elif kind == _I:
+            state.arrived[_W].append(end)
+            if stage > 0:
+                self._add_arrival(stage - 1, _I, rank, end, cost.backward_send_seconds)
+
+    def _add_arrival(self, stage: int, kind: ActionKind, sender: int, sent: float, seconds: float) -> None:
+        to = self.placement[stage]
+        moment = sent if to == sender else sent + seconds
+        self.stages[stage].arrived[kind].append(moment)
+        heapq.heappush(self.events, (moment, to))
+
 
 CostsOf = Callable[[int, int], Sequence[StageCosts] | None]
 """Costs of all stages for a number of microbatches and of stages per rank; None where the model has no such stages."""
 
+# Stages per rank that are tried.
 _VIRTUAL = (1, 2, 3, 4)
-"""Stages per rank that are tried."""
+# The most microbatches per rank that are tried: 1F1B is then idle for less than 1/16 of the time it computes.
 _MICROBATCHES_PER_RANK = 16
-"""The most microbatches per rank that are tried: 1F1B is then idle for less than 1/16 of the time it computes."""
+
+# Name of the schedules of `list_schedules`.
+CUSTOM = "custom"
+# A custom schedule is taken where it is faster than torch's by more than this share.
+_MIN_GAIN = 0.01
+# Number of sizes, those with the least bounds, for which custom schedules are made.
+_CUSTOM_SIZES = 4
+# Number of custom schedules per size that are simulated.
+_CUSTOM_ORDERS = 3
 
 _REFUSED = "refused"
-_MIN_GAIN = 0.01
-"""A custom schedule is taken where it is faster than torch's by more than this share."""
-_CUSTOM_SIZES = 4
-"""Number of sizes, those with the least bounds, for which custom schedules are made."""
-_CUSTOM_ORDERS = 3
-"""Number of custom schedules per size that are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +302,11 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
 
     def __init__(self, costs_of: CostsOf, ranks: int, memory_limits: tuple[int, ...], contention: float) -> None:
         super().__init__()
-        self.costs_of = costs_of
+        # Schedules of one size share its costs, which may take an assignment to stages to find.
+        self._costs_of = functools.cache(costs_of)
         self.ranks = ranks
         self.memory_limits = memory_limits
         self.contention = contention
-        self._costs: dict[tuple[int, int], Sequence[StageCosts] | None] = {}
         self._options: list[ScheduleOption] = []
         self._refused: list[ScheduleCandidate] = []
 
@@ -120,7 +321,8 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
             self._refused.append(ScheduleCandidate(name, microbatches, virtual, None, None, None, verdict))
             return
         least = bytes_for_one_microbatch if name == CUSTOM else least_bytes
-        turns = {False, virtual > 1} if name == CUSTOM else {family.turns}  # custom ones: round and round, and in a V
+        # Custom ones are tried round and round, and in a V, which differ from two stages per rank on.
+        turns = {False, virtual > 1} if name == CUSTOM else {family.turns}
         for way in [placement(self.ranks, virtual, turn) for turn in sorted(turns)]:
             option = ScheduleOption(
                 least_seconds=least_seconds(costs, way, microbatches, family.halves),
@@ -133,15 +335,10 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
             )
             self._options.append(option)
 
-    def _costs_of(self, microbatches: int, virtual: int) -> Sequence[StageCosts] | None:
-        size = microbatches, virtual
-        if size not in self._costs:
-            self._costs[size] = self.costs_of(*size)
-        return self._costs[size]
-
     def run(self) -> None:
         """Simulate the candidates that may be the best, torch's own schedules first."""
         ordered = self._ordered_options()
+        # They take longest: each simulates several orders, which list scheduling makes first.
         customs = [option for option in ordered if option.name == CUSTOM]
         untried = set(customs[_CUSTOM_SIZES:])
 
@@ -192,7 +389,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
             yield schedule(option.name, self.ranks, option.microbatches, option.virtual)
 
     def _simulate(self, order: Schedule, option: ScheduleOption) -> Simulation:
-        return simulate(step_task_graph(order, option.costs), self.contention)
+        return simulate(order, option.costs, self.contention)
 
     def table(self) -> tuple[ScheduleCandidate, ...]:
         """Return all candidates with their verdicts: the fastest first, and those that were not simulated last."""
@@ -236,6 +433,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
             least = option.least_bytes
             if leanest is not None and self._share(least) >= self._share(leanest[1]):
                 break
+            # The first order is the fastest by its estimate; all stay within the memory that is given.
             for order in islice(self._schedules(option, least), 1):
                 peaks = self._simulate(order, option).peaks
                 # A custom schedule is built within a limit that is sure to suffice: less is not known to be enough.
@@ -296,6 +494,7 @@ def microbatches_to_try(microbatches: str | int, batch: int, ranks: int) -> list
     Raises:
         PipelineError: the number does not divide the batch.
     """
+    # All microbatches of a step have one graph, so that they are equally large.
     divisors = [number for number in range(1, batch + 1) if batch % number == 0]
     if microbatches == "auto" and divisors:
         return [number for number in divisors if number <= _MICROBATCHES_PER_RANK * ranks]

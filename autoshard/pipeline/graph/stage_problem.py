@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from autoshard.pipeline.graph.stage_graph import StageGraph, StageValue
 
+# Part of a limit by which sums may exceed it: solvers keep rows within such tolerances.
 _ROUNDING = 1e-6
-"""Part of a limit by which sums may exceed it: solvers keep rows within such tolerances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,8 @@ class StageProblem:
             totals.seconds[stage] += node.seconds / self.devices[stage].speed
             totals.saved[stage] += node.saved_bytes
             kept[stage].update(node.at_rest)
-        for stage, names in enumerate(kept):  # a parameter counts once per stage
+        # Once per stage for each parameter, however many nodes read it there.
+        for stage, names in enumerate(kept):
             totals.at_rest[stage] = sum(self.graph.at_rest[name] for name in names)
         for place, value in enumerate(self.graph.values):
             for stage, again in self.route(assignment, place):
@@ -139,6 +140,7 @@ class StageProblem:
                     totals.objective += self.transfer(value, stage)
                     totals.forward_bytes[stage - 1] += value.bytes
                     totals.backward_bytes[stage - 1] += value.gradient_bytes
+                    # What a stage receives stays in its buffer until backward.
                     totals.saved[stage] += value.bytes
         return totals
 
@@ -148,6 +150,7 @@ class StageProblem:
         source = assignment.stage[value.source]
         readers = {assignment.stage[user] for user in value.users}
         if value.output:
+            # The model's result is put together on the last stage.
             readers.add(self.stages - 1)
         needed = False
         # Backwards from the last reader: a stage has the value if it reads it or hands it on.

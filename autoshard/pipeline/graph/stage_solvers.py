@@ -1,7 +1,4 @@
-"""The assignment of stages as an integer program.
-
-Stages as stretches of the nodes in their order: an exact dynamic program over the places of the cuts.
-"""
+"""Solvers of the assignment of stages: an integer program, and an exact dynamic program over stretches of the order."""
 
 from __future__ import annotations
 
@@ -10,16 +7,19 @@ from typing import Literal
 
 import numpy as np
 
-from autoshard.pipeline.assign.stage_problem import Assignment, StageProblem
 from autoshard.pipeline.graph.stage_graph import StageValue
-from autoshard.solver.linear import LinearProgram, LinearSolution, minimise
+from autoshard.pipeline.graph.stage_problem import Assignment, StageProblem
+from autoshard.solver.linear import LinearProgram, minimise
 from autoshard.solver.problem import Array, IntArray
 
-_ROUNDING = 1e-9
-"""Part of all seconds by which a sum may exceed the capacity of stages."""
-
-
+Goal = Literal["crossing", "balance", "memory"]
 Term = tuple[int, float]
+
+# Part of a stage's share by which a sum may exceed it: sums in another order are rounded otherwise.
+_ROUNDING = 1e-9
+
+# Units of seconds in the largest crossing. In whole units, equal cuts are equal in whatever order they are summed.
+_UNITS = 2.0**40
 
 
 class StageProgram:
@@ -53,7 +53,8 @@ class StageProgram:
         if bounds is None:
             return
         longest = max((problem.transfer(value, 1) for value in problem.graph.values if self.stages > 1), default=0.0)
-        self.scale = 1e3 / longest if longest else 1.0  # seconds would be below the absolute tolerances of a solver
+        # Seconds themselves would be below the absolute tolerances of a solver.
+        self.scale = 1e3 / longest if longest else 1.0
         self.excess: int | None = None  # the variable that the goal of memory minimises
         if goal == "memory":
             self.excess = self.program.add_variables(np.ones(1), lower=-1.0, upper=math.inf)[0]
@@ -66,7 +67,7 @@ class StageProgram:
         for stage in range(self.stages):
             self._add_limits(stage)
 
-    def solve(self, *, time_limit: float, start: Assignment | None = None) -> tuple[Assignment | None, float, bool]:
+    def solve(self, *, time_limit: float, start: Assignment | None = None) -> tuple[Assignment | None, bool]:
         """Solve the program.
 
         Args:
@@ -74,17 +75,18 @@ class StageProgram:
             start: a known assignment.
 
         Returns:
-            An assignment (None where none was found), a lower bound of the goal, and True if it is proved that no
-            assignment is better, or that there is none.
+            An assignment (None where none was found), and True if it is proved that no assignment is better, or that
+            there is none.
         """
         if self.is_infeasible:
-            return None, math.inf, True
+            return None, True
         hint = None if start is None else self._values(start)
         answer = minimise(self.program, time_limit=time_limit, hint=hint)
-        if answer.infeasible:
-            return None, math.inf, True
-        bound = answer.bound / self.scale if self.goal == "crossing" else answer.bound
-        return self._assignment(answer), bound, answer.optimal
+        if answer.values is None:
+            return None, answer.infeasible or answer.optimal
+        stage = tuple(round(answer.values[self.steps[node]].sum()) for node in range(self.nodes))
+        again = frozenset(key for key, name in self.again.items() if answer.values[name] > 0.5)
+        return Assignment(stage, again), answer.optimal
 
     def _steps(self, first: IntArray, last: IntArray) -> IntArray:
         """Return the variables Y_ik, k from 1, with rows Y_ik >= Y_i,k+1 and the bounds of every node's stage."""
@@ -206,7 +208,8 @@ class StageProgram:
 
     def _add_memory(self, stage: int) -> None:
         problem = self.problem
-        unit = problem.devices[stage].memory  # rows are in parts of the memory, near 1
+        # Rows are in parts of the memory, near 1: solvers scale badly with numbers of bytes.
+        unit = problem.devices[stage].memory
         flights = problem.in_flight[stage] / unit
         readers: dict[str, list[int]] = {}
         weights = {place: flights * node.saved_bytes for place, node in enumerate(problem.graph.nodes)}
@@ -216,7 +219,8 @@ class StageProgram:
         shared: list[Term] = []
         for name, places in readers.items():
             held = problem.graph.at_rest[name] / unit
-            if len(places) == 1:  # no variable is needed
+            if len(places) == 1:
+                # Its node's own steps tell where the parameter is: no variable is needed.
                 weights[places[0]] += held
             elif held:
                 shared.append((self._held_by_any(stage, places), held))
@@ -255,13 +259,6 @@ class StageProgram:
             values[self.excess] = max(held / device.memory for held, device in memory) - 1
         return values
 
-    def _assignment(self, answer: LinearSolution) -> Assignment | None:
-        if answer.values is None:
-            return None
-        stage = tuple(round(answer.values[self.steps[node]].sum()) for node in range(self.nodes))
-        again = frozenset(key for key, name in self.again.items() if answer.values[name] > 0.5)
-        return Assignment(stage, again)
-
 
 def stage_bounds(problem: StageProblem) -> tuple[IntArray, IntArray] | None:
     """Return the first and the last stage that every node can be on; None if a node fits nowhere.
@@ -284,13 +281,6 @@ def stage_bounds(problem: StageProblem) -> tuple[IntArray, IntArray] | None:
     first = np.searchsorted(np.cumsum(capacity) + slack, before)
     last = problem.stages - 1 - np.searchsorted(np.cumsum(capacity[::-1]) + slack, behind)
     return None if (first > last).any() else (first, last)
-
-
-Goal = Literal["crossing", "balance", "memory"]
-
-_UNITS = 2.0**40
-"""Units of seconds in the largest crossing. In whole units, equal cuts are equal in whatever order they are summed."""
-"""Part of a stage's share by which a sum may exceed it."""
 
 
 def is_linear(problem: StageProblem) -> bool:
@@ -358,24 +348,27 @@ class _CutTable:
         for end in range(1, size):
             rest = self._at_rest(end)
             for stage in range(problem.stages):
-                starts = slice(self._earliest(stage, end) if goal == "crossing" else 0, end)
+                start = 0
+                if goal == "crossing":
+                    # Earlier starts have more work than the stage may take.
+                    least = self.work[end] - problem.capacity(stage) * (1 + _ROUNDING)
+                    start = min(int(np.searchsorted(self.work, least)), end - 1)
+                starts = slice(start, end)
                 if not np.isfinite(worst[stage, starts]).any():
                     continue
                 used = self._memory(stage, starts, rest)
                 last = used if goal == "memory" else self._imbalances(stage, starts, used, goal)
                 most = np.maximum(worst[stage, starts], last)
                 sums = crossing[stage, starts] + self.crossing[stage, starts]
-                place = _least_sum(most, sums) if goal == "crossing" else _least_worst(most, sums)
+                if goal == "crossing":
+                    place = _least_sum(most, sums)
+                else:
+                    place = int(np.where(most == most.min(), sums, np.iinfo(np.int64).max).argmin())
                 crossing[stage + 1, end], worst[stage + 1, end] = sums[place], most[place]
                 best_start[stage + 1, end] = starts.start + place
         if not math.isfinite(worst[problem.stages, self.count]):
             return None
         return self._assignment(best_start)
-
-    def _earliest(self, stage: int, end: int) -> int:
-        """Return the first place from which a stage reaches `end` within the tolerance."""
-        least = self.work[end] - self.problem.capacity(stage) * (1 + _ROUNDING)
-        return min(int(np.searchsorted(self.work, least)), end - 1)
 
     def _memory(self, stage: int, starts: slice, rest: Array) -> Array:
         """Return the part of a stage's memory that stretches from `starts` to their end use."""
@@ -400,6 +393,7 @@ class _CutTable:
 
     def _at_rest(self, end: int) -> Array:
         """Return the bytes at rest of every stretch up to `end`; to be called for every end in turn."""
+        # Carried over from end to end, since a parameter's bytes change only the stretches behind its last reader.
         if end == 1:
             self._rest = np.zeros(self.count + 1)
             self._last: dict[str, int] = {}
@@ -426,8 +420,3 @@ def _least_sum(worst: Array, sums: IntArray) -> int:
         return 0
     least = sums[possible].min()
     return int(np.where(possible & (sums == least), worst, math.inf).argmin())
-
-
-def _least_worst(worst: Array, sums: IntArray) -> int:
-    """Return the place of the least imbalance or memory, and of these the smallest sum."""
-    return int(np.where(worst == worst.min(), sums, np.iinfo(np.int64).max).argmin())

@@ -1,7 +1,4 @@
-"""The assignment of a model's operators to the stages of a pipeline.
-
-Stages that `forward` marks: one for every task graph on devices of its own (Whale 3.1).
-"""
+"""The assignment of operators to the stages of a pipeline: balanced, in whole layers, or as `forward` marks."""
 
 from __future__ import annotations
 
@@ -10,26 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import monotonic
-from typing import Literal
 
 from autoshard.errors import BudgetError, HintError, PlanError
-from autoshard.pipeline.assign.stage_problem import Assignment, StageDevice, StageProblem, as_problem
-from autoshard.pipeline.assign.stage_solvers import StageProgram, cut_order, is_linear
 from autoshard.pipeline.graph.stage_graph import StageGraph, coarsen
+from autoshard.pipeline.graph.stage_problem import Assignment, AssignmentTotals, StageDevice, StageProblem, as_problem
+from autoshard.pipeline.graph.stage_solvers import StageProgram, cut_order, is_linear
 from autoshard.units import format_bytes
 
-__all__ = ["StageDevice", "Stages", "as_stages", "assign_layers", "assign_stages"]
-
-Method = Literal["auto", "ilp", "order"]
-
+# Seconds of a merged node at most, as a share of the deviation that the tolerance allows one stage: a boundary then
+# misses balance by at most half of what is allowed on either side.
 _GRAIN = 0.5
-"""Seconds of a merged node at most, as a share of the deviation that the tolerance allows one stage."""
 
+# Relative difference below which objectives are equal: solvers work with such tolerances, and sums are rounded.
 _CLOSE = 1e-6
-"""Relative difference below which objectives are equal: solvers work with such tolerances, and sums are rounded."""
 
+# Stages are made of whole layers where there are at least so many equal layers per stage: where there are fewer, one
+# layer more or less is far from balance.
 _LAYERS_PER_STAGE = 2
-"""Stages are made of whole layers where there are at least so many equal layers per stage."""
+
+# Seconds for the integer programs of one assignment, which then give the best one so far.
+_TIME_LIMIT = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +35,16 @@ class Stages:
 
     Attributes:
         stage_of: the stage of every node of the graph, by name.
-        seconds: of every stage: forward, backward and recomputation of one microbatch, on its device.
-        at_rest: bytes of every stage: parameters with gradients and optimizer state, and buffers. A parameter that two
-            stages read is on both.
-        saved: bytes that one microbatch in flight keeps from forward to backward on every stage, with received values.
-        memory: bytes of every stage: at rest, and saved by the microbatches in flight.
-        forward_bytes: over every boundary per microbatch, the first between stages 0 and 1.
-        backward_bytes: of gradients, over the same boundaries.
         recomputed: by the name of a value's node, the stages that compute the value and its recomputable sources anew
             instead of receiving it.
-        objective: seconds per microbatch of values and gradients that cross boundaries, and of recomputation.
-        bound: lower bound of the objective over assignments of the merged nodes (see `coarsen`) within the tolerance; 0
-            where none is known.
-        imbalance: the largest deviation of a stage from its share of the work (in proportion to speed), as a part of
-            that share. Recomputation counts where a stage has more than its share, not where it has less. With whole
-            layers, less than a share is no imbalance.
+        totals: seconds and bytes of every stage and boundary. A parameter that two stages read is on both.
         tolerance: limit of the imbalance; larger than the requested one where that can't be met.
-        method: `"order"`, by the exact dynamic program; `"layers"`, by the same over whole layers; `"ilp"`; or
-            `"marks"`, where `forward` marks the stages.
     """
 
     stage_of: Mapping[str, int]
-    seconds: tuple[float, ...]
-    at_rest: tuple[int, ...]
-    saved: tuple[int, ...]
-    memory: tuple[int, ...]
-    forward_bytes: tuple[int, ...]
-    backward_bytes: tuple[int, ...]
     recomputed: Mapping[str, tuple[int, ...]]
-    objective: float
-    bound: float
-    imbalance: float
+    totals: AssignmentTotals
     tolerance: float
-    method: str
-
-    @property
-    def gap(self) -> float:
-        """Relative distance of the objective to its bound."""
-        return (self.objective - self.bound) / self.objective if self.objective > 0 else 0.0
 
 
 def assign_stages(
@@ -84,8 +53,7 @@ def assign_stages(
     in_flight: Sequence[int],
     *,
     tolerance: float = 0.1,
-    time_limit: float = 30.0,
-    method: Method = "auto",
+    in_order: bool = False,
 ) -> Stages:
     """Assign every node of a forward graph to a stage of a pipeline.
 
@@ -95,10 +63,8 @@ def assign_stages(
         in_flight: for every stage, the microbatches whose saved tensors it holds at once.
         tolerance: allowed deviation of a stage from its share of all seconds (in proportion to its speed), as a part of
             the share.
-        time_limit: seconds for the integer programs, which then return the best assignment so far, with its bound.
-        method: `"auto"`: an exact dynamic program where the graph is linear, else an integer program that starts from
-            the result of that dynamic program on the order of the nodes; `"ilp"`: always the integer program;
-            `"order"`: always the dynamic program, whose stages are stretches of the order.
+        in_order: True for stages that are stretches of the order of the nodes, by a dynamic program that takes little
+            time. It is exact where the graph is linear; elsewhere an integer program starts from its result.
 
     Returns:
         The assignment with the smallest objective among those within tolerance and memory without empty stages; where
@@ -118,21 +84,23 @@ def assign_stages(
             f"{problem.stages} pipeline stages were asked for, and the model has {len(graph.nodes)} operators that can "
             "be parted: each stage needs one at least. Ask for fewer stages."
         )
-    deadline = monotonic() + time_limit
+    deadline = monotonic() + _TIME_LIMIT
     coarse = replace(problem, graph=coarsen(graph, _grain(problem)))
     result = None
     if len(coarse.graph.nodes) >= problem.stages:
-        result = _search(coarse, method, deadline)
+        result = _search(coarse, in_order, deadline)
     if result is None and len(coarse.graph.nodes) < len(graph.nodes):
-        coarse = problem  # what does not fit in merged nodes may fit in parts of them
-        result = _search(problem, method, deadline)
+        # What does not fit in merged nodes may fit in parts of them.
+        coarse = problem
+        result = _search(problem, in_order, deadline)
     if result is None:
         known = _best_balanced(problem, deadline)
         imbalance = problem.imbalance(problem.totals(known))
+        # A little wider than the known assignment needs, so that rounding does not exclude it.
         coarse = replace(problem, tolerance=max(tolerance, imbalance * (1 + _CLOSE) + _CLOSE))
-        result = _search(coarse, method, deadline, known)
+        result = _search(coarse, in_order, deadline, known)
     assert result is not None, "the known assignment is within the widened tolerance"
-    return as_stages(coarse, *result)
+    return _as_stages(coarse, result)
 
 
 def assign_layers(
@@ -158,6 +126,7 @@ def assign_layers(
         other stages have a smaller objective.
     """
     problem = as_problem(graph, devices, in_flight, tolerance)
+    # Merged pairs stay together whatever the grain, so no layer is cut.
     members: dict[str, list[int]] = {}
     for place, node in enumerate(graph.nodes):
         if node.layer:
@@ -167,6 +136,7 @@ def assign_layers(
     sizes = Counter((len(node.members), round(node.seconds / problem.share, 6)) for node in layered.nodes if node.layer)
     if not sizes or max(sizes.values()) < _LAYERS_PER_STAGE * problem.stages:
         return None
+    # The same search over parts of layers: whole layers must not cost more than the best that it finds.
     counted = problem.in_flight if keeping else (0,) * problem.stages
     whole = replace(problem, graph=coarsen(layered, _grain(problem)), less=True, in_flight=counted)
     finer = replace(problem, graph=coarsen(graph, _grain(problem)), in_flight=counted)
@@ -175,38 +145,29 @@ def assign_layers(
         return None
     if rival is not None and finer.totals(rival).objective * (1 + _CLOSE) < whole.totals(assignment).objective:
         return None
-    return as_stages(replace(whole, in_flight=problem.in_flight), assignment, 0.0, "layers")
+    return _as_stages(whole, assignment)
 
 
 def _grain(problem: StageProblem) -> float:
     return _GRAIN * min(problem.tolerance, 1.0) / problem.stages
 
 
-_SearchResult = tuple[Assignment, float, str]
-"""An assignment, the lower bound of the objective, and the method."""
-
-
 def _search(
-    problem: StageProblem, method: Method, deadline: float, known: Assignment | None = None
-) -> _SearchResult | None:
+    problem: StageProblem, in_order: bool, deadline: float, known: Assignment | None = None
+) -> Assignment | None:
     """Return the best assignment within the tolerance, or None if none was found; `known` is within it."""
     candidates = [
         candidate
         for candidate in (cut_order(problem), known)
         if candidate is not None and problem.is_feasible(problem.totals(candidate))
     ]
-    start = _best_of(problem, candidates)
-    if method == "order" or (method == "auto" and is_linear(problem)):
-        if start is None:
-            return None
-        exact = problem.totals(start).objective if is_linear(problem) else 0.0
-        return start, exact, "order"
-    answer, bound, _ = StageProgram(problem).solve(time_limit=deadline - monotonic(), start=start)
-    if answer is not None and problem.is_feasible(problem.totals(answer)):
-        start = _best_of(problem, [answer] if start is None else [start, answer])
-    if start is None:
-        return None
-    return start, min(max(bound, 0.0), problem.totals(start).objective), "ilp"
+    if not in_order and not is_linear(problem):
+        start = _best_of(problem, candidates)
+        answer, _ = StageProgram(problem).solve(time_limit=deadline - monotonic(), start=start)
+        # Solvers keep rows within a tolerance only, so their answers are checked too.
+        if answer is not None and problem.is_feasible(problem.totals(answer)):
+            candidates.append(answer)
+    return _best_of(problem, candidates)
 
 
 def _best_of(problem: StageProblem, candidates: Sequence[Assignment]) -> Assignment | None:
@@ -229,7 +190,7 @@ def _best_balanced(problem: StageProblem, deadline: float) -> Assignment:
     assert start is not None, "there are as many nodes as stages"
     # Half of the time is left for the search within the widened tolerance.
     time_limit = max((deadline - monotonic()) / 2, 1.0)
-    leanest, _, proved = StageProgram(problem, "memory").solve(time_limit=time_limit, start=start)
+    leanest, proved = StageProgram(problem, "memory").solve(time_limit=time_limit, start=start)
     nearest = start if leanest is None else leanest
     if not problem.fits_memory(problem.totals(nearest)):
         raise _budget_error(problem, nearest, proved)
@@ -254,31 +215,18 @@ def _budget_error(problem: StageProblem, nearest: Assignment, proved: bool) -> B
     )
 
 
-def as_stages(problem: StageProblem, assignment: Assignment, bound: float, method: str) -> Stages:
-    """Return an assignment with its totals; `bound` and `method` as in `Stages`."""
+def _as_stages(problem: StageProblem, assignment: Assignment) -> Stages:
+    """Return an assignment by names of nodes, with its totals."""
     totals = problem.totals(assignment)
     stage_of = {
         name: stage for node, stage in zip(problem.graph.nodes, assignment.stage, strict=True) for name in node.members
     }
     recomputed: dict[str, tuple[int, ...]] = {}
+    # Those of the totals are the needed ones: an assignment may allow more.
     for place, stage in sorted(totals.recomputed):
         name = problem.graph.values[place].name
         recomputed[name] = (*recomputed.get(name, ()), stage)
-    return Stages(
-        stage_of=stage_of,
-        seconds=tuple(totals.seconds),
-        at_rest=tuple(totals.at_rest),
-        saved=tuple(totals.saved),
-        memory=tuple(problem.memory(totals)),
-        forward_bytes=tuple(totals.forward_bytes),
-        backward_bytes=tuple(totals.backward_bytes),
-        recomputed=recomputed,
-        objective=totals.objective,
-        bound=bound,
-        imbalance=problem.imbalance(totals),
-        tolerance=problem.tolerance,
-        method=method,
-    )
+    return Stages(stage_of, recomputed, totals, problem.tolerance)
 
 
 def marked_stages(
@@ -313,7 +261,7 @@ def marked_stages(
             "microbatches, or leave the marks out, and stages are balanced within the memory there is.",
             peak=max(held),
         )
-    return as_stages(problem, assignment, bound=0.0, method="marks")
+    return _as_stages(problem, assignment)
 
 
 def _node_stages(graph: StageGraph, marks: Mapping[str, int]) -> list[int]:
@@ -325,7 +273,8 @@ def _node_stages(graph: StageGraph, marks: Mapping[str, int]) -> list[int]:
         users[value.source].extend(value.users)
         for user in value.users:
             sources[user].append(value.source)
-    for place in range(len(marked)):  # sources come first
+    # Sources come first in the order, so one pass carries marks forward, and one back fills what reads nothing marked.
+    for place in range(len(marked)):
         if marked[place] is None:
             known = [stage for source in sources[place] if (stage := marked[source]) is not None]
             marked[place] = max(known, default=None)

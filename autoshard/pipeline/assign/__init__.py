@@ -1,1 +1,0 @@
-"""The assignment of operators to stages, and of stages to devices."""
