@@ -20,7 +20,7 @@ from autoshard.plans.plan_text import (
     plan_tensors,
     summary,
 )
-from autoshard.simulate.task_events import Task
+from autoshard.simulate.events import Task
 from autoshard.units import format_bytes, format_seconds
 
 # The page loads nothing: it must open from a disk, in a mail and behind a strict content policy.

@@ -15,9 +15,8 @@ from autoshard.solver.flat.core import Core, starts
 from autoshard.solver.flat.presolve import thin_memory
 from autoshard.solver.linear import LinearProgram, minimise
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment
-from autoshard.solver.memory_moments import Moments
 from autoshard.solver.network import Network
-from autoshard.solver.problem import Array, IntArray
+from autoshard.solver.problem import Array, IntArray, Moments
 
 _MAGNITUDE = 1e5
 """Costs are scaled to differences of about this size: the backend's tolerances are then below any real difference."""

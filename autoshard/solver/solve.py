@@ -14,9 +14,8 @@ from autoshard.solver.bound import TOLERANCE, certify, lower_bound
 from autoshard.solver.eliminate import WidthError, eliminate
 from autoshard.solver.ilp import solve_integer
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, alternate, cheaper_of, improve, soften
-from autoshard.solver.memory_moments import Moments
 from autoshard.solver.network import Network, reduce
-from autoshard.solver.problem import Problem, SolverError
+from autoshard.solver.problem import Moments, Problem, SolverError
 from autoshard.solver.solver_budget import Budget, SolverProgress, StepBudget
 from autoshard.solver.tables import Tables
 

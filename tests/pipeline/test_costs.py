@@ -19,8 +19,7 @@ from autoshard.pipeline.schedule.costs import (
     simulate,
     step_tasks,
 )
-from autoshard.simulate.events import COMPUTE
-from autoshard.simulate.task_events import Task
+from autoshard.simulate.events import COMPUTE, Task
 from tests.pipeline.cases import equal_stages, sizes
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.plans.html import gantt, page, trace
 from autoshard.plans.plan_data import Decision
-from autoshard.simulate.task_events import Task
+from autoshard.simulate.events import Task
 from tests.sample_plan import sample_plan
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem, solve
-from autoshard.solver.memory_moments import Moments
+from autoshard.solver.problem import Moments
 from tests.solver.problems import small_problems, two_axes, with_memory
 
 

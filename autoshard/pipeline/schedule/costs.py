@@ -12,8 +12,7 @@ from itertools import pairwise
 
 from autoshard.errors import PipelineError
 from autoshard.pipeline.schedule.actions import Action, ActionKind, Product, Schedule, issue, product, required_products
-from autoshard.simulate.events import COMPUTE
-from autoshard.simulate.task_events import Task, replay_tasks
+from autoshard.simulate.events import COMPUTE, Task, replay_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

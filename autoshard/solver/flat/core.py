@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoshard.solver.jit import jit_inner
-from autoshard.solver.memory_moments import Moments
-from autoshard.solver.problem import Array, IntArray, Problem
+from autoshard.solver.problem import Array, IntArray, Moments, Problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
