@@ -12,7 +12,7 @@ from autoshard.integrations.lightning_strategies.fabric import FabricStrategy
 from autoshard.integrations.lightning_strategies.trainer import TrainerStrategy
 
 try:
-    from lightning.fabric.strategies import ModelParallelStrategy as FabricBase
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricBase
     from lightning.pytorch.strategies import ModelParallelStrategy as TrainerBase
 except ImportError as error:
     raise ImportError(

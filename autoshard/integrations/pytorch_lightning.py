@@ -9,7 +9,7 @@ from autoshard.integrations.lightning_strategies.fabric import FabricStrategy
 from autoshard.integrations.lightning_strategies.trainer import TrainerStrategy
 
 try:
-    from lightning_fabric.strategies import ModelParallelStrategy as FabricBase
+    from lightning_fabric.strategies.model_parallel import ModelParallelStrategy as FabricBase
     from pytorch_lightning.strategies import ModelParallelStrategy as TrainerBase
 except ImportError as error:
     raise ImportError(

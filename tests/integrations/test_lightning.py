@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -22,10 +23,11 @@ pytest.importorskip("lightning")
 import lightning
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.plugins.precision import DoublePrecision as FabricDoublePrecision
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import DoublePrecision
 
 import autoshard
-from autoshard.errors import InputError, MeshError, PipelineError, PlanError
+from autoshard.errors import AutoshardError, InputError, MeshError, PipelineError, PlanError
 from autoshard.integrations.lightning import AutoshardFabricStrategy, AutoshardStrategy
 from tests.models.common import fixed_seed
 from tests.training import fast_links
@@ -288,11 +290,18 @@ def train_whole_module() -> dict[str, Any]:
         "dtypes": {parameter.dtype for parameter in module.parameters()},
         "sharded": [isinstance(parameter, DTensor) for parameter in module.parameters()],
         "batches": module.batches,
+        "graph": module.sharding_plan.fingerprint,
     }
 
 
 def test_whole_module_in_bfloat16_and_the_order_of_the_loader(two: Workers) -> None:
     reference = WholeModule()
+    # What is gathered is cast before, and gradients are summed in float32.
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        planned = autoshard.plan(reference, {"tp": 2}, (reference.example_input_array,), mp_policy=policy)
+        uncast = autoshard.plan(reference, {"tp": 2}, (reference.example_input_array,))
+    assert planned.fingerprint != uncast.fingerprint
     trainer(double=False, precision="bf16-mixed").fit(reference, data(torch.float32))
     for rank in two.run(train_whole_module):
         # Half of bfloat16's 8 digits.
@@ -300,6 +309,62 @@ def test_whole_module_in_bfloat16_and_the_order_of_the_loader(two: Workers) -> N
         assert rank["dtypes"] == {torch.float32}
         assert all(rank["sharded"])
         torch.testing.assert_close(rank["batches"], reference.batches)
+        assert rank["graph"] == planned.fingerprint
+
+
+class OnMeta(Training):
+    """Its model is made without numbers."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            with torch.device("meta"):
+                self.model = Gated()
+            torch.manual_seed(0)
+
+
+class OwnPlacement(Training):
+    """Parallelises its model itself."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            super().configure_model()
+            autoshard.parallelize(self.model, self.device_mesh, (), example(), cluster=fast_links())
+
+
+def set_up_in_other_ways(folder: Path) -> dict[str, Any]:
+    meta = OnMeta(late=True)
+    trainer(strategy({"tp": 2}, module="model")).fit(meta, data())
+    own = OwnPlacement(late=True)
+    best = ModelCheckpoint(folder, monitor="validation", save_top_k=1)
+    run = trainer(AutoshardStrategy({"tp": 2}), epochs=2, enable_checkpointing=True, callbacks=[best])
+    run.fit(own, data(), data())
+    (restored,) = run.validate(own, data(), ckpt_path="best", verbose=False)
+    evaluated = Training()
+    (before,) = trainer(strategy({"tp": 2})).validate(evaluated, data(), verbose=False)
+    run = trainer(strategy({"tp": 2}))
+    # The same run evaluates first.
+    first = Training()
+    (again,) = run.validate(first, data(), verbose=False)
+    with pytest.warns(UserWarning, match="planned for evaluation"):
+        run.fit(first, data())
+    return {
+        "meta": meta.losses,
+        "own": own.losses,
+        "validations": [before["validation"], again["validation"]],
+        "best": [restored["validation"], best.best_model_score.item()],
+        "first": first.losses,
+    }
+
+
+def test_other_ways_to_set_up(two: Workers, tmp_path: Path) -> None:
+    reference, _ = on_one_device()
+    (untrained,) = trainer().validate(Training(), data(), verbose=False)
+    for found in two.run(set_up_in_other_ways, tmp_path):
+        assert_equal(found["meta"], reference.losses[:3])
+        assert_equal(found["own"], reference.losses)
+        assert_equal(found["first"], reference.losses[:3])
+        assert_equal(found["validations"], [untrained["validation"]] * 2)
+        assert_equal(found["best"][0], found["best"][1])
 
 
 # ---- Fabric ---------------------------------------------------------------------------------------------------------
@@ -376,7 +441,7 @@ def test_fabric_equals_one_device(two: Workers, tmp_path: Path) -> None:
         assert_equal(found["weights"], weights(model))
 
 
-# ---- Errors, and the other name ---------------------------------------------------------------------------------------
+# ---- Errors, and the other name ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -431,7 +496,7 @@ def errors_on_processes() -> list[str]:
     ]
     messages = []
     for module, layout in cases:
-        with pytest.raises(ValueError) as raised:  # noqa: PT011: all errors of the library are ValueErrors
+        with pytest.raises(AutoshardError) as raised:
             trainer(layout).fit(module, data())
         messages.append(str(raised.value))
     return messages

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -48,7 +48,7 @@ def save_sharded(path: Path, state: Mapping[str, Any], module: nn.Module, first_
     if path.is_file():
         path.unlink()
     path.mkdir(parents=True, exist_ok=True)
-    dcp.save(tensors, checkpoint_id=path)
+    save(tensors, checkpoint_id=path)
     if first_rank:
         torch.save(values, path / METADATA)
 
@@ -79,11 +79,11 @@ def load_whole_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping
         )
     names = {parameter: name for name, parameter in module.named_parameters()}
     numbered: dict[int, Any] = {}
-    groups = []
+    groups: list[dict[str, Any]] = []
     for saved_group, group in zip(saved, current, strict=True):
         by_name = any(isinstance(key, str) for key in saved_group["params"])
         keys = [names[parameter] for parameter in group["params"]] if by_name else saved_group["params"]
-        first = sum(len(earlier["params"]) for earlier in groups)
+        first = sum((len(earlier["params"]) for earlier in groups), start=0)
         numbers = range(first, first + len(keys))
         groups.append({**saved_group, "params": list(numbers)})
         for number, key, parameter in zip(numbers, keys, group["params"], strict=True):

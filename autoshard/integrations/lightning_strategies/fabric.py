@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,12 +13,18 @@ from torch.optim import Optimizer
 
 from autoshard.errors import InputError, MeshError
 from autoshard.integrations.lightning_strategies.checkpoints import load_whole_optimizer, read_whole, save_sharded
-from autoshard.integrations.lightning_strategies.layout import Example, Layout, Mesh, check_all_placed, parallelized_mesh
+from autoshard.integrations.lightning_strategies.layout import (
+    Example,
+    Layout,
+    Mesh,
+    check_all_placed,
+    parallelized_mesh,
+)
 from autoshard.options import OptionKeywords
 from autoshard.plans.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
-    from lightning.fabric.strategies import ModelParallelStrategy as Base
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as Base
 else:
     Base = object
 
@@ -122,7 +127,7 @@ class FabricStrategy(Base):
 
     def save_checkpoint(
         self,
-        path: str | PathLike[str],
+        path: str | Path,
         state: dict[str, Any],
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
@@ -147,7 +152,7 @@ class FabricStrategy(Base):
 
     def load_checkpoint(
         self,
-        path: str | PathLike[str],
+        path: str | Path,
         state: nn.Module | Optimizer | dict[str, Any] | None = None,
         strict: bool = True,
         weights_only: bool | None = None,

@@ -142,7 +142,7 @@ class Layout:
         keywords, plan = dict(self._keywords), self._plan
         dtype = _MIXED.get(str(getattr(precision, "precision", "")))
         if dtype is not None and self.options.mp_policy is None:
-            # Autocast casts the inputs of the operators that gain by it, and leaves others, such as labels, as they are.
+            # Autocast casts the inputs of operators that gain by it, and leaves others, such as labels, as they are.
             keywords["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         if self._device_mesh is None:
             target = Target.of(collect_options("parallelize", keywords), device.type)
@@ -228,7 +228,9 @@ class _RowsOfOutputs:
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         self._placements = placements
         self._sizes = tuple(mesh.shape)
-        self._parts = math.prod(size for size, placement in zip(self._sizes, placements, strict=True) if placement.is_shard())
+        self._parts = math.prod(
+            size for size, placement in zip(self._sizes, placements, strict=True) if placement.is_shard()
+        )
 
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         return pytree.tree_map_only(DTensor, self._rows, outputs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -16,7 +15,13 @@ from torch.optim import Optimizer
 
 from autoshard.errors import InputError, MeshError, warn_caller
 from autoshard.integrations.lightning_strategies.checkpoints import load_whole_optimizer, read_whole
-from autoshard.integrations.lightning_strategies.layout import Example, Layout, Mesh, check_all_placed, parallelized_mesh
+from autoshard.integrations.lightning_strategies.layout import (
+    Example,
+    Layout,
+    Mesh,
+    check_all_placed,
+    parallelized_mesh,
+)
 from autoshard.options import OptionKeywords
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.checkpoint import checkpointable
@@ -34,8 +39,8 @@ class TrainerStrategy(Base):
 
     The strategy parallelises the LightningModule's attribute `model`, if that has all its trained parameters, or else
     the LightningModule itself, whose `forward` then has to make all use of them. It does so before
-    `configure_optimizers`, after `configure_model` if there is one. A LightningModule that calls `autoshard.parallelize`
-    in its own `configure_model`, on `self.device_mesh`, is left as it is.
+    `configure_optimizers`, and after `configure_model` if there is one. A LightningModule that calls
+    `autoshard.parallelize` in its own `configure_model`, on `self.device_mesh`, is left as it is.
 
     With `inputs="global"` (the default) every rank loads the same batches, whose size is the one that the data loader
     has. With `inputs="local"` the ranks along `data_axes` load different ones. A loss that `forward` returns is that of
@@ -192,9 +197,7 @@ class TrainerStrategy(Base):
         """Return the state of an optimizer; whole tensors, on rank 0, for a checkpoint in one file."""
         return checkpointable(super().optimizer_state(optimizer))
 
-    def load_checkpoint(
-        self, checkpoint_path: str | PathLike[str], weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of any mesh or of one device into the module and its optimizers.
 
         Args:
