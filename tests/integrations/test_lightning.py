@@ -290,12 +290,17 @@ def train_whole_module() -> dict[str, Any]:
     layout = AutoshardStrategy({"tp": 2}, cluster=fast_links())
     run = trainer(layout, double=False, precision="bf16-mixed", use_distributed_sampler=False)
     run.fit(module, data(torch.float32))
+    half = WholeModule()
+    layout = AutoshardStrategy({"tp": 2}, cluster=fast_links())
+    run = trainer(layout, double=False, precision="bf16-true", use_distributed_sampler=False)
+    run.fit(half, data(torch.float32))
     return {
         "losses": module.losses,
         "dtypes": {parameter.dtype for parameter in module.parameters()},
         "sharded": [isinstance(parameter, DTensor) for parameter in module.parameters()],
         "batches": module.batches,
         "graph": module.sharding_plan.fingerprint,
+        "half": half.losses,
     }
 
 
@@ -308,9 +313,12 @@ def test_whole_module_in_bfloat16_and_the_order_of_the_loader(two: Workers) -> N
         uncast = autoshard.plan(reference, {"tp": 2}, (reference.example_input_array,))
     assert planned.fingerprint != uncast.fingerprint
     trainer(double=False, precision="bf16-mixed").fit(reference, data(torch.float32))
+    half = WholeModule()
+    trainer(double=False, precision="bf16-true").fit(half, data(torch.float32))
     for rank in two.run(train_whole_module):
-        # Half of bfloat16's 8 digits.
+        # Numbers of bfloat16 are rounded to 8 binary digits; sums over ranks are rounded in another order.
         torch.testing.assert_close(rank["losses"], reference.losses, rtol=2**-6, atol=0.0)
+        torch.testing.assert_close(rank["half"], half.losses, rtol=2**-6, atol=0.0)
         assert rank["dtypes"] == {torch.float32}
         assert all(rank["sharded"])
         torch.testing.assert_close(rank["batches"], reference.batches)

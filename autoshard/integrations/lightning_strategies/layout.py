@@ -255,7 +255,7 @@ def check_all_placed(root: nn.Module, name: str) -> None:
     for parameter_name, parameter in root.named_parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             raise InputError(
-                f"{parameter_name} is trained and not part of {name or 'what'!r}, which is parallelised: clipping and "
+                f"{parameter_name} is trained and not part of {name!r}, which is parallelised: clipping and "
                 "optimizers take no mixture of plain parameters and DTensors. Move it into that module, have forward "
                 'of the LightningModule use it and pass module="", or freeze it.'
             )
