@@ -1,0 +1,1 @@
+"""The strategies for Lightning, without their base classes."""

@@ -1,0 +1,282 @@
+"""The mesh, the example call and the options of a Lightning strategy, and the module that is parallelised by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from autoshard.api import materialize, parallelize
+from autoshard.capture.call_layout import call_tensors
+from autoshard.errors import InputError, MeshError, PipelineError, PlanError
+from autoshard.options import Options, Pipeline, collect_options
+from autoshard.options.target import Target
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.search.search import auto_mesh
+
+Mesh = DeviceMesh | Mapping[str, int] | Literal["auto"]
+Example = Tensor | Sequence[Any] | Mapping[str, Any]
+
+_MIXED = {"bf16-mixed": torch.bfloat16}
+"""Lightning's name of a precision -> the dtype that parameters are cast to before they are gathered."""
+
+
+class Layout:
+    """How a strategy lays out one model.
+
+    Args:
+        mesh: the sizes of the axes by name, a `DeviceMesh` of all ranks, or `"auto"`: the mesh that `autoshard.search`
+            finds the best, without pipelines.
+        example: a call of the module, with tensors of global shape: keyword arguments as a mapping, positional ones as
+            a tuple or list, or one tensor; None if the module has it as `example_input_array`.
+        plan: a plan to apply, instead of making one.
+        data_axes: with `inputs="local"`, the axes over which the ranks' batches differ.
+        options: the fields of `autoshard.Options`.
+
+    Attributes:
+        options: the options, checked.
+
+    Raises:
+        MeshError, PipelineError, PlanError, InputError, TypeError: an argument is not valid; the message names it.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        example: Example | None,
+        plan: ShardingPlan | None,
+        data_axes: Iterable[str] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        if not isinstance(mesh, (DeviceMesh, Mapping)) and mesh != "auto":
+            raise MeshError(f'mesh={mesh!r}: pass sizes such as {{"dp": 2, "tp": 4}}, a DeviceMesh, or "auto".')
+        if mesh == "auto" and plan is not None:
+            raise PlanError('mesh="auto" and a plan: a plan is for one mesh, pass that.')
+        self._mesh = mesh
+        self._example = example
+        self._plan = plan
+        self._data_axes = None if data_axes is None else frozenset(data_axes)
+        self._keywords = dict(options)
+        self.options: Options = collect_options("parallelize", options)
+        self._device_mesh: DeviceMesh | None = None
+        if not isinstance(mesh, str):
+            names = tuple(mesh) if isinstance(mesh, Mapping) else mesh.mesh_dim_names
+            _refuse_pipeline(names or (), self.options.pipeline)
+        if self.options.inputs == "local":
+            if isinstance(mesh, str):
+                raise MeshError(
+                    'mesh="auto" and inputs="local": the axes that the batch is split over are not known before the '
+                    'search. Pass the sizes of a mesh, or inputs="global".'
+                )
+        elif data_axes is not None:
+            raise PlanError(
+                'data_axes is for inputs="local": with global inputs every rank passes the whole batch, and the plan '
+                "decides which part it computes."
+            )
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh; None before it is made, with `"auto"` before there is a plan."""
+        return self._device_mesh
+
+    def make_mesh(self, device_type: str, world_size: int) -> None:
+        """Make the mesh of all ranks from its sizes, once; `"auto"` is left to `parallelize`.
+
+        Raises:
+            MeshError: the mesh is not of so many ranks, or its axes have no names.
+        """
+        mesh = self._mesh
+        if self._device_mesh is not None or isinstance(mesh, str):
+            return
+        size = mesh.size() if isinstance(mesh, DeviceMesh) else math.prod(mesh.values())
+        if size != world_size:
+            raise MeshError(
+                f"the mesh {_describe(mesh)} has {size} devices, and the strategy runs on {world_size} processes: set "
+                "devices and num_nodes so that their product is the size of the mesh, or change the mesh."
+            )
+        if isinstance(mesh, Mapping):
+            mesh = init_device_mesh(device_type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        self._device_mesh = mesh
+        if self.options.inputs == "local":
+            self._local_axes(mesh)
+
+    def sampler_arguments(self) -> dict[str, int]:
+        """Return the number of parts of the data set, and the part that this rank loads.
+
+        Raises:
+            MeshError: the mesh has not been made.
+        """
+        if self.options.inputs == "global":
+            return {"num_replicas": 1, "rank": 0}
+        if self._device_mesh is None:
+            raise MeshError("the parts of the data set are known from the mesh, which is made when processes start.")
+        coordinate = self._device_mesh.get_coordinate()
+        assert coordinate is not None, "the mesh has all ranks"
+        count, rank = 1, 0
+        for axis in self._local_axes(self._device_mesh):
+            size = self._device_mesh.size(axis)
+            count, rank = count * size, rank * size + coordinate[axis]
+        return {"num_replicas": count, "rank": rank}
+
+    def parallelize(self, module: nn.Module, device: torch.device, precision: Any) -> None:
+        """Parallelise a module in place, and fill it if it is on the meta device.
+
+        Args:
+            module: the module.
+            device: of this rank.
+            precision: Lightning's precision plugin. `bf16-mixed` casts parameters to bfloat16 before they are gathered,
+                and reduces gradients in float32, unless the options have an `mp_policy`.
+
+        Raises:
+            InputError: there is no example call.
+            AutoshardError: as for `autoshard.parallelize`.
+        """
+        args, kwargs = self._example_call(module, device, precision)
+        keywords, plan = dict(self._keywords), self._plan
+        dtype = _MIXED.get(str(getattr(precision, "precision", "")))
+        if dtype is not None and self.options.mp_policy is None:
+            # Autocast casts the inputs of operators that gain by it, and leaves others, such as labels, as they are.
+            keywords["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        if self._device_mesh is None:
+            target = Target.of(collect_options("parallelize", keywords), device.type)
+            agreed = auto_mesh(module, args, kwargs, target, device_type=device.type, pipelines=False)
+            assert isinstance(agreed.plan, ShardingPlan), "the search was without pipelines"
+            self._device_mesh, plan = agreed.device_mesh, agreed.plan
+        elif self.options.inputs == "local" and plan is None:
+            rows = self._row_placements(self._device_mesh)
+            inputs = {name: rows for name, tensor in call_tensors(module, args, kwargs).items() if tensor.ndim}
+            keywords["input_placements"] = inputs | dict(self.options.input_placements or {})
+        parallelize(module, self._device_mesh, args, kwargs, plan=plan, **keywords)
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            materialize(module, device)
+        if self.options.inputs == "local" and self.options.output_placements is not None:
+            module.register_forward_hook(_RowsOfOutputs(self._device_mesh, self._row_placements(self._device_mesh)))
+
+    def adopt_mesh(self, mesh: DeviceMesh) -> None:
+        """Take the mesh of a module that is parallelised already.
+
+        Raises:
+            MeshError: it has other axes than the strategy's.
+        """
+        if self._device_mesh is not None and _describe(mesh) != _describe(self._device_mesh):
+            raise MeshError(
+                f"the module was parallelised on the mesh {_describe(mesh)}, and this strategy has the mesh "
+                f"{_describe(self._device_mesh)}: pass the same mesh, or a new module."
+            )
+        self._device_mesh = mesh
+
+    def _example_call(
+        self, module: nn.Module, device: torch.device, precision: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        example = self._example
+        if example is None:
+            example = getattr(module, "example_input_array", None)
+        if example is None:
+            raise InputError(
+                f"the strategy has no example call of {type(module).__name__}, and a plan is made for one: pass "
+                "example=..., the arguments of a call with the global batch (a mapping of keyword arguments, a tuple "
+                "of positional ones, or a tensor), or set example_input_array in the module."
+            )
+
+        def placed(tensor: Tensor) -> Tensor:
+            return tensor if tensor.is_meta else tensor.to(device)
+
+        example = precision.convert_input(pytree.tree_map_only(Tensor, placed, example))
+        if isinstance(example, Mapping):
+            return (), dict(example)
+        return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
+
+    def _local_axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        """Return the axes over which the ranks' batches differ, the outermost first."""
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise MeshError('inputs="local" needs a mesh whose axes have names: pass mesh_dim_names.')
+        if self._data_axes is not None:
+            unknown = sorted(self._data_axes - set(names))
+            if unknown:
+                raise MeshError(f"data_axes: the mesh {_describe(mesh)} has no axis {unknown[0]!r}.")
+            return tuple(index for index, name in enumerate(names) if name in self._data_axes)
+        placed = self.options.input_placements or (self._plan.input_placements if self._plan is not None else None)
+        if placed:
+            return tuple(index for index in range(mesh.ndim) if any(_splits(value, index) for value in placed.values()))
+        if mesh.ndim > 1:
+            raise MeshError(
+                f'inputs="local" on the mesh {_describe(mesh)}: name the axes that the batch is split over, such as '
+                f"data_axes={names[:1]!r}; ranks along the other axes are given the same rows."
+            )
+        return (0,)
+
+    def _row_placements(self, mesh: DeviceMesh) -> tuple[Placement, ...]:
+        axes = self._local_axes(mesh)
+        return tuple(Shard(0) if index in axes else Replicate() for index in range(mesh.ndim))
+
+
+class _RowsOfOutputs:
+    """A forward hook that returns this rank's rows of outputs that are split as its inputs are.
+
+    The gradient is that of the mean of the ranks' losses, as in `DistributedDataParallel`: it is divided by the number
+    of parts of the batch.
+    """
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+        self._placements = placements
+        self._sizes = tuple(mesh.shape)
+        self._parts = math.prod(
+            size for size, placement in zip(self._sizes, placements, strict=True) if placement.is_shard()
+        )
+
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        return pytree.tree_map_only(DTensor, self._rows, outputs)
+
+    def _rows(self, output: DTensor) -> Tensor:
+        pairs = zip(output.placements, self._placements, self._sizes, strict=True)
+        if any(size > 1 and placement != expected for placement, expected, size in pairs):
+            return output
+        rows: Tensor = output.to_local()
+        if rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient / self._parts)
+        return rows
+
+
+def parallelized_mesh(module: nn.Module) -> DeviceMesh | None:
+    """Return the mesh of the `DTensor` parameters of a module; None if there are no such parameters."""
+    return next((value.device_mesh for value in module.parameters() if isinstance(value, DTensor)), None)
+
+
+def check_all_placed(root: nn.Module, name: str) -> None:
+    """Raise an `InputError` if a trained parameter is outside of the module `name` that was parallelised."""
+    for parameter_name, parameter in root.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            raise InputError(
+                f"{parameter_name} is trained and not part of {name!r}, which is parallelised: clipping and "
+                "optimizers take no mixture of plain parameters and DTensors. Move it into that module, have forward "
+                'of the LightningModule use it and pass module="", or freeze it.'
+            )
+
+
+def _refuse_pipeline(names: Sequence[str], pipeline: Pipeline) -> None:
+    axis = pipeline.axis or "pp"
+    if axis in names:
+        raise PipelineError(
+            f"the axis {axis!r} is a pipeline, whose train_step runs forward and backward of all microbatches, and "
+            "Lightning calls them one by one. Use a mesh without it, or train without Lightning."
+        )
+
+
+def _splits(placements: Any, axis: int) -> bool:
+    placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    return axis < len(placements) and not placements[axis].is_replicate()
+
+
+def _describe(mesh: DeviceMesh | Mapping[str, int]) -> str:
+    if isinstance(mesh, Mapping):
+        return ", ".join(f"{name}={size}" for name, size in mesh.items())
+    names = mesh.mesh_dim_names or [str(index) for index in range(mesh.ndim)]
+    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
