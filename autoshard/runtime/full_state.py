@@ -15,7 +15,8 @@ from autoshard.errors import InputError
 from autoshard.runtime.materialize import allocate, is_meta
 from autoshard.runtime.rank_agreement import from_first_rank, is_first_rank
 from autoshard.runtime.safetensors import IncompatibleKeys
-from autoshard.runtime.shards import fill, from_first_rank as tensor_from_first_rank, gather_full_tensor
+from autoshard.runtime.shards import fill, gather_full_tensor
+from autoshard.runtime.shards import from_first_rank as tensor_from_first_rank
 
 
 def gather_state(model: nn.Module, names: Container[str] | None, rank0_only: bool) -> dict[str, Any]:
