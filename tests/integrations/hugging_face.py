@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 VOCABULARY = 32
 LENGTH = 8
 
-CONFIG = LlamaConfig(
+LLAMA = LlamaConfig(
     vocab_size=VOCABULARY,
     hidden_size=16,
     intermediate_size=24,
@@ -24,6 +24,18 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=LENGTH,
     tie_word_embeddings=False,
+)
+
+
+GPT2 = GPT2Config(
+    vocab_size=VOCABULARY,
+    n_embd=16,
+    n_layer=1,
+    n_head=2,
+    n_positions=LENGTH,
+    attn_pdrop=0.0,
+    embd_pdrop=0.0,
+    resid_pdrop=0.0,
 )
 
 
@@ -43,11 +55,18 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens.masked_fill(self.masks[index], -100)}
 
 
-def llama(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+def gpt2() -> GPT2LMHeadModel:
+    """With tied and fused weights, in float64 throughout."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(CONFIG).to(dtype)
+    model = GPT2LMHeadModel(GPT2).double()
     model.loss_function = loss
     return model
+
+
+def llama() -> LlamaForCausalLM:
+    """In float32, in which its norms and its loss compute in any case."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LLAMA)
 
 
 def loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None, **others: Any) -> Tensor:

@@ -19,14 +19,15 @@ from tests.workers import Workers
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, Trainer, TrainingArguments
 
 from autoshard.integrations.transformers import AutoshardTrainer, save_pretrained
-from tests.integrations.hugging_face import CONFIG, Rows, Words, arguments, llama, recording
+from tests.integrations.hugging_face import LLAMA, Rows, Words, arguments, gpt2, llama, recording
+from tests.training import fast_links
 
 TRAINED, TESTED = 10, 5
 
-# Small models are fastest whole; these make the ranks work together.
+# Small models are fastest whole; this makes the ranks work together.
 MEGATRON = {
     "*.embed_tokens.weight": {"tp": Shard(0)},
     "*.q_proj.weight": {"tp": Shard(0)},
@@ -35,7 +36,6 @@ MEGATRON = {
     "*.down_proj.weight": {"tp": Shard(1)},
     "lm_head.weight": {"tp": Shard(0)},
 }
-ROWS = {"*.o_proj.weight": {"dp": Shard(0)}, "*.gate_proj.weight": {"dp": Shard(1)}}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def finish(trainer: Any, checkpoint: Path | None = None) -> Run:
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Tensor]]:
     """On one device: a run, and the weights after it."""
     trainer = recording(Trainer)(
-        model=llama(), args=arguments(tmp_path_factory.mktemp("one")), train_dataset=Rows(TRAINED)
+        model=gpt2(), args=arguments(tmp_path_factory.mktemp("one")), train_dataset=Rows(TRAINED)
     )
     return finish(trainer), trainer.model.state_dict()
 
@@ -97,11 +97,11 @@ def _train(folder: Path) -> tuple[Run, Run, bool]:
     runs = []
     for checkpoint in (None, folder / "checkpoint-2"):
         trainer = recording(AutoshardTrainer)(
-            llama(),
+            gpt2(),
             arguments(folder, save_strategy="steps", save_steps=2),
             train_dataset=Rows(TRAINED),
             mesh=mesh,
-            options={"hints": MEGATRON},
+            options={"cluster": fast_links()},
         )
         runs.append(finish(trainer, checkpoint))
     return runs[0], runs[1], trainer.args.should_save
@@ -115,7 +115,7 @@ def test_training_checkpoints_and_predictions(two: Workers, one: tuple[Run, dict
         # The last of three steps, which is one batch.
         assert resumed.losses == run.losses[-1:]
         assert (resumed.predictions == run.predictions).all()
-    saved = LlamaForCausalLM.from_pretrained(folder / "checkpoint-3")
+    saved = GPT2LMHeadModel.from_pretrained(folder / "checkpoint-3")
     for name, value in saved.state_dict().items():
         assert torch.allclose(value, weights[name], rtol=1e-9, atol=1e-9), name
 
@@ -124,12 +124,12 @@ def _train_rows(folder: Path) -> tuple[Run, int, bool]:
     """The last step on another mesh, where every rank loads rows of its own."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     trainer = recording(AutoshardTrainer)(
-        llama(),
+        gpt2(),
         arguments(folder / "rows", per_device_train_batch_size=1, per_device_eval_batch_size=1),
         train_dataset=Rows(TRAINED),
         mesh=mesh,
         data_axes=("dp",),
-        options={"hints": ROWS},
+        options={"cluster": fast_links(), "hints": {"*.mlp.c_fc.weight": {"dp": Shard(0)}}},
     )
     run = finish(trainer, folder / "checkpoint-2")
     trainer.args.save_strategy = "no"
@@ -191,7 +191,7 @@ def _load_shards(folder: Path, target: Path) -> tuple[Any, list[str]]:
     """A model on the meta device that reads its shards, and trains in a trainer that did not parallelise it."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     with torch.device("meta"):
-        model = LlamaForCausalLM(CONFIG).double()
+        model = LlamaForCausalLM(LLAMA)
     batch = torch.utils.data.default_collate([Rows(2)[index] for index in range(2)])
     autoshard.parallelize(model, mesh, example_kwargs=batch, hints=MEGATRON)
     autoshard.materialize(model)
@@ -222,7 +222,7 @@ def test_shards_from_files_and_a_model_that_is_parallelised(two: Workers, tmp_pa
     with torch.no_grad():
         expected = model(**batch).logits
     for logits, (bf16, compiled, architectures) in two.run(_load_shards, tmp_path / "whole", tmp_path / "ranks"):
-        assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-9)
+        assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-6)
         assert "pass mp_policy=MixedPrecisionPolicy" in bf16
         assert "pass compile=True to autoshard.parallelize" in compiled
         assert architectures == "None"
@@ -230,7 +230,7 @@ def test_shards_from_files_and_a_model_that_is_parallelised(two: Workers, tmp_pa
     trainer.train()
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "ranks")
     for name, value in saved.state_dict().items():
-        # The loss of the loaded model is in float32, as that of transformers is.
+        # In float32; a step is as long for small gradients.
         assert torch.allclose(value, model.state_dict()[name], rtol=1e-3, atol=1e-3), name
 
 
