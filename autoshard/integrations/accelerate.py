@@ -6,16 +6,18 @@ to accelerate is the data, the optimizer, the schedulers and the files.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
@@ -41,8 +43,8 @@ TRIED = "accelerate 1.15"
 # Attributes of `Accelerator` that have no public name.
 _LISTS = ("_models", "_optimizers")
 
-# The folder in which `torch.distributed.checkpoint` keeps the shards of an optimizer.
-OPTIMIZER = "autoshard_optimizer"
+# The folder of a checkpoint in which `torch.distributed.checkpoint` keeps shards.
+SHARDS = "autoshard"
 
 
 class AutoshardAccelerator(Accelerator):
@@ -65,6 +67,9 @@ class AutoshardAccelerator(Accelerator):
         MeshError: the mesh has no such axis.
         PlanError: a keyword is one that `autoshard.parallelize` decides.
     """
+
+    _models: list[nn.Module]
+    _optimizers: list[Optimizer]
 
     def __init__(self, mesh: DeviceMesh, data_axes: Sequence[str] = (), **keywords: Any) -> None:
         _check_keywords(keywords)
@@ -156,28 +161,50 @@ class AutoshardAccelerator(Accelerator):
         return full_state_dict(model)
 
     def save_state(self, output_dir: Any = None, *args: Any, **keywords: Any) -> Any:
-        """Save what was prepared, as accelerate does, but optimizers by the shards of all ranks; return the folder."""
-        optimizers, self._optimizers = self._optimizers, []
-        try:
+        """Save what was prepared, as accelerate does, but the shards of models and optimizers by all ranks.
+
+        Returns:
+            The folder, in which `torch.distributed.checkpoint` has the folder `autoshard`.
+        """
+        with self._sharded_set_aside():
             location = super().save_state(output_dir, *args, **keywords)
-        finally:
-            self._optimizers = optimizers
-        for number, optimizer in enumerate(optimizers):
-            save_optimizer(Path(location, f"{OPTIMIZER}_{number}"), _module_of(optimizer, self._models), optimizer)
+        models, optimizers = self._shards()
+        save_distributed(models | optimizers, checkpoint_id=Path(location, SHARDS))
         return location
 
     def load_state(self, input_dir: Any = None, *args: Any, **keywords: Any) -> Any:
         """Load what `save_state` saved, on this mesh or another; `input_dir` is the folder that it returned."""
         if input_dir is None:
             raise InputError("load_state(None): pass the folder that save_state returned.")
+        with self._sharded_set_aside():
+            result = super().load_state(input_dir, *args, **keywords)
+        models, optimizers = self._shards()
+        # Models are filled in place: their states refer to their own tensors.
+        load_distributed(models | optimizers, checkpoint_id=Path(input_dir, SHARDS))
+        for optimizer, state in zip(self._optimizers, optimizers.values(), strict=True):
+            set_optimizer_state_dict(_model_of(optimizer, self._models), unwrap_optimizer(optimizer), state)
+        return result
+
+    @contextlib.contextmanager
+    def _sharded_set_aside(self) -> Iterator[None]:
+        """Let the base class see no model and no optimizer: it would take a rank's shards for the whole."""
+        models, self._models = self._models, []
         optimizers, self._optimizers = self._optimizers, []
         try:
-            result = super().load_state(input_dir, *args, **keywords)
+            yield
         finally:
-            self._optimizers = optimizers
-        for number, optimizer in enumerate(optimizers):
-            load_optimizer(Path(input_dir, f"{OPTIMIZER}_{number}"), _module_of(optimizer, self._models), optimizer)
-        return result
+            self._models, self._optimizers = models, optimizers
+
+    def _shards(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the states of the models, and those of their optimizers."""
+        models = {f"model_{number}": model.state_dict() for number, model in enumerate(self._models)}
+        optimizers = {
+            f"optimizer_{number}": get_optimizer_state_dict(
+                _model_of(optimizer, self._models), unwrap_optimizer(optimizer)
+            )
+            for number, optimizer in enumerate(self._optimizers)
+        }
+        return models, optimizers
 
 
 def _check_keywords(keywords: dict[str, Any]) -> None:
@@ -228,38 +255,19 @@ def data_axes_of(runtime: Runtime) -> tuple[str, ...]:
     return tuple(name for axis, name in enumerate(names) if any(table[axis].is_shard(0) for table in tables))
 
 
-def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Save every rank's shards of an optimizer's state, under the names of the parameters, for any mesh.
-
-    Args:
-        folder: of `torch.distributed.checkpoint`.
-        model: the parallelised module.
-        optimizer: of its parameters; one that accelerate has wrapped, too.
-    """
-    dcp.save({"optimizer": get_optimizer_state_dict(model, _unwrap(optimizer))}, checkpoint_id=folder)
-
-
-def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load what `save_optimizer` saved, on this mesh or another."""
-    # Of an optimizer without a state, torch takes a step that changes nothing, to have tensors to fill.
-    state = {"optimizer": get_optimizer_state_dict(model, _unwrap(optimizer))}
-    dcp.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(model, _unwrap(optimizer), state["optimizer"])
-
-
-def _unwrap(optimizer: Optimizer) -> Optimizer:
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that accelerate wrapped, or one that it did not wrap."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
-def _module_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """Return the module that an optimizer trains."""
+def _model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
+    """Return the model that an optimizer trains."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in models:
         if trained <= {id(parameter) for parameter in model.parameters()}:
             return model
     raise InputError(
-        "save_state and load_state need the module of every optimizer: prepare the module, too, and give the optimizer "
-        "the parameters that it has after autoshard.parallelize, of one module."
+        "save_state and load_state need the model of every optimizer: prepare it, too, and give an optimizer the "
+        "parameters that one model has after autoshard.parallelize."
     )

@@ -14,12 +14,14 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -42,12 +44,12 @@ try:
     from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
     from autoshard.integrations.accelerate import (
+        SHARDS,
         AutoshardAccelerator,
         check_parallelised,
         data_axes_of,
         data_placements,
-        load_optimizer,
-        save_optimizer,
+        unwrap_optimizer,
     )
 except ImportError as error:
     raise ImportError(
@@ -69,8 +71,7 @@ _METHODS = (
 if not all(hasattr(Trainer, name) for name in _METHODS):
     raise ImportError(f"this version of transformers has another Trainer than {TRIED}, the one tried here.")
 
-# Folders of a checkpoint, which `torch.distributed.checkpoint` writes; the names are no files of transformers.
-_MODEL, _OPTIMIZER = "autoshard_model", "autoshard_optimizer"
+# The file of a checkpoint of transformers.
 _SCHEDULER = "scheduler.pt"
 
 
@@ -108,6 +109,10 @@ class AutoshardTrainer(Trainer):
     """
 
     accelerator: AutoshardAccelerator
+    # Each is there when it is used; the base class says that it may be None.
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -124,12 +129,15 @@ class AutoshardTrainer(Trainer):
         if model is None:
             raise InputError("AutoshardTrainer needs a model; it takes no model_init, whose models are new ones.")
         _check_one_way(model, mesh, (data_axes, example_kwargs, plan, options))
-        self._mesh, self._data_axes = mesh, tuple(data_axes)
+        self._data_axes: Sequence[str]
         if mesh is None:
             runtime = check_parallelised(model)
             self._mesh, self._data_axes = runtime.device_mesh, data_axes_of(runtime)
-        elif resolve_pipeline(MeshShape.of(mesh), (options or {}).get("pipeline", Pipeline())) is not None:
-            raise PlanError("AutoshardTrainer runs no pipelines: give it a mesh without a pipeline axis.")
+        else:
+            self._mesh, self._data_axes = mesh, data_axes
+            pipeline = (options or {}).get("pipeline", Pipeline())
+            if resolve_pipeline(MeshShape.of(mesh), pipeline) is not None:
+                raise PlanError("AutoshardTrainer runs no pipelines: give it a mesh without a pipeline axis.")
         if args is not None:
             _check_arguments(args, parallelised=mesh is None, data_axes=self._data_axes)
         super().__init__(model, args, *positional, **keywords)
@@ -195,7 +203,7 @@ class AutoshardTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, which wraps no model."""
-        config = self.args.accelerator_config.to_dict()
+        config = cast(Any, self.args.accelerator_config).to_dict()
         accumulation = config.pop("gradient_accumulation_kwargs") or {}
         names = ("split_batches", "dispatch_batches", "even_batches", "non_blocking")
         self.accelerator = AutoshardAccelerator(
@@ -257,27 +265,31 @@ class AutoshardTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the shards of model and optimizer, by all ranks, and the scheduler."""
-        dcp.save({"model": self._model_shards()}, checkpoint_id=Path(output_dir, _MODEL))
-        save_optimizer(Path(output_dir, _OPTIMIZER), self.model, self.optimizer)
+        state = {"model": self._model_shards(), "optimizer": self._optimizer_shards()}
+        save_distributed(state, checkpoint_id=Path(output_dir, SHARDS))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 
     def _model_shards(self) -> dict[str, Any]:
         """Return the state to go on from: of a model with adapters, without the frozen parameters."""
         state = self.model.state_dict()
-        if isinstance(self.model, PreTrainedModel) or not hasattr(self.model, "peft_config"):
+        if not _adapters(self.model):
             return state
         parameters = self.model.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in parameters if not parameter.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
 
+    def _optimizer_shards(self) -> dict[str, Any]:
+        """Return the optimizer's state by names of parameters; one that made no step yet makes an empty one."""
+        return get_optimizer_state_dict(self.model, unwrap_optimizer(self.optimizer))
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the model: the shards of a checkpoint of this trainer, or the files of another one."""
         folder = Path(resume_from_checkpoint)
-        if (folder / _MODEL).is_dir():
+        if (folder / SHARDS).is_dir():
             # In place: the state refers to the model's own tensors.
-            dcp.load({"model": self._model_shards()}, checkpoint_id=folder / _MODEL)
-        elif hasattr(self.model, "peft_config") or not list(folder.glob("*.safetensors")):
+            load_distributed({"model": self._model_shards()}, checkpoint_id=folder / SHARDS)
+        elif _adapters(self.model) or not list(folder.glob("*.safetensors")):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             keys = load_safetensors(self.model, folder, strict=False)
@@ -294,19 +306,24 @@ class AutoshardTrainer(Trainer):
         """Load optimizer and scheduler from a checkpoint of this trainer; another one has none that fits."""
         if checkpoint is None:
             return
-        if not Path(checkpoint, _OPTIMIZER).is_dir():
+        if not Path(checkpoint, SHARDS).is_dir():
             if Path(checkpoint, "optimizer.pt").is_file():
                 raise InputError(
                     f"{checkpoint} has an optimizer of one device or of another trainer, which does not fit shards: "
                     "load the model alone, and train without resume_from_checkpoint."
                 )
             return
-        load_optimizer(Path(checkpoint, _OPTIMIZER), self.model, self.optimizer)
+        state = {"optimizer": self._optimizer_shards()}
+        load_distributed(state, checkpoint_id=Path(checkpoint, SHARDS))
+        set_optimizer_state_dict(self.model, unwrap_optimizer(self.optimizer), state["optimizer"])
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, **keywords: Any) -> None:
     """Save a parallelised model, or its adapters, to files that `from_pretrained` reads; all ranks call it together.
+
+    The model's own `save_pretrained` writes into its configuration, on the rank that calls it. `forward` reads that, so
+    the next call would be a new one on this rank alone. This function leaves the configuration as it was.
 
     Args:
         model: a parallelised `PreTrainedModel` or `PeftModel`.
@@ -321,7 +338,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, **keywords: Any) -> No
 
     def save() -> str:
         with _unchanged_configs(model):
-            model.save_pretrained(folder, state_dict=state, **keywords)
+            cast(Any, model).save_pretrained(folder, state_dict=state, **keywords)
         return ""
 
     # The other ranks wait for the files.
@@ -330,17 +347,23 @@ def save_pretrained(model: nn.Module, folder: str | Path, **keywords: Any) -> No
 
 def _state_to_save(model: nn.Module) -> dict[str, Any]:
     """Return the whole tensors that `save_pretrained` writes: of a `PeftModel`, those of its adapters."""
-    if isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config"):
+    if not _adapters(model):
         return full_state_dict(model)
     from peft import get_peft_model_state_dict
 
     shards = model.state_dict()
     written = {
         id(value)
-        for adapter in model.peft_config
+        for adapter in _adapters(model)
         for value in get_peft_model_state_dict(model, state_dict=shards, adapter_name=adapter).values()
     }
     return full_state_dict(model, names={name for name, value in shards.items() if id(value) in written})
+
+
+def _adapters(model: nn.Module) -> Mapping[str, Any]:
+    """Return the configurations of a `PeftModel`'s adapters, by their names; none of another model."""
+    configs: Mapping[str, Any] = {} if isinstance(model, PreTrainedModel) else getattr(model, "peft_config", {})
+    return configs
 
 
 @contextlib.contextmanager
@@ -349,7 +372,7 @@ def _unchanged_configs(model: nn.Module) -> Iterator[None]:
     configs = [
         module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
     ]
-    configs += getattr(model, "peft_config", {}).values()
+    configs += _adapters(model).values()
     before = {id(config): (config, dict(vars(config))) for config in configs}
     try:
         yield
@@ -412,7 +435,9 @@ def _first_batch(loader: DataLoader) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         rows = list(itertools.islice(iter(loader.dataset), loader.batch_size))
     else:
-        rows = [loader.dataset[index] for index in next(iter(loader.batch_sampler))]
+        batches = loader.batch_sampler
+        assert batches is not None
+        rows = [loader.dataset[index] for index in next(iter(batches), [])]
     if not rows:
         raise InputError("the dataset has no rows to plan for: pass example_kwargs.")
     return loader.collate_fn(rows)
