@@ -1,6 +1,14 @@
 """autoshard: a PyTorch model written for one device, running on a mesh."""
 
-from autoshard.api import frontier, load_safetensors, materialize, parallelize, plan
+from autoshard.api import (
+    frontier,
+    full_state_dict,
+    load_full_state_dict,
+    load_safetensors,
+    materialize,
+    parallelize,
+    plan,
+)
 from autoshard.capture.marks import replicate, set_default_strategy, shard, split
 from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.cluster import Cluster
@@ -52,6 +60,8 @@ __all__ = [
     "checkpointable",
     "doctor",
     "frontier",
+    "full_state_dict",
+    "load_full_state_dict",
     "load_safetensors",
     "materialize",
     "parallelize",

@@ -1,15 +1,15 @@
-"""The front door: `plan`, `frontier`, `parallelize`, `materialize` and `load_safetensors`."""
+"""The front door: `plan`, `frontier`, `parallelize`, `materialize`, and the whole state of a parallelised module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import PlanError
+from autoshard.errors import InputError, PlanError
 from autoshard.options import OptionKeywords, Pipeline, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
@@ -35,6 +35,7 @@ from autoshard.runtime.arguments import (
     check_not_parallelized,
     check_plan,
 )
+from autoshard.runtime.full_state import gather_state, load_state
 from autoshard.runtime.materialize import Initializer, Model, materialize_module
 from autoshard.runtime.module_runtime import Runtime
 from autoshard.runtime.program_maker import ProgramMaker
@@ -253,3 +254,66 @@ def load_safetensors(
     if isinstance(model, PipelineModule):
         return model.load_safetensors(paths, strict, device)
     return load_module(model, paths, strict=strict, device=device)
+
+
+def full_state_dict(
+    model: nn.Module, *, names: Container[str] | None = None, rank0_only: bool = True
+) -> dict[str, Any]:
+    """Gather the whole parameters and persistent buffers of a parallelised module to the CPU.
+
+    All ranks call this together. Beside the result, a device holds one whole tensor at a time. The result is that of
+    `state_dict()` on one device, for `save_pretrained(..., state_dict=...)`, `torch.save` or `safetensors`. Tied
+    parameters are one tensor. For checkpoints to go on from, `torch.distributed.checkpoint` gathers nothing.
+
+    Args:
+        model: the result of `parallelize`; not a `PipelineModule`, whose ranks have different stages.
+        names: the names to gather; all by default.
+        rank0_only: True if only the first rank of the mesh gets the tensors, and the others an empty dict.
+
+    Returns:
+        Name -> whole tensor in CPU memory of its own, of the parameter's global shape and dtype.
+
+    Raises:
+        InputError: the model is not parallelised, or is a pipeline, or a tensor is on the meta device.
+    """
+    _check_no_pipeline(model, "full_state_dict")
+    return gather_state(model, names, rank0_only)
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Any] | None,
+    *,
+    strict: bool = True,
+    device: torch.device | str | None = None,
+) -> IncompatibleKeys:
+    """Fill a parallelised module from whole tensors that the first rank of the mesh has, in place.
+
+    All ranks call this together. The first rank sends one whole tensor at a time, of which every rank keeps its part,
+    strided shards included. Parameters and buffers on the meta device are allocated. Where every rank has the state,
+    `model.load_state_dict(state)` sends nothing; files are read by `load_safetensors`.
+
+    Args:
+        model: the result of `parallelize`; not a `PipelineModule`.
+        state: on the first rank, name -> whole tensor of the global shape, on any device and of any dtype. Ignored on
+            the others, which may pass None. Tied parameters are filled from any of their names.
+        strict: True if names that only the module or only the state has are an error.
+        device: the device of tensors that are on the meta device; by default the device type of the mesh.
+
+    Returns:
+        The names that only the module has, and those that only the state has.
+
+    Raises:
+        InputError: the model is not parallelised, or is a pipeline, or names or shapes do not match; on every rank.
+            Nothing is changed then.
+    """
+    _check_no_pipeline(model, "load_full_state_dict")
+    return load_state(model, state, strict, device)
+
+
+def _check_no_pipeline(model: nn.Module, function: str) -> None:
+    if isinstance(model, PipelineModule):
+        raise InputError(
+            f"{function} is for modules that lie on all ranks, and every rank of a PipelineModule has stages of its "
+            "own. Save and load it by torch.distributed.checkpoint, or read files by autoshard.load_safetensors."
+        )

@@ -1,1 +1,1 @@
-"""Adapters for libraries that train models. Each imports its library only when it is imported itself."""
+"""Adapters for libraries that train models: one module for each, which needs the package of its name."""

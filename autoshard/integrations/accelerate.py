@@ -1,0 +1,273 @@
+"""`AutoshardAccelerator`: loops written for Hugging Face accelerate train a parallelised module.
+
+The module synchronises itself: it is not wrapped, and its loss is that of the whole batch on every rank. What is left
+to accelerate is the data, the optimizer, the schedulers and the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from autoshard.api import full_state_dict
+from autoshard.errors import InputError, MeshError, PlanError
+from autoshard.runtime.module_runtime import RUNTIME, Runtime
+from autoshard.runtime.rank_agreement import from_first_rank
+from autoshard.runtime.shards import gather_full_tensor
+from autoshard.specs.axes import MeshShape
+
+try:
+    from accelerate import Accelerator, DataLoaderConfiguration
+except ImportError as error:
+    raise ImportError(
+        "autoshard.integrations.accelerate needs the package accelerate: pip install 'autoshard[accelerate]'."
+    ) from error
+
+TRIED = "accelerate 1.15"
+
+# Attributes of `Accelerator` that have no public name.
+_LISTS = ("_models", "_optimizers")
+
+# The folder of a checkpoint in which `torch.distributed.checkpoint` keeps shards.
+SHARDS = "autoshard"
+
+
+class AutoshardAccelerator(Accelerator):
+    """An `Accelerator` for a parallelised module.
+
+    `prepare` leaves the module as it is. Data loaders yield the same batches on all ranks, or along `data_axes` each
+    rank's own rows; `num_processes` is the number of such parts of the batch, and `process_index` this rank's. `gather`
+    and `gather_for_metrics` join the parts. A scheduler makes one step for every step of the optimizer.
+    `get_state_dict(model)` gives the first rank whole CPU tensors; `save_state` and `load_state` save and load on any
+    mesh.
+
+    Args:
+        mesh: the mesh of the module.
+        data_axes: names of the mesh axes along which every rank loads its own rows; for a module that was parallelised
+            with `inputs="local"`. By default every rank loads the whole batch.
+        **keywords: those of `Accelerator`, without precisions, compilation and other ways to shard, which
+            `autoshard.parallelize` decides.
+
+    Raises:
+        MeshError: the mesh has no such axis.
+        PlanError: a keyword is one that `autoshard.parallelize` decides.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[Optimizer]
+
+    def __init__(self, mesh: DeviceMesh, data_axes: Sequence[str] = (), **keywords: Any) -> None:
+        _check_keywords(keywords)
+        self.mesh = mesh
+        self.data_placements = data_placements(mesh, data_axes)
+        config = keywords.pop("dataloader_config", None) or DataLoaderConfiguration()
+        if config.dispatch_batches:
+            raise PlanError(
+                "dispatch_batches=True sends every process other rows of a batch, and the ranks of a mesh share rows: "
+                "leave it out, every rank reads its rows itself."
+            )
+        # A seed that all ranks know orders the rows.
+        config = dataclasses.replace(config, dispatch_batches=False, use_seedable_sampler=True)
+        super().__init__(mixed_precision="no", dynamo_backend="no", dataloader_config=config, **keywords)
+        if not all(hasattr(self, name) for name in _LISTS):
+            raise ImportError(f"this version of accelerate keeps other attributes than {TRIED}, the one tried here.")
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks with rows of their own."""
+        sizes = zip(self.data_placements, self.mesh.shape, strict=True)
+        return math.prod(size for placement, size in sizes if placement.is_shard())
+
+    @property
+    def process_index(self) -> int:
+        """The number of this rank's rows, in the order in which `Shard(0)` cuts them."""
+        index = 0
+        for axis, placement in enumerate(self.data_placements):
+            if placement.is_shard():
+                index = index * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return index
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Register a parallelised module, which stays as it is; raise an `InputError` for another one."""
+        check_parallelised(model)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """Wrap an optimizer as accelerate does; its state lies where its parameters do."""
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler, which makes one step for every step of the optimizer."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True
+        return prepared
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **keywords: Any) -> DataLoader:
+        """Return a loader of the same batches on all ranks, or of this rank's rows; all ranks call it together."""
+        config = self.dataloader_config
+        seed = config.data_seed
+        if seed is None:
+            config.data_seed = int(from_first_rank(self.mesh, lambda: str(torch.initial_seed())))
+        try:
+            return super().prepare_data_loader(data_loader, *args, **keywords)
+        finally:
+            config.data_seed = seed
+
+    def gather(self, tensor: Any) -> Any:
+        """Join the rows of all ranks along dim 0, in every tensor of a nest; numbers become tensors of one dim."""
+        return pytree.tree_map_only(Tensor, self._gather_rows, tensor)
+
+    def _gather_rows(self, tensor: Tensor) -> Tensor:
+        tensor = gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        rows = tensor if tensor.ndim else tensor[None]
+        if self.num_processes == 1:
+            return rows
+        return gather_full_tensor(
+            DTensor.from_local(rows.contiguous(), self.mesh, self.data_placements, run_check=False)
+        )
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Join the rows of all ranks, without those that fill the last batch; raise an `InputError` for objects."""
+        if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(input_data)):
+            raise InputError(
+                "gather_for_metrics gathers tensors: the ranks of a mesh share rows, and objects do not tell which."
+            )
+        return super().gather_for_metrics(input_data)
+
+    def own_rows(self, tensor: Tensor) -> Tensor:
+        """Return this rank's rows of an output of the module, a plain tensor; all ranks call it together."""
+        whole = gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        return whole.chunk(self.num_processes)[self.process_index] if whole.ndim else whole
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the module's whole tensors on the CPU of the first rank; see `autoshard.full_state_dict`."""
+        return full_state_dict(model)
+
+    def save_state(self, output_dir: Any = None, *args: Any, **keywords: Any) -> Any:
+        """Save what was prepared, as accelerate does, but the shards of models and optimizers by all ranks.
+
+        Returns:
+            The folder, in which `torch.distributed.checkpoint` has the folder `autoshard`.
+        """
+        with self._sharded_set_aside():
+            location = super().save_state(output_dir, *args, **keywords)
+        models, optimizers = self._shards()
+        save_distributed(models | optimizers, checkpoint_id=Path(location, SHARDS))
+        return location
+
+    def load_state(self, input_dir: Any = None, *args: Any, **keywords: Any) -> Any:
+        """Load what `save_state` saved, on this mesh or another; `input_dir` is the folder that it returned."""
+        if input_dir is None:
+            raise InputError("load_state(None): pass the folder that save_state returned.")
+        with self._sharded_set_aside():
+            result = super().load_state(input_dir, *args, **keywords)
+        models, optimizers = self._shards()
+        # Models are filled in place: their states refer to their own tensors.
+        load_distributed(models | optimizers, checkpoint_id=Path(input_dir, SHARDS))
+        for optimizer, state in zip(self._optimizers, optimizers.values(), strict=True):
+            set_optimizer_state_dict(_model_of(optimizer, self._models), unwrap_optimizer(optimizer), state)
+        return result
+
+    @contextlib.contextmanager
+    def _sharded_set_aside(self) -> Iterator[None]:
+        """Let the base class see no model and no optimizer: it would take a rank's shards for the whole."""
+        models, self._models = self._models, []
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def _shards(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the states of the models, and those of their optimizers."""
+        models = {f"model_{number}": model.state_dict() for number, model in enumerate(self._models)}
+        optimizers = {
+            f"optimizer_{number}": get_optimizer_state_dict(
+                _model_of(optimizer, self._models), unwrap_optimizer(optimizer)
+            )
+            for number, optimizer in enumerate(self._optimizers)
+        }
+        return models, optimizers
+
+
+def _check_keywords(keywords: dict[str, Any]) -> None:
+    remedies = {
+        "mixed_precision": "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+        "dynamo_backend": "compile=True",
+        "dynamo_plugin": "compile=True",
+        "fsdp_plugin": "the mesh",
+        "deepspeed_plugin": "the mesh",
+        "megatron_lm_plugin": "the mesh",
+        "parallelism_config": "the mesh",
+    }
+    for name, remedy in remedies.items():
+        if keywords.pop(name, None) not in (None, "no"):
+            raise PlanError(f"{name} is not for AutoshardAccelerator: pass {remedy} to autoshard.parallelize instead.")
+
+
+def data_placements(mesh: DeviceMesh, data_axes: Sequence[str]) -> tuple[Placement, ...]:
+    """Return the placements of a batch: `Shard(0)` on the data axes, `Replicate()` on the others.
+
+    Raises:
+        MeshError: the mesh has no such axis, or a text was given for a sequence of names.
+    """
+    names = MeshShape.of(mesh).names
+    unknown = [data_axes] if isinstance(data_axes, str) else [name for name in data_axes if name not in names]
+    if unknown:
+        raise MeshError(f"data_axes={data_axes!r}: it is a tuple of names of mesh axes, out of {', '.join(names)}.")
+    return tuple(Shard(0) if name in data_axes else Replicate() for name in names)
+
+
+def check_parallelised(model: nn.Module) -> Runtime:
+    """Return the runtime of a parallelised module; raise an `InputError` for another one."""
+    runtime = model.__dict__.get(RUNTIME)
+    if not isinstance(runtime, Runtime):
+        raise InputError(
+            f"{type(model).__name__} is not parallelised: call autoshard.parallelize(model, mesh, ...) first, without "
+            "a pipeline axis. (Wrap the module, as peft does, before that.)"
+        )
+    return runtime
+
+
+def data_axes_of(runtime: Runtime) -> tuple[str, ...]:
+    """Return the names of the mesh axes along which the calls of a module pass rows of their own."""
+    if runtime.inputs != "local":
+        return ()
+    names = MeshShape.of(runtime.device_mesh).names
+    tables = runtime.input_placements.values()
+    return tuple(name for axis, name in enumerate(names) if any(table[axis].is_shard(0) for table in tables))
+
+
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that accelerate wrapped, or one that it did not wrap."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def _model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
+    """Return the model that an optimizer trains."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in models:
+        if trained <= {id(parameter) for parameter in model.parameters()}:
+            return model
+    raise InputError(
+        "save_state and load_state need the model of every optimizer: prepare it, too, and give an optimizer the "
+        "parameters that one model has after autoshard.parallelize."
+    )
