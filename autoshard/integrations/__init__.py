@@ -1,0 +1,1 @@
+"""Adapters for frameworks that train models: one module for each, which needs the package of the framework."""
