@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,7 +33,6 @@ with (
     mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
     mock.patch("torch._utils._get_device_module", lambda kind: _CPU),
 ):
-    import torchtitan.trainer
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import IGNORE_INDEX
@@ -48,7 +49,7 @@ from autoshard.errors import PlanError
 from tests import workers
 from tests.workers import Workers
 
-LENGTH, BATCH, STEPS = 16, 4, 3
+LENGTH, BATCH = 16, 4
 
 
 def fast_links() -> Cluster:
@@ -116,10 +117,12 @@ class Recorder(MetricsProcessor):
 
     def __init__(self, config: Config, **arguments: Any) -> None:
         super().__init__(config, **arguments)
-        self.losses: list[tuple[float, float, float]] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
 
     def log(self, step: int, loss: float, largest: float, norm: float, extra_metrics: Any = None) -> None:
-        self.losses.append((loss, largest, norm))
+        self.losses.append(loss)
+        self.norms.append(norm)
 
 
 class DenseAttention(FlexAttention):
@@ -141,58 +144,151 @@ class DenseAttention(FlexAttention):
         return out.transpose(1, 2)
 
 
-class WideExperts(GroupedExperts):
-    """Experts in float32: torchtitan's are in bfloat16 whatever the model is in."""
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run of torchtitan's trainer.
 
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        pass
+    Attributes:
+        name: module and function of the configuration.
+        layers: the layers of the model that are kept.
+        steps: the last step.
+        parallelism, training: changes of these settings.
+        folder: of checkpoints, after every second step; empty for none.
+        reference: True to leave autoshard out.
+    """
 
-    def forward(self, x_RD: Any, num_tokens_per_expert_E: Any) -> torch.Tensor:
-        x, ends = x_RD, torch.cumsum(num_tokens_per_expert_E, 0, dtype=torch.int32)
-        up, gate = (torch._grouped_mm(x, w.transpose(-2, -1), offs=ends) for w in (self.w1_EFD, self.w3_EFD))
-        return torch._grouped_mm(torch.nn.functional.silu(up) * gate, self.w2_EDF.transpose(-2, -1), offs=ends)
+    name: str
+    layers: int = 2
+    steps: int = 2
+    parallelism: dict[str, Any] = dataclasses.field(default_factory=dict)
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    folder: str = ""
+    reference: bool = False
+
+    @property
+    def config(self) -> Trainer.Config:
+        module, function = self.name.split(".")
+        config: Trainer.Config = getattr(import_module(f"torchtitan.models.{module}.config_registry"), function)()
+        assert config.model_spec is not None
+        model = config.model_spec.model
+        del model.layers[self.layers :]
+        for _, experts, _, _ in model.traverse(GroupedExperts.Config):
+            experts.hidden_dim = 32
+        if self.reference:
+            for _, _, owner, attribute in list(model.traverse(FlexAttention.Config)):
+                setattr(owner, attribute, DenseAttention.Config())
+        ranks = 1 if self.reference else self.parallelism.get("data_parallel_shard_degree", 1)
+        config.tokenizer = NoTokenizer.Config()
+        config.dataloader = Documents.Config(vocabulary=model.vocab_size)
+        config.metrics = Recorder.Config(log_freq=1)
+        config.validator.enable = False
+        config.optimizer.implementation = "foreach"  # fused is for GPUs
+        config.activation_checkpoint = None
+        config.dump_folder = self.folder
+        config.checkpoint = CheckpointManager.Config(enable=bool(self.folder), interval=2, last_save_model_only=False)
+        config.training = dataclasses.replace(
+            config.training,
+            seq_len=LENGTH,
+            local_batch_size=BATCH // ranks,
+            global_batch_size=2 * BATCH,  # two backwards for a step
+            steps=self.steps,
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        )
+        config.training = dataclasses.replace(config.training, **self.training)
+        config.lr_scheduler.warmup_steps = 0
+        config.debug.seed = 3
+        config.debug.enable_structured_logging = False
+        if self.reference:
+            return config
+        config.parallelism = dataclasses.replace(config.parallelism, **self.parallelism)
+        return integration.with_autoshard(config, cluster=fast_links())
 
 
-def configuration(name: str, folder: str, *, reference: bool = False, **parallelism: Any) -> Trainer.Config:
-    """One of torchtitan's configurations for tests, with two layers."""
-    module, function = name.split(".")
-    registry = __import__(f"torchtitan.models.{module}.config_registry", fromlist=[function])
-    config = getattr(registry, function)()
-    model = config.model_spec.model
-    del model.layers[2:]
-    for _, experts, owner, attribute in list(model.traverse(GroupedExperts.Config)):
-        values = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}
-        setattr(owner, attribute, WideExperts.Config(**values | {"hidden_dim": 32}))
-    if reference:
-        for _, attention, owner, attribute in list(model.traverse(FlexAttention.Config)):
-            setattr(owner, attribute, DenseAttention.Config())
-    config.tokenizer = NoTokenizer.Config()
-    config.dataloader = Documents.Config(vocabulary=model.vocab_size)
-    config.metrics = Recorder.Config(log_freq=1)
-    config.validator.enable = False
-    config.optimizer.implementation = "foreach"
-    config.checkpoint = CheckpointManager.Config(enable=False)
-    config.activation_checkpoint = None
-    config.dump_folder = folder
-    config.training = dataclasses.replace(
-        config.training,
-        seq_len=LENGTH,
-        local_batch_size=BATCH // (1 if reference else parallelism.get("data_parallel_shard_degree", 1)),
-        global_batch_size=2 * BATCH,
-        steps=STEPS,
-        mixed_precision_param="float32",
-        disable_cuda_graphs=True,
-    )
-    config.parallelism = dataclasses.replace(config.parallelism, **parallelism)
-    config.debug.seed = 3
-    config.debug.enable_structured_logging = False
-    return integration.with_autoshard(config, cluster=fast_links()) if not reference else config
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run reported for every step, and its plan."""
+
+    losses: list[float]
+    norms: list[float]
+    plan: str
 
 
-def train(config: Trainer.Config) -> tuple[list[tuple[float, float, float]], Trainer]:
-    trainer = config.build()
-    # torchtitan 0.3 sets the time limits of groups by a function that releases of torch up to 2.13 have not.
-    with mock.patch.object(torch.distributed, "set_timeout", _set_pg_timeout, create=True):
+def run(jobs: list[Job]) -> list[Result]:
+    return [_run(job) for job in jobs]
+
+
+def _run(job: Job) -> Result:
+    # The trainer compiles the function that makes masks; a compiler for the CPU is not needed here.
+    torch.compiler.set_stance("force_eager")
+    trainer = job.config.build()
+    # torchtitan 0.3 sets the time limits of groups by a function that torch up to 2.13 does not have.
+    with (
+        mock.patch.object(torch.distributed, "set_timeout", _set_pg_timeout, create=True),
+        mock.patch.object(time, "sleep"),
+    ):
         trainer.train()
-    return trainer.metrics_processor.losses, trainer
+    trainer.close()
+    recorder = trainer.metrics_processor
+    assert isinstance(recorder, Recorder)
+    plan = getattr(trainer.model_parts[0], "sharding_plan", None)
+    return Result(recorder.losses, recorder.norms, str(plan))
+
+
+DATA, TENSOR = {"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}
+JOBS = {
+    "llama3": Job("llama3.llama3_debugmodel", steps=3, parallelism=DATA),
+    "deepseek_v3": Job("deepseek_v3.deepseek_v3_debugmodel_mtp", parallelism=DATA),
+    "qwen3": Job("qwen3.qwen3_moe_debug", layers=1, parallelism=TENSOR),
+    "bfloat16": Job("llama3.llama3_debugmodel", layers=1, parallelism=DATA, training={"mixed_precision_param": "bfloat16"}),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result, Result]]:
+    """The jobs on two processes, and on one without autoshard; `resumed` goes on after two steps, on another mesh."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    jobs = {name: dataclasses.replace(job, folder=folder * (name == "llama3")) for name, job in JOBS.items()}
+    resumed = dataclasses.replace(jobs["llama3"], parallelism=TENSOR)
+    references = [dataclasses.replace(job, folder="", reference=True) for job in jobs.values()]
+    with (
+        mock.patch.object(workers, "PRELOADED", [__name__]),
+        mock.patch.object(workers, "_server", functools.cache(workers._server.__wrapped__)),
+        Workers(2) as two,
+        Workers(1) as one,
+        ThreadPoolExecutor() as threads,
+    ):
+        expected = threads.submit(one.run, run, references)
+        ranks = two.run(run, [*jobs.values(), resumed])
+        assert ranks[0] == ranks[1]
+        names = [*jobs, "resumed"]
+        whole = [*expected.result()[0], ranks[0][0]]
+        return {name: pair for name, *pair in zip(names, ranks[0], whole, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["llama3", "deepseek_v3", "qwen3"])
+def test_the_trainer_on_two_processes_equals_one_process(
+    name: str, results: dict[str, tuple[Result, Result]]
+) -> None:
+    """In float32, which the trainer's loss is in whatever the model is in."""
+    planned, whole = results[name]
+    assert planned.losses == pytest.approx(whole.losses, rel=1e-6)
+    # torch adds the squares of half a million elements in float32.
+    assert planned.norms == pytest.approx(whole.norms, rel=2e-4)
+
+
+def test_rows_of_experts_are_sent_to_their_ranks(results: dict[str, tuple[Result, Result]]) -> None:
+    for name in ("deepseek_v3", "qwen3"):
+        assert "all_to_all" in results[name][0].plan, results[name][0].plan
+
+
+def test_mixed_precision(results: dict[str, tuple[Result, Result]]) -> None:
+    planned, whole = results["bfloat16"]
+    assert planned.losses == pytest.approx(whole.losses, rel=1e-3)
+    assert planned.losses != pytest.approx(whole.losses, rel=0)
+
+
+def test_a_checkpoint_resumes_on_another_mesh(results: dict[str, tuple[Result, Result]]) -> None:
+    resumed, uninterrupted = results["resumed"]
+    assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=1e-6)
+    assert resumed.norms == pytest.approx(uninterrupted.norms[2:], rel=2e-4)

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import LocalDispatchMetadata, LocalTokenDispatcher
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalDispatchMetadata,
+    LocalTokenDispatcher,
+)
 
 from autoshard.errors import PlanError
 
@@ -61,7 +65,7 @@ def prepare_experts(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, RoutedExperts):
             dispatcher = part.token_dispatcher
-            if type(dispatcher) is not LocalTokenDispatcher:
+            if type(dispatcher) not in (LocalTokenDispatcher, AllToAllTokenDispatcher):
                 raise PlanError(
                     f"{name}: {type(dispatcher).__name__} exchanges rows of experts itself, which a plan does: set "
                     "expert_parallel_degree to 1 and moe_comm_backend to 'standard'."
