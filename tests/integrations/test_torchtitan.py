@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +18,11 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from autoshard.cluster.cluster import Cluster, Link
+from autoshard.errors import PlanError
+from tests import workers
+from tests.workers import Workers
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton")  # which torchtitan imports, and torch's builds for CPUs do not bring
@@ -30,24 +38,25 @@ _CPU = SimpleNamespace(
     empty_cache=lambda: None,
 )
 with (
-    mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
-    mock.patch("torch._utils._get_device_module", lambda kind: _CPU),
+    mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
+    mock.patch("torch._utils._get_device_module", return_value=_CPU),
 ):
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.loss import IGNORE_INDEX
+    from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.config import ConfigManager
-    from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+    from torchtitan.components.validate import Validator
+    from torchtitan.config import CompileConfig, ConfigManager, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models import llama3, qwen3
+    from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.protocols.model_spec import ModelSpec
     from torchtitan.trainer import Trainer
 
-import autoshard.integrations.torchtitan as integration
-from autoshard.cluster.cluster import Cluster, Link
-from autoshard.errors import PlanError
-from tests import workers
-from tests.workers import Workers
+    import autoshard.integrations.torchtitan as integration
+    from autoshard.integrations.torchtitan.experts import prepare_experts
 
 LENGTH, BATCH = 16, 4
 
@@ -83,6 +92,7 @@ class Documents(BaseDataLoader):
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         vocabulary: int = 0
+        infinite: bool = True
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> None:
         self.vocabulary = config.vocabulary
@@ -119,10 +129,14 @@ class Recorder(MetricsProcessor):
         super().__init__(config, **arguments)
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.validation: list[float] = []
 
     def log(self, step: int, loss: float, largest: float, norm: float, extra_metrics: Any = None) -> None:
         self.losses.append(loss)
         self.norms.append(norm)
+
+    def log_validation(self, loss: float, step: int, extra_metrics: Any = None) -> None:
+        self.validation.append(loss)
 
 
 class DenseAttention(FlexAttention):
@@ -132,14 +146,13 @@ class DenseAttention(FlexAttention):
     class Config(FlexAttention.Config):
         pass
 
-    def forward(
-        self, q_BLNH: Any, k_BLNH: Any, v_BLNH: Any, *, attention_masks: Any, scale: Any = None, **options: Any
-    ) -> Any:
+    # torchtitan places the arguments by their names.
+    def forward(self, q_BLNH: Any, k_BLNH: Any, v_BLNH: Any, *, attention_masks: Any, **options: Any) -> Any:  # noqa: N803
         q, k, v = (each.transpose(1, 2) for each in (q_BLNH, k_BLNH, v_BLNH))
         mask = torch.nn.attention.flex_attention.create_mask(
             attention_masks.mask_mod, q.shape[0], 1, LENGTH, LENGTH, device="cpu"
         )
-        gqa = options.get("enable_gqa", False)
+        scale, gqa = options.get("scale"), options.get("enable_gqa", False)
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
         return out.transpose(1, 2)
 
@@ -153,7 +166,9 @@ class Job:
         layers: the layers of the model that are kept.
         steps: the last step.
         parallelism, training: changes of these settings.
+        validation: True to validate after every step.
         folder: of checkpoints, after every second step; empty for none.
+        load_step: the step to go on from; -1 for the last one there is.
         reference: True to leave autoshard out.
     """
 
@@ -162,7 +177,9 @@ class Job:
     steps: int = 2
     parallelism: dict[str, Any] = dataclasses.field(default_factory=dict)
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    validation: bool = False
     folder: str = ""
+    load_step: int = -1
     reference: bool = False
 
     @property
@@ -181,11 +198,13 @@ class Job:
         config.tokenizer = NoTokenizer.Config()
         config.dataloader = Documents.Config(vocabulary=model.vocab_size)
         config.metrics = Recorder.Config(log_freq=1)
-        config.validator.enable = False
+        config.validator = Validator.Config(enable=self.validation, freq=1, steps=1, dataloader=config.dataloader)
         config.optimizer.implementation = "foreach"  # fused is for GPUs
         config.activation_checkpoint = None
         config.dump_folder = self.folder
-        config.checkpoint = CheckpointManager.Config(enable=bool(self.folder), interval=2, last_save_model_only=False)
+        config.checkpoint = CheckpointManager.Config(
+            enable=bool(self.folder), interval=2, load_step=self.load_step, last_save_model_only=False
+        )
         config.training = dataclasses.replace(
             config.training,
             seq_len=LENGTH,
@@ -207,11 +226,13 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run reported for every step, and its plan."""
+    """What a run reported for every step, its plan, and the error about a head that is called outside of the model."""
 
     losses: list[float]
     norms: list[float]
+    validation: list[float]
     plan: str
+    error: str
 
 
 def run(jobs: list[Job]) -> list[Result]:
@@ -231,8 +252,15 @@ def _run(job: Job) -> Result:
     trainer.close()
     recorder = trainer.metrics_processor
     assert isinstance(recorder, Recorder)
-    plan = getattr(trainer.model_parts[0], "sharding_plan", None)
-    return Result(recorder.losses, recorder.norms, str(plan))
+    model, error = trainer.model_parts[0], ""
+    if not job.reference:
+        # As the trainer does for a ChunkedLossWrapper.
+        model._skip_lm_head = True
+        with pytest.raises(PlanError) as refusal:
+            model(torch.zeros(BATCH, LENGTH, dtype=torch.int64))
+        error = str(refusal.value)
+    plan = str(getattr(model, "sharding_plan", None))
+    return Result(recorder.losses, recorder.norms, recorder.validation, plan, error)
 
 
 DATA, TENSOR = {"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}
@@ -240,7 +268,13 @@ JOBS = {
     "llama3": Job("llama3.llama3_debugmodel", steps=3, parallelism=DATA),
     "deepseek_v3": Job("deepseek_v3.deepseek_v3_debugmodel_mtp", parallelism=DATA),
     "qwen3": Job("qwen3.qwen3_moe_debug", layers=1, parallelism=TENSOR),
-    "bfloat16": Job("llama3.llama3_debugmodel", layers=1, parallelism=DATA, training={"mixed_precision_param": "bfloat16"}),
+    "bfloat16": Job(
+        "llama3.llama3_debugmodel",
+        layers=1,
+        validation=True,
+        parallelism=DATA,
+        training={"mixed_precision_param": "bfloat16"},
+    ),
 }
 
 
@@ -249,7 +283,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result,
     """The jobs on two processes, and on one without autoshard; `resumed` goes on after two steps, on another mesh."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     jobs = {name: dataclasses.replace(job, folder=folder * (name == "llama3")) for name, job in JOBS.items()}
-    resumed = dataclasses.replace(jobs["llama3"], parallelism=TENSOR)
+    resumed = dataclasses.replace(jobs["llama3"], parallelism=TENSOR, load_step=2)
     references = [dataclasses.replace(job, folder="", reference=True) for job in jobs.values()]
     with (
         mock.patch.object(workers, "PRELOADED", [__name__]),
@@ -267,9 +301,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result,
 
 
 @pytest.mark.parametrize("name", ["llama3", "deepseek_v3", "qwen3"])
-def test_the_trainer_on_two_processes_equals_one_process(
-    name: str, results: dict[str, tuple[Result, Result]]
-) -> None:
+def test_the_trainer_on_two_processes_equals_one_process(name: str, results: dict[str, tuple[Result, Result]]) -> None:
     """In float32, which the trainer's loss is in whatever the model is in."""
     planned, whole = results[name]
     assert planned.losses == pytest.approx(whole.losses, rel=1e-6)
@@ -288,7 +320,111 @@ def test_mixed_precision(results: dict[str, tuple[Result, Result]]) -> None:
     assert planned.losses != pytest.approx(whole.losses, rel=0)
 
 
+def test_validation(results: dict[str, tuple[Result, Result]]) -> None:
+    planned, whole = results["bfloat16"]
+    assert len(planned.validation) == 2
+    assert planned.validation == pytest.approx(whole.validation, rel=1e-3)
+
+
+def test_a_loss_that_calls_the_head_itself_is_refused(results: dict[str, tuple[Result, Result]]) -> None:
+    assert "config.loss.loss_fn" in results["llama3"][0].error
+
+
 def test_a_checkpoint_resumes_on_another_mesh(results: dict[str, tuple[Result, Result]]) -> None:
     resumed, uninterrupted = results["resumed"]
     assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=1e-6)
     assert resumed.norms == pytest.approx(uninterrupted.norms[2:], rel=2e-4)
+
+
+def test_the_command_line_finds_configurations() -> None:
+    name = "autoshard.integrations.torchtitan"
+    arguments = ["--module", name, "--config", "llama3_8b", "--parallelism.tensor_parallel_degree", "2"]
+    config = ConfigManager().parse_args(arguments)
+    assert config.parallelism.tensor_parallel_degree == 2
+    assert config.training.disable_cuda_graphs
+    assert isinstance(config.loss, CrossEntropyLoss.Config)
+    assert config.model_spec.parallelize_fn.func is integration.parallelize
+    assert config.model_spec.pipelining_fn is None
+    original = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b"])
+    assert original.model_spec.model.to_dict() == config.model_spec.model.to_dict()
+    with pytest.raises(ValueError, match="'qwen3_14b'"):
+        ConfigManager().parse_args(["--module", name, "--config", "qwen3_7b"])
+
+
+def model_of(spec: ModelSpec) -> torch.nn.Module:
+    with torch.device("meta"):
+        return spec.model.build()
+
+
+@pytest.fixture(scope="module")
+def llama() -> torch.nn.Module:
+    return model_of(llama3.model_registry("debugmodel"))
+
+
+def parallelize(model: torch.nn.Module, **changes: Any) -> None:
+    """Call it with settings that are all supported, but for the changes."""
+    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1)
+    degrees |= {name: changes.pop(name) for name in [*changes] if name in degrees}
+    dims = ParallelDims(
+        **degrees,
+        world_size=math.prod(size for name, size in degrees.items() if name != "ep"),
+        spmd_backend=changes.pop("spmd_backend", "spmd_types"),
+    )
+    arguments: dict[str, Any] = {
+        "training": TrainingConfig(disable_cuda_graphs=True),
+        "parallelism": ParallelismConfig(),
+        "compile_config": CompileConfig(),
+        "ac_config": None,
+        "dump_folder": "",
+    }
+    integration.parallelize(model, parallel_dims=dims, **arguments | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pp": 2}, "pipeline_parallel_degree=2: set it to 1"),
+        ({"cp": 2}, "context_parallel_degree=2: set it to 1"),
+        ({"ep": 2, "tp": 2}, "expert_parallel_degree=2: set it to 1"),
+        ({"spmd_backend": "full_dtensor"}, "set it to 'spmd_types'"),
+        ({"training": TrainingConfig()}, "Set --training.disable_cuda_graphs"),
+        ({"training": TrainingConfig(enable_cpu_offload=True)}, "Set memory_limit"),
+        ({"compile_config": CompileConfig(enable=True, backend="eager")}, "compile.backend='eager'"),
+        ({"compile_config": CompileConfig(enable=True, enable_async_tensor_parallel=True)}, "overlap='torch'"),
+    ],
+)
+def test_settings_that_are_refused(llama: torch.nn.Module, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        parallelize(llama, **changes)
+
+
+def test_models_that_are_refused() -> None:
+    with pytest.raises(PlanError, match="Linear is called in its own way"):
+        parallelize(torch.nn.Linear(2, 2))
+    with pytest.raises(PlanError, match=r"layers\.0\.attention\.inner_attention is VarlenAttention"):
+        parallelize(model_of(llama3.model_registry("debugmodel", attn_backend="varlen")))
+
+
+def test_options_of_the_trainer_are_refused(llama: torch.nn.Module) -> None:
+    with pytest.raises(TypeError, match="inputs: the trainer of torchtitan decides"):
+        parallelize(llama, inputs="global")
+
+
+def test_routers_score_in_float32() -> None:
+    """As torchtitan's autocast does on GPUs."""
+    layers = model_of(qwen3.model_registry("debugmodel_moe")).layers
+    router = layers["0"].moe.router.to_empty(device="cpu").bfloat16()
+    torch.nn.init.normal_(router.gate.weight)
+    x = torch.randn(1, 3, router.gate.in_features).bfloat16()
+    expected = torch.nn.functional.linear(x.float(), router.gate.weight.float()).softmax(-1)
+    prepare_experts(router)
+    assert torch.equal(router(x)[2], expected)
+
+
+def test_without_torchtitan_the_import_tells_what_to_install() -> None:
+    with mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if "torchtitan" in name]:
+            del sys.modules[name]
+        sys.modules["torchtitan"] = None  # type: ignore[assignment]
+        with pytest.raises(ImportError, match=r"pip install 'autoshard\[torchtitan\]'"):
+            import_module("autoshard.integrations.torchtitan")

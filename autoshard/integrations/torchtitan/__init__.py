@@ -33,8 +33,7 @@ what else lies on which axis is for the plan to decide, whatever the names of th
 | `debug.seed` | initial weights are those that one device draws by this seed |
 | `parallelism.enable_sequence_parallel`, `fsdp_reshard_after_forward`, `enable_fsdp_symm_mem` | nothing |
 | `expert_parallel_degree` | 1: a plan sends tokens to experts over any axis |
-| pipeline or context parallelism, `enable_cpu_offload`, CUDA graphs, varlen attention, `spmd_backend="full_dtensor"` | \
-refused |
+| pipelines, context parallelism, CPU offload, CUDA graphs, async TP, varlen attention, `"full_dtensor"` | refused |
 
 The memory of a plan is that of the model with its outputs; the loss, which the trainer computes outside of the model,
 needs its own: leave room for logits in float32 in `memory_limit`.

@@ -29,7 +29,7 @@ from autoshard.runtime.materialize import synchronize_random_state
 from autoshard.runtime.whole_tensors import DTensorParts, WholeTensors
 
 DATA_AXES = ("dp_replicate", "dp_shard", "fsdp")
-"""Axes over which ranks read different batches; `fsdp` is the name of `dp_shard` in `spmd_backend="partial_dtensor"`."""
+"""Axes over which ranks read different batches; `spmd_backend="partial_dtensor"` calls the second one `fsdp`."""
 
 TENSOR_AXIS = "tp"
 
@@ -98,10 +98,11 @@ def parallelize(
         "recompute": _recompute(ac_config),
         "compile": compile_config.enable and "model" in compile_config.components,
     }
+    settings.update(options)
     with warnings.catch_warnings():
         # Of the routers, whose gates are in float32 without it.
         warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
-        autoshard.parallelize(model, mesh, (example,), {"positions": example}, plan=plan, **{**settings, **options})
+        autoshard.parallelize(model, mesh, (example,), {"positions": example}, plan=plan, **settings)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
     model.register_forward_hook(_to_local)
     return model
