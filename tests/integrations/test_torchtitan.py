@@ -43,12 +43,13 @@ with (
 ):
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+    from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.components.validate import Validator
     from torchtitan.config import CompileConfig, ConfigManager, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.models import llama3, qwen3
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.common.moe import GroupedExperts
@@ -57,8 +58,13 @@ with (
 
     import autoshard.integrations.torchtitan as integration
     from autoshard.integrations.torchtitan.experts import prepare_experts
+    from autoshard.integrations.torchtitan.parallelize import device_mesh
 
 LENGTH, BATCH = 16, 4
+
+SHARDS = {"data_parallel_shard_degree": 2}
+COPIES = {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 2}
+TENSOR = {"tensor_parallel_degree": 2}
 
 
 def fast_links() -> Cluster:
@@ -194,13 +200,13 @@ class Job:
         if self.reference:
             for _, _, owner, attribute in list(model.traverse(FlexAttention.Config)):
                 setattr(owner, attribute, DenseAttention.Config())
-        ranks = 1 if self.reference else self.parallelism.get("data_parallel_shard_degree", 1)
+        ranks = 2 if self.parallelism in (SHARDS, COPIES) and not self.reference else 1
         config.tokenizer = NoTokenizer.Config()
         config.dataloader = Documents.Config(vocabulary=model.vocab_size)
         config.metrics = Recorder.Config(log_freq=1)
         config.validator = Validator.Config(enable=self.validation, freq=1, steps=1, dataloader=config.dataloader)
         config.optimizer.implementation = "foreach"  # fused is for GPUs
-        config.activation_checkpoint = None
+        config.activation_checkpoint = FullAC.Config() if self.validation and not self.reference else None
         config.dump_folder = self.folder
         config.checkpoint = CheckpointManager.Config(
             enable=bool(self.folder), interval=2, load_step=self.load_step, last_save_model_only=False
@@ -263,16 +269,15 @@ def _run(job: Job) -> Result:
     return Result(recorder.losses, recorder.norms, recorder.validation, plan, error)
 
 
-DATA, TENSOR = {"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}
 JOBS = {
-    "llama3": Job("llama3.llama3_debugmodel", steps=3, parallelism=DATA),
-    "deepseek_v3": Job("deepseek_v3.deepseek_v3_debugmodel_mtp", parallelism=DATA),
+    "llama3": Job("llama3.llama3_debugmodel", steps=3, parallelism=SHARDS),
+    "deepseek_v3": Job("deepseek_v3.deepseek_v3_debugmodel_mtp", parallelism=SHARDS),
     "qwen3": Job("qwen3.qwen3_moe_debug", layers=1, parallelism=TENSOR),
     "bfloat16": Job(
         "llama3.llama3_debugmodel",
         layers=1,
         validation=True,
-        parallelism=DATA,
+        parallelism=COPIES,
         training={"mixed_precision_param": "bfloat16"},
     ),
 }
@@ -283,7 +288,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result,
     """The jobs on two processes, and on one without autoshard; `resumed` goes on after two steps, on another mesh."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     jobs = {name: dataclasses.replace(job, folder=folder * (name == "llama3")) for name, job in JOBS.items()}
-    resumed = dataclasses.replace(jobs["llama3"], parallelism=TENSOR, load_step=2)
+    resumed = dataclasses.replace(
+        jobs["llama3"], parallelism={**TENSOR, "spmd_backend": "partial_dtensor"}, load_step=2
+    )
     references = [dataclasses.replace(job, folder="", reference=True) for job in jobs.values()]
     with (
         mock.patch.object(workers, "PRELOADED", [__name__]),
@@ -320,6 +327,11 @@ def test_mixed_precision(results: dict[str, tuple[Result, Result]]) -> None:
     assert planned.losses != pytest.approx(whole.losses, rel=0)
 
 
+def test_full_activation_checkpointing_recomputes_layers(results: dict[str, tuple[Result, Result]]) -> None:
+    assert "recomputed" in results["bfloat16"][0].plan
+    assert "recomputed" not in results["llama3"][0].plan
+
+
 def test_validation(results: dict[str, tuple[Result, Result]]) -> None:
     planned, whole = results["bfloat16"]
     assert len(planned.validation) == 2
@@ -345,10 +357,20 @@ def test_the_command_line_finds_configurations() -> None:
     assert isinstance(config.loss, CrossEntropyLoss.Config)
     assert config.model_spec.parallelize_fn.func is integration.parallelize
     assert config.model_spec.pipelining_fn is None
-    original = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b"])
-    assert original.model_spec.model.to_dict() == config.model_spec.model.to_dict()
     with pytest.raises(ValueError, match="'qwen3_14b'"):
         ConfigManager().parse_args(["--module", name, "--config", "qwen3_7b"])
+
+
+def test_a_configuration_stays_as_it_was() -> None:
+    config = llama3.config_registry.llama3_debugmodel()
+    planned = integration.with_autoshard(config, recompute="none")
+    assert isinstance(config.loss, ChunkedLossWrapper.Config)
+    assert not config.training.disable_cuda_graphs
+    assert config.model_spec.parallelize_fn is llama3.parallelize_llama
+    assert planned.model_spec.parallelize_fn.keywords == {"plan": None, "recompute": "none"}
+    assert planned.model_spec.model is config.model_spec.model
+    with pytest.raises(PlanError, match="no model_spec"):
+        integration.with_autoshard(dataclasses.replace(config, model_spec=None))
 
 
 def model_of(spec: ModelSpec) -> torch.nn.Module:
@@ -396,6 +418,21 @@ def parallelize(model: torch.nn.Module, **changes: Any) -> None:
 def test_settings_that_are_refused(llama: torch.nn.Module, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         parallelize(llama, **changes)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "backend", "axes"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "spmd_types", {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+        ({"dp_shard": 4, "tp": 2}, "partial_dtensor", {"fsdp": 4, "tp": 2}),
+        ({"tp": 8}, "spmd_types", {"tp": 8}),
+    ],
+)
+def test_the_mesh_of_a_job(degrees: dict[str, int], backend: Any, axes: dict[str, int]) -> None:
+    torch.distributed.init_process_group("fake", rank=0, world_size=8)
+    sizes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1) | degrees
+    mesh = device_mesh(ParallelDims(**sizes, world_size=8, spmd_backend=backend))
+    assert dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)) == axes
 
 
 def test_models_that_are_refused() -> None:

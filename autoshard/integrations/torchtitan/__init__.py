@@ -1,4 +1,4 @@
-"""torchtitan's trainer on plans of autoshard: no FSDP, no tensor-parallel table, the rest of the trainer as it is.
+r"""torchtitan's trainer on plans of autoshard: no FSDP, no tensor-parallel table, the rest of the trainer as it is.
 
 A run of one of torchtitan's own configurations starts with torchtitan's own command, with this module as `--module`:
 
@@ -22,8 +22,8 @@ stay. For options of autoshard, write a configuration function in a module of yo
 
 The trainer's own degrees give the mesh: `data_parallel_replicate_degree`, `data_parallel_shard_degree` and
 `tensor_parallel_degree` are the sizes of its axes. Every rank reads its own batch over the two data axes, as always;
-what else lies on which axis is for the plan to decide, whatever the names of the axes say. `trainer.model_parts[0]
-.sharding_plan` is the plan.
+what else lies on which axis is for the plan to decide, whatever the names of the axes say. The plan is
+`trainer.model_parts[0].sharding_plan`.
 
 | setting of torchtitan | what it does here |
 |---|---|
@@ -38,21 +38,26 @@ what else lies on which axis is for the plan to decide, whatever the names of th
 The memory of a plan is that of the model with its outputs; the loss, which the trainer computes outside of the model,
 needs its own: leave room for logits in float32 in `memory_limit`.
 
-Tried with torchtitan 0.3.0, whose layout of modules differs from earlier releases. It imports triton, which torch's
-builds for CPUs do not bring: `pip install triton`.
+Tried with torchtitan 0.3.0, whose modules differ from those of earlier releases, and torch 2.13. Two things that
+torchtitan needs are not in every torch:
+
+* It imports triton, which torch's builds for CPUs do not bring: `pip install triton`.
+* Its loop calls `torch.distributed.set_timeout` after the first step. torch 2.13 has this function under a private name
+  alone, and every run ends there in an AttributeError, with or without autoshard. Until you have a torch with it, write
+  `torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout` at the top of a module of your
+  own configurations.
 """
 
 try:
+    import torchtitan  # noqa: F401
+
     from autoshard.integrations.torchtitan.config_registry import model_spec, with_autoshard
     from autoshard.integrations.torchtitan.parallelize import parallelize
 except ImportError as error:
-    name = (error.name or "").partition(".")[0]
-    if name == "torchtitan" and isinstance(error, ModuleNotFoundError) and error.name == name:
-        advice = "it needs torchtitan: pip install 'autoshard[torchtitan]'."
-    elif name == "triton":
-        advice = "torchtitan imports triton, which torch's builds for CPUs do not bring: pip install triton."
-    else:
-        advice = "it was tried with torchtitan 0.3.0: pip install 'torchtitan==0.3.0'."
+    advice = {
+        "torchtitan": "install it: pip install 'autoshard[torchtitan]'.",
+        "triton": "torchtitan imports triton, which torch's builds for CPUs do not bring: pip install triton.",
+    }.get(error.name or "", "this module was tried with torchtitan 0.3.0: pip install 'torchtitan==0.3.0'.")
     raise ImportError(f"autoshard.integrations.torchtitan: {error}; {advice}", name=error.name) from error
 
 __all__ = ["model_spec", "parallelize", "with_autoshard"]

@@ -60,7 +60,7 @@ def parallelize(
         model: a `Decoder`, such as those of llama3, deepseek_v3 and qwen3.
         parallel_dims: the degrees of the job, whose meshes give the mesh of the plan.
         training: sizes of the batch, precisions.
-        parallelism: `spmd_backend` alone is read.
+        parallelism: not used; `parallel_dims` has its degrees.
         compile_config: with `enable` and `"model"` among the components, local programs are compiled by inductor.
         ac_config: full activation checkpointing recomputes every layer, None recomputes none, and any other as many as
             the memory limit asks for.
@@ -82,7 +82,7 @@ def parallelize(
         raise TypeError(f"{decided[0]}: the trainer of torchtitan decides this option. Leave it out.")
     _check_job(parallel_dims, training, compile_config)
     _check_model(model)
-    mesh = _device_mesh(parallel_dims)
+    mesh = device_mesh(parallel_dims)
     prepare_experts(model)
     _prepare_calls(model)
     names = mesh.mesh_dim_names or ()
@@ -120,8 +120,8 @@ def _check_job(parallel_dims: ParallelDims, training: TrainingConfig, compile_co
             raise PlanError(f"parallelism.{name}={degree}: set it to 1; {advice}.")
     if parallel_dims.spmd_backend == "full_dtensor":
         raise PlanError(
-            "parallelism.spmd_backend='full_dtensor' passes DTensors through the model, which plans pass no more than "
-            "the borders: set it to 'spmd_types'."
+            "parallelism.spmd_backend='full_dtensor' passes DTensors to the model and the loss, which take the rank's "
+            "own tensors here: set it to 'spmd_types'."
         )
     if training.enable_cpu_offload:
         raise PlanError("training.enable_cpu_offload: nothing is offloaded to the host. Set memory_limit instead.")
@@ -154,7 +154,7 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _device_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
+def device_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
     """Return the mesh of the axes of more than one device, the data axes first; of one axis where there are none."""
     data = [name for name in DATA_AXES if _size(parallel_dims, name) is not None]
     names = [name for name in (*data, TENSOR_AXIS) if (_size(parallel_dims, name) or 1) > 1]
