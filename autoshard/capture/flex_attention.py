@@ -111,11 +111,13 @@ def flex_attention(
     hides = block_mask is not None and block_mask.mask_mod not in (torchs.noop_mask, _keep_all)
     mask = _evaluate_at_positions(block_mask.mask_mod, shape) if hides else None
     bias, is_sum = _score_bias(score_mod, shape, query)
-    if is_sum and not return_lse and return_aux is None:
+    wants_aux = return_aux is not None and (return_aux.lse or return_aux.max_scores)
+    if is_sum and not return_lse and not wants_aux:
         if bias is not None:
             hidden = torch.full((), -math.inf, dtype=bias.dtype)
             mask = (bias if mask is None else torch.where(mask, bias, hidden)).to(query.dtype)
-        return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+        out = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+        return out if return_aux is None else (out, torchs.AuxOutput(None, None))
     changed = None if score_mod is None or (is_sum and bias is None) else score_mod
     out, logsumexp, max_scores = _reference_attention(query, key, value, changed, mask, scale)
     if return_aux is not None:

@@ -132,6 +132,7 @@ FORMS: dict[str, tuple[Flexible, bool]] = {
     "logarithms": (Flexible(later_alone, relative, return_lse=True), False),
     "asked for": (Flexible(causal, slopes, return_aux=AuxRequest(lse=True)), False),
     "results": (Flexible(causal, capped, return_aux=AuxRequest()), False),
+    "results of sums": (Flexible(causal, slopes, return_aux=AuxRequest()), True),
 }
 
 
