@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import InputError
-from autoshard.runtime.materialize import allocate, is_meta
+from autoshard.runtime.materialize import allocate
 from autoshard.runtime.rank_agreement import from_first_rank, is_first_rank
 from autoshard.runtime.safetensors import IncompatibleKeys
-from autoshard.runtime.shards import fill, gather_full_tensor
+from autoshard.runtime.shards import fill, gather_full_tensor, local_of
 from autoshard.runtime.shards import from_first_rank as tensor_from_first_rank
 
 
@@ -31,7 +31,7 @@ def gather_state(model: nn.Module, names: Container[str] | None, rank0_only: boo
         if isinstance(value, Tensor):
             # Tied tensors stay tied, and are gathered once.
             if value not in whole_of:
-                if is_meta(value):
+                if local_of(value).is_meta:
                     raise InputError(
                         f"{name!r} is on the meta device and has no numbers: call autoshard.materialize(model), or "
                         "autoshard.load_safetensors, first."

@@ -97,6 +97,23 @@ def allocate(model: nn.Module, device: torch.device, names: Container[str]) -> N
     _MetaTensors.of(model, names).allocate(model, device)
 
 
+def initialize_shards(
+    model: nn.Module, mesh: DeviceMesh, device: torch.device, initialize: Callable[[], object]
+) -> None:
+    """Call an initialiser of a module whose shards are allocated, with the numbers that one device draws.
+
+    Args:
+        model: a parallelised module.
+        mesh: its mesh; all ranks call this together.
+        device: of this rank.
+        initialize: writes to the parameters and buffers of the module, which it sees as whole tensors.
+    """
+    with torch.no_grad():
+        _synchronize_random_state(mesh, device)
+        with _WholeTensors(_ModuleParts(model, device)):
+            initialize()
+
+
 def _target_device(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:
     """Return the given device, by default that of the mesh; raise an `InputError` if its type is not the mesh's."""
     device = torch.device(mesh.device_type if device is None else device)

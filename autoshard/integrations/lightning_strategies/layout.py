@@ -146,7 +146,7 @@ class Layout:
             keywords["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         if self._device_mesh is None:
             target = Target.of(collect_options("parallelize", keywords), device.type)
-            agreed = auto_mesh(module, args, kwargs, target, device_type=device.type, pipelines=False)
+            agreed = auto_mesh(module, args, kwargs, target, pipelines=False)
             assert isinstance(agreed.plan, ShardingPlan), "the search was without pipelines"
             self._device_mesh, plan = agreed.device_mesh, agreed.plan
         elif self.options.inputs == "local" and plan is None:

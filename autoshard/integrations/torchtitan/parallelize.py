@@ -25,8 +25,7 @@ from autoshard.errors import PlanError
 from autoshard.integrations.torchtitan.experts import prepare_experts
 from autoshard.options import OptionKeywords
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.runtime.materialize import synchronize_random_state
-from autoshard.runtime.whole_tensors import DTensorParts, WholeTensors
+from autoshard.runtime.materialize import initialize_shards
 
 DATA_AXES = ("dp_replicate", "dp_shard", "fsdp")
 """Axes over which ranks read different batches; `spmd_backend="partial_dtensor"` calls the second one `fsdp`."""
@@ -220,10 +219,8 @@ def _init_weights(model: Decoder, **kwargs: Any) -> None:
     """Initialise the allocated parameters and buffers as one device does, each rank its shards."""
     parameter = next(model.parameters())
     assert isinstance(parameter, DTensor)
-    with torch.no_grad():
-        synchronize_random_state(parameter.device_mesh, parameter.device)
-        with WholeTensors(DTensorParts()):
-            type(model).init_weights(model, **kwargs)
+    initialize = functools.partial(type(model).init_weights, model, **kwargs)
+    initialize_shards(model, parameter.device_mesh, parameter.device, initialize)
 
 
 def _check_call(model: Decoder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
