@@ -166,15 +166,17 @@ class ValueLifetimes:
         if self.reuse == "none":
             return False
         if value not in self._regatherable:
-            # A value that the step returns is held through the backward half in any case.
             phases = {self.phases[use.node] for use in self.rules.uses.get(value, ())}
+            # A value that the step returns is held through the backward half in any case.
             returned = any(output.kind != "gradient" for output in self.rules.outputs_of.get(value, ()))
-            # Copies of inputs, parameters above all, are always worth a choice.
-            is_large = value.node in self.inputs or (
-                self.reuse == "all" and value.meta.bytes * _SMALL_FACTOR >= self._largest_bytes
-            )
-            self._regatherable[value] = len(phases) == 2 and not returned and is_large
+            self._regatherable[value] = len(phases) == 2 and not returned and self._is_large(value)
         return self._regatherable[value]
+
+    def _is_large(self, value: Value) -> bool:
+        # Copies of inputs, parameters above all, are always worth a choice. A result that is not used has no size.
+        return value.node in self.inputs or (
+            self.reuse == "all" and value.meta.bytes * _SMALL_FACTOR >= self._largest_bytes
+        )
 
     def is_view(self, value: Value) -> bool:
         """Return True if the step allocates no memory for a value: an input, or a view."""
