@@ -10,7 +10,7 @@ import autoshard
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.shards import replace_parameters
-from autoshard.specs import Spec
+from autoshard.specs.spec import Spec
 from tests.workers import Workers
 
 
