@@ -168,7 +168,11 @@ def main() -> None:
     torch.set_num_threads(1)
     console = Console(width=120)
     worst = 0.0
-    options = {"cluster": args.cluster, "memory_limit": args.memory, "search": autoshard.Search(time_limit=args.time_limit)}
+    options = {
+        "cluster": args.cluster,
+        "memory_limit": args.memory,
+        "search": autoshard.Search(time_limit=args.time_limit),
+    }
     for name in args.model or CASES:
         for mesh_name in args.mesh or MESHES:
             mesh, case = MESHES[mesh_name], CASES[name]
