@@ -5,28 +5,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.cluster.calibrate import DTYPES, calibrate
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Hosts, Link
 from autoshard.doctor.doctor import doctor, report_page
 from autoshard.errors import AutoshardError, InputError, MeshError
 from autoshard.plans.html import page
 from autoshard.plans.plan_text import explanation_table, plan_table
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.units import format_bytes, format_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,7 +131,7 @@ def _calibrate(options: argparse.Namespace) -> None:
         cluster = calibrate(mesh, name=stem, largest=largest, dtypes=dtypes, progress=_print_progress)
         if dist.get_rank() == 0:
             cluster.save(options.output)
-            _console().print(cluster_table(cluster))
+            _console().print(cluster.table())
             _console().print(f"wrote {options.output}", markup=False, highlight=False)
     finally:
         dist.destroy_process_group()
@@ -197,52 +191,6 @@ def load_example(text: str) -> Example:
     if isinstance(result, tuple):
         shape = f"({', '.join(type(item).__name__ for item in result)})"
     raise InputError(f"{text} returned {shape}: return (model, args, kwargs), with args a tuple and kwargs a mapping.")
-
-
-def cluster_table(cluster: Cluster) -> Group:
-    """Return the figures of a cluster, and its collectives at a few sizes where they were measured."""
-    head = Table(box=None, show_header=False, title=f"Cluster {cluster.name}", title_justify="left")
-    head.add_column(style="bold")
-    head.add_column(overflow="fold")
-    for hosts in cluster.stretches or (cluster,):
-        for label, value in _hosts(hosts):
-            head.add_row(Text(label), Text(value))
-    for label, value in (
-        ("overlap", f"a second of communication behind compute costs {cluster.contention:.2f} s"),
-        ("source", cluster.source),
-    ):
-        head.add_row(Text(label), Text(value))
-    return Group(head, *([_collectives(cluster)] if cluster.measured is not None else []))
-
-
-def _hosts(hosts: Cluster | Hosts) -> Iterator[tuple[str, str]]:
-    """Labels and figures of devices that are alike, and of their links."""
-    device = hosts.device
-    count = "" if hosts.count is None else f"{hosts.count} x "
-    yield "device", f"{count}{device.name}, {format_bytes(device.memory)}, {hosts.devices_per_host} on a host"
-    yield "best rates", ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in device.peak_flops.items())
-    overhead = format_seconds(device.kernel_overhead)
-    yield "memory", f"{device.memory_bandwidth / 1e9:,.1f} GB/s, a kernel at least {overhead}"
-    yield "inside a host", _link(hosts.inside)
-    yield "between hosts", _link(hosts.between)
-
-
-def _link(link: Link) -> str:
-    return f"{link.bandwidth / 1e9:,.2f} GB/s, {format_seconds(link.latency)} a message"
-
-
-def _collectives(cluster: Cluster) -> Table:
-    """Seconds at the smallest, the middle and the largest size, a row for each kind and grouping."""
-    assert cluster.measured is not None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("collective", "groups of", "ranks apart", "smallest", "middle", "largest"):
-        table.add_column(title, justify="left" if title == "collective" else "right")
-    for (kind, grouping), curve in cluster.measured.collectives.items():
-        points = list(zip(curve.amounts, curve.seconds, strict=True))
-        shown = (points[0], points[len(points) // 2], points[-1])
-        cells = [f"{format_bytes(int(bytes))} {format_seconds(seconds)}" for bytes, seconds in shown]
-        table.add_row(kind, str(grouping.size), str(grouping.stride), *cells)
-    return table
 
 
 if __name__ == "__main__":

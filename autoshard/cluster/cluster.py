@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from rich.console import Group
 
+from autoshard import display
 from autoshard.cluster import cluster_file
+from autoshard.cluster.cluster_text import collective_table, facts_table, hosts_lines
 from autoshard.cluster.device import Device, Hosts, Link, RankPlace, place_of, stretches_of
 from autoshard.cluster.measurements import Measurements, scaled_curves
 from autoshard.errors import BudgetError, MeshError
-from autoshard.units import parse_bytes
+from autoshard.units import format_bytes, parse_bytes
 
 _PRESETS = resources.files("autoshard.cluster") / "presets"
 _LOGGER = logging.getLogger("autoshard")
@@ -85,6 +88,30 @@ class Cluster:
     measured: Measurements | None = None
     stretches: tuple[Hosts, ...] = ()
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
+
+    def __repr__(self) -> str:
+        kind = self.device.name if self.is_uniform else "devices of different kinds, the smallest"
+        count = "" if self.count is None else f"{self.count} x "
+        memory = format_bytes(self.device.memory)
+        return f"Cluster({self.name}: {count}{kind} {memory}, {self.devices_per_host} on a host; print it to see more)"
+
+    def __str__(self) -> str:
+        return display.plain([self.table()], display.WIDTH)
+
+    def _repr_html_(self) -> str:
+        return display.html(self.table())
+
+    def table(self) -> Group:
+        """Return the figures as a table, and the measured collectives at a few sizes as another."""
+        lines = [
+            line
+            for hosts in self.stretches or (self,)
+            for line in hosts_lines(hosts.count, hosts.device, hosts.devices_per_host, hosts.inside, hosts.between)
+        ]
+        lines.append(("overlap", f"a second of communication behind compute costs {self.contention:.2f} s"))
+        lines.append(("source", self.source))
+        measured = [] if self.measured is None else [collective_table(self.measured)]
+        return Group(facts_table(f"Cluster {self.name}", lines), *measured)
 
     @staticmethod
     def of(cluster: str | os.PathLike[str] | Cluster) -> Cluster:

@@ -22,6 +22,7 @@ from rich.text import Text
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard import display
 from autoshard.capture.call_layout import leaves_by_path
 from autoshard.capture.capture_errors import advice_for
 from autoshard.capture.fake_module import parameter_faults
@@ -37,7 +38,6 @@ from autoshard.patterns.registry import is_borrowed, rule_for
 from autoshard.patterns.rule import OpCall
 from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.strategy_tables import StrategyTables
-from autoshard.plans.plan_text import WIDTH, plain
 from autoshard.runtime.arguments import check_examples, check_module
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_seconds
@@ -138,8 +138,15 @@ class Report:
         """`replicated_seconds` over `step_seconds`: the share of the step that remains with any number of devices."""
         return self.replicated_seconds / self.step_seconds if self.step_seconds else 0.0
 
+    def __repr__(self) -> str:
+        operators = f"operators {len(self.operators)}, replicated {len(self.replicated)}"
+        return f"Report({self.model}: {operators}, problems {len(self.problems)}; print it to see more)"
+
     def __str__(self) -> str:
-        return plain([report_page(self)], WIDTH)
+        return display.plain([report_page(self)], display.WIDTH)
+
+    def _repr_html_(self) -> str:
+        return display.html(report_page(self))
 
 
 def report_page(report: Report) -> Group:

@@ -1,8 +1,9 @@
-"""Progress of a capture or a search: a line on a terminal, or records in the log."""
+"""Progress of a capture or a search: a line on a terminal or in a notebook, or records in the log."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import math
 import sys
@@ -42,14 +43,16 @@ def show_progress(verbose: bool, title: str = "planning") -> Iterator[Callable[[
     """Context that shows the reports given to the function that it returns.
 
     Args:
-        verbose: log every report at INFO level. Otherwise, if standard error is a terminal, one line there shows phase,
-            cost and bound, and disappears when the block ends; elsewhere the last report is logged every ten seconds.
+        verbose: log every report at INFO level. Otherwise, on a terminal, or in a notebook where ipywidgets is
+            installed, one line shows phase, cost and bound, and disappears when the block ends; elsewhere the last
+            report is logged every ten seconds.
         title: text that is shown until the first report.
     """
     # Processes without a console have no standard error.
-    if not verbose and sys.stderr is not None and sys.stderr.isatty():
+    console = None if verbose or sys.stderr is None else Console(file=sys.stderr)
+    if console is not None and (sys.stderr.isatty() or _draws_widgets(console)):
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Bar(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        with Bar(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title)
             yield lambda progress: bar.update(task, description=progress_text(progress))
         return
@@ -65,6 +68,12 @@ def show_progress(verbose: bool, title: str = "planning") -> Iterator[Callable[[
 
     with _call_every(SECONDS, report_elapsed):
         yield report
+
+
+def _draws_widgets(console: Console) -> bool:
+    """Return True in a notebook that can show a changing line."""
+    # Without ipywidgets rich would show nothing there, and warn.
+    return console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
 
 
 @contextlib.contextmanager

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar, overload
 from rich import box
 from rich.table import Table
 
-from autoshard import finite_json
+from autoshard import display, finite_json
 from autoshard.errors import AutoshardError, BudgetError, PlanError
-from autoshard.plans.plan_text import WIDTH, plain
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.units import format_bytes, format_seconds, parse_bytes
 
@@ -70,7 +69,10 @@ class Frontier(Sequence[ShardingPlan]):
         )
 
     def __str__(self) -> str:
-        return plain([self.table()], WIDTH)
+        return display.plain([self.table()], display.WIDTH)
+
+    def _repr_html_(self) -> str:
+        return display.html(self.table())
 
     # Selecting
 

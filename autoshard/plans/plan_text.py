@@ -5,18 +5,17 @@ The web page of a plan is made of the same rows (`plans.html`).
 
 from __future__ import annotations
 
-import io
 import itertools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch.distributed.tensor import Placement
 
+from autoshard.display import WIDTH, plain
 from autoshard.errors import PlanError
 from autoshard.memory.footprint import Memory
 from autoshard.names import ancestors, group_names, matching, suggestion
@@ -24,7 +23,6 @@ from autoshard.plans.plan_data import Collective, Decision, PlanContents
 from autoshard.specs.spec import placement_text
 from autoshard.units import format_bytes, format_seconds
 
-WIDTH = 120
 _COLLECTIVE = ("collective", "axis", "phase")
 # Collectives listed by `str(plan)`; the others are summed up in one row.
 _ROWS = 30
@@ -384,15 +382,3 @@ def _colour_placements(part: Table | Text) -> Table | Text:
             cell.highlight_regex(r"\bS\(\d+(,f=\d+)?\)", "cyan")
             cell.highlight_regex(r"\bP\(\w+\)", "magenta")
     return part
-
-
-def plain(parts: Iterable[RenderableType], width: int) -> str:
-    """Return tables as text of limited width, without colours or trailing blanks."""
-    # Widths and colours of the caller's terminal must not change the text.
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, emoji=False)
-    with console.capture() as captured:
-        for part in parts:
-            console.print(part)
-    text = "\n".join(line.rstrip() for line in captured.get().splitlines())
-    # rich pads tables with blank lines of its own.
-    return re.sub(r"\n{3,}", "\n\n", text).strip("\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autoshard import display
 from autoshard.errors import PlanError
 from autoshard.plans import plan_data, plan_text
 from autoshard.plans.plan_data import PlanContents
@@ -58,6 +59,9 @@ class ShardingPlan(PlanContents):
 
     def __str__(self) -> str:
         return plan_text.render(self)
+
+    def _repr_html_(self) -> str:
+        return display.html(plan_text.plan_table(self))
 
     def explain(self, path_glob: str) -> str:
         """Return the reasons for the placements of the parameters and modules that a glob matches.

@@ -12,11 +12,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from autoshard import display
 from autoshard.errors import BudgetError, PlanError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape
 from autoshard.planner.planner import Planner
-from autoshard.plans.plan_text import WIDTH, plain
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.shapes import Shape
 from autoshard.solver.candidate_search import Candidate
@@ -112,7 +112,10 @@ class SearchResult:
         )
 
     def __str__(self) -> str:
-        return plain([self.table()], WIDTH)
+        return display.plain([self.table()], display.WIDTH)
+
+    def _repr_html_(self) -> str:
+        return display.html(self.table())
 
     def table(self) -> Group:
         """Return a table per number of devices, if there are several, a table of all meshes, and the notes."""

@@ -13,6 +13,7 @@ import autoshard
 from autoshard.capture.joint import capture
 from autoshard.doctor.doctor import CaptureProblem, Operator, Report
 from tests import models
+from tests.notebooks import check_repr, shown
 
 
 @torch.library.custom_op("autoshard_tests::strange", mutates_args=())
@@ -194,6 +195,17 @@ def test_long_lists_are_cut_in_the_text_alone() -> None:
     assert "and 30 more operators with a rule, 30 µs together" in text
     assert "a.b: is wrong\n      Mend it." in text
     assert "on their own, a.c, a.d were" in text
+
+
+def test_a_notebook_and_a_prompt_show_a_report() -> None:
+    problem = CaptureProblem("a.b", "model.py:3", "x < y is wrong", "Mend it.")
+    operators = (Operator("aten.op.default", "replicated", 2, ("m",), 1e-6, "Write a rule."),)
+    report = Report("Model", "h100", (problem,), ("a & b",), operators, ("a.c",))
+    page = shown(report)
+    assert page.rows[1] == ["aten.op.default", "replicated", "m", "2", "1 µs"]
+    assert "a.b: x < y is wrong\n    at model.py:3\n    Mend it." in page.text
+    assert repr(report) == "Report(Model: operators 1, replicated 1, problems 1; print it to see more)"
+    check_repr(report)
 
 
 def test_nothing_captured_at_all() -> None:

@@ -13,6 +13,7 @@ from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
+from tests.notebooks import check_repr, shown
 from tests.sample_plan import sample_plan
 
 COSTS = StageCosts(
@@ -52,6 +53,13 @@ def test_what_a_prompt_shows_of_a_plan_is_one_line() -> None:
     assert repr(plan_of()) == (
         "PipelinePlan(2 stages on pp=2, dp=2, tp=4, 4 microbatches, 12.3 ms per step; print it to see more)"
     )
+    check_repr(plan_of())
+
+
+def test_a_notebook_shows_the_tables_of_a_plan() -> None:
+    page = shown(plan_of())
+    assert page.tags["table"] == 4
+    assert ["1F1B", "4", "1", "12.3 ms", "3.0 GiB", "chosen"] in page.rows
 
 
 def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import logging
 import time
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import autoshard
@@ -52,6 +55,17 @@ def test_it_is_seen_where_nobody_set_up_logging(
     monkeypatch.setattr(progress, "log", logging.Logger("autoshard"))  # which has no handlers, nor parents
     _wait(0.1)
     assert capsys.readouterr().err.startswith("autoshard: capture of Model for 0 s\n")
+
+
+def test_a_notebook_shows_a_line_if_it_has_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ipywidgets, and in other processes than notebooks, reports are logged."""
+    installed = {"ipywidgets"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    notebook = Console(file=io.StringIO(), force_jupyter=True)
+    assert progress._draws_widgets(notebook)
+    assert not progress._draws_widgets(Console(file=io.StringIO()))
+    installed.clear()
+    assert not progress._draws_widgets(notebook)
 
 
 def test_a_capture_says_which_part_of_it_runs(caplog: pytest.LogCaptureFixture) -> None:

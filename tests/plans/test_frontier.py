@@ -18,6 +18,7 @@ from autoshard.memory.footprint import Memory
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from tests import models
+from tests.notebooks import check_repr, shown
 from tests.runtime.meshes import simulated_mesh
 from tests.sample_plan import sample_plan
 from tests.training import TOLERANCE, fast_links, relative_difference
@@ -49,6 +50,13 @@ def test_beaten_plans_are_left_out_and_the_others_sorted() -> None:
     assert points_of(frontier[1:3]) == [(15, 3.0), (20, 1.5)]
     assert points_of([frontier[-1]]) == [(60, 1.0)]
     assert repr(frontier).startswith("Frontier(5 plans on dp=2, tp=4, 9.3 GiB at 4 s to ")
+    check_repr(frontier)
+
+
+def test_a_notebook_shows_the_table() -> None:
+    page = shown(bent())
+    assert page.tags["table"] == 1
+    assert len(page.rows) == 1 + 5
 
 
 def test_no_plans_and_plans_of_different_models_are_refused() -> None:

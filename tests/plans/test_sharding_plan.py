@@ -7,6 +7,7 @@ import pytest
 from autoshard.errors import PlanError
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
+from tests.notebooks import check_repr, shown
 from tests.sample_plan import sample_plan
 
 
@@ -29,10 +30,17 @@ def test_a_plan_is_equal_after_a_file(tmp_path) -> None:
 
 def test_what_a_prompt_shows_of_a_plan_is_one_line() -> None:
     plan = sample_plan()
-    shown = f"{len(plan.placements)} parameters and buffers on {plan.mesh}"
-    assert shown in repr(plan)
-    assert len(repr(plan)) < 160
-    assert "\n" not in repr(plan)
+    line = f"{len(plan.placements)} parameters and buffers on {plan.mesh}"
+    assert line in repr(plan)
+    check_repr(plan)
+
+
+def test_a_notebook_shows_the_tables_of_a_plan() -> None:
+    page = shown(sample_plan(hints={"<b>": "a & b"}))
+    assert ["h.*.attn.qkv.weight", "6", "192x64", "R", "S(0,f=3)", "never"] in page.rows
+    # Sharded placements stand out, as on a terminal.
+    assert any(style.startswith("color: ") for style in page.styles)
+    assert page.tags["b"] == 0
 
 
 def test_a_missing_file_is_a_plan_error(tmp_path) -> None:

@@ -21,6 +21,7 @@ from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.result import BEST, SearchResult
 from autoshard.search.search import SearchOptions, auto_mesh
+from tests.notebooks import check_repr, shown
 from tests.option_groups import grouped
 from tests.search.test_mesh_search import hosts, model
 from tests.targets import target as target_of
@@ -85,6 +86,8 @@ def test_it_prints_every_mesh_with_its_verdict(profile: SearchResult) -> None:
     assert max(map(len, text.splitlines())) <= 120
     assert repr(profile).startswith(f"SearchResult({len(profile.candidates)} meshes, best ")
     assert "by number of devices" not in str(search(2))
+    check_repr(profile)
+    assert any(row[0] == "1" and row[-1] == "nothing fits" for row in shown(profile).rows)
 
 
 def test_a_profile_has_the_best_of_every_number_of_devices(profile: SearchResult) -> None:

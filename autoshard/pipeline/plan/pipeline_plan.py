@@ -13,6 +13,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from autoshard import display
 from autoshard.errors import PlanError
 from autoshard.pipeline.plan.pipeline_devices import PipelineMesh
 from autoshard.pipeline.schedule.actions import Action, Schedule
@@ -196,6 +197,13 @@ class PipelinePlan:
         )
 
     def __str__(self) -> str:
+        return display.plain(self._tables(), display.WIDTH)
+
+    def _repr_html_(self) -> str:
+        return display.html(*self._tables())
+
+    def _tables(self) -> list[Table]:
+        """Return the tables of `str`: the head, the stages, the ranks, and the candidates for the schedule."""
         tables = [summary_table(self._summary())]
         if self.costs:
             # Plans that are built by hand may have costs and no paths of modules.
@@ -204,7 +212,7 @@ class PipelinePlan:
             tables.append(rank_table(self.simulation))
         if self.table:
             tables.append(choice_table(self.table))
-        return plan_text.plain(tables, plan_text.WIDTH)
+        return tables
 
     def _summary(self) -> list[tuple[str, str]]:
         """Labels and values of the head of the plan."""

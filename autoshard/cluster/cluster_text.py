@@ -1,0 +1,57 @@
+"""The figures of a cluster as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.cluster.device import Device, Link
+from autoshard.cluster.measurements import Measurements
+from autoshard.units import format_bytes, format_seconds
+
+
+def facts_table(title: str, lines: Iterable[tuple[str, str]]) -> Table:
+    """Return labels and values, a row each."""
+    # As Text, for brackets in a name are markup to rich.
+    table = Table(box=None, show_header=False, title=Text(title), title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, value in lines:
+        table.add_row(Text(label), Text(value))
+    return table
+
+
+def hosts_lines(
+    count: int | None, device: Device, devices_per_host: int, inside: Link, between: Link
+) -> tuple[tuple[str, str], ...]:
+    """Return labels and figures of devices that are alike, and of their links; `count` is None for any number."""
+    number = "" if count is None else f"{count} x "
+    rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in device.peak_flops.items())
+    overhead = format_seconds(device.kernel_overhead)
+    return (
+        ("device", f"{number}{device.name}, {format_bytes(device.memory)}, {devices_per_host} on a host"),
+        ("best rates", rates),
+        ("memory", f"{device.memory_bandwidth / 1e9:,.1f} GB/s, a kernel at least {overhead}"),
+        ("inside a host", _link_text(inside)),
+        ("between hosts", _link_text(between)),
+    )
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.bandwidth / 1e9:,.2f} GB/s, {format_seconds(link.latency)} a message"
+
+
+def collective_table(measured: Measurements) -> Table:
+    """Return seconds at the smallest, the middle and the largest size, a row for each kind and grouping."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("collective", "groups of", "ranks apart", "smallest", "middle", "largest"):
+        table.add_column(title, justify="left" if title == "collective" else "right")
+    for (kind, grouping), curve in measured.collectives.items():
+        points = list(zip(curve.amounts, curve.seconds, strict=True))
+        shown = (points[0], points[len(points) // 2], points[-1])
+        cells = [f"{format_bytes(int(amount))} {format_seconds(seconds)}" for amount, seconds in shown]
+        table.add_row(kind, str(grouping.size), str(grouping.stride), *cells)
+    return table
