@@ -63,7 +63,6 @@ def test_plan_saves_the_plan_of_the_function(folder: Path, capsys: pytest.Captur
     assert plan.cluster == "a100"
     printed = capsys.readouterr()
     assert printed.out.split() == [*str(plan).split(), "wrote", "plan.json", "wrote", "plan.html"]
-    assert printed.err == ""
     assert (folder / "plan.html").read_text("utf-8").startswith("<!doctype html>")
     # A job applies the file to the same model.
     plan.check(expected.mesh, expected.fingerprint, {name: tuple(p.shape) for name, p in model.named_parameters()})
@@ -98,7 +97,8 @@ def test_search_saves_the_best_plan(folder: Path, capsys: pytest.CaptureFixture[
 
 
 def test_frontier_saves_its_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["frontier", "planned_models:make", "--mesh", "x=2", "--gaps", "0", "-o", "frontier.json"]) == 0
+    quick = ["--gaps", "0", "--effort", "fast", "--time-limit", "5"]
+    assert main(["frontier", "planned_models:make", "--mesh", "x=2", *quick, "-o", "frontier.json"]) == 0
     frontier = Frontier.load(folder / "frontier.json")
     assert frontier[0].mesh.names == ("x",)
     assert capsys.readouterr().out.split()[:-2] == str(frontier).split()
@@ -110,7 +110,6 @@ def test_fits_answers_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--memory", "1MiB"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("fits: peak ")
-    assert printed.err == ""
     assert main([*arguments, "--memory", "1KiB"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
