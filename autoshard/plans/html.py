@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -47,16 +47,12 @@ _COLOURS = ("#4263eb", "#f08c00", "#2f9e44", "#868e96", "#c2255c", "#0b7285", "#
 
 def page(plan: PlanContents) -> str:
     """Return the plan as an HTML page that loads nothing else: summary, memory, placements, collectives, operators."""
-    facts = "".join(f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in summary(plan))
-    sections = [
-        f"<table>{facts}</table>",
-        f"<p>{escape(LEGEND)}</p>",
-        _memory(plan),
-        *(_tensors(f"{kind.capitalize()}s", rows, plan) for kind, rows in plan_tensors(plan).items()),
-        _work("Collectives", ("collective", "axis", "phase"), collective_rows(plan.collectives), sized=True),
-        _work("Operators", ("operator", "phase", "strategy"), operator_rows(plan.choices), sized=False),
-    ]
-    title = f"Sharding plan: {escape(str(plan.mesh))}"
+    return document(f"Sharding plan: {plan.mesh}", plan_sections(plan))
+
+
+def document(title: str, sections: Iterable[str]) -> str:
+    """Return an HTML page of a title, which is plain text, and of sections, which are HTML."""
+    title = escape(title)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -64,6 +60,34 @@ def page(plan: PlanContents) -> str:
         + "\n".join(section for section in sections if section)
         + "\n</body>\n</html>\n"
     )
+
+
+def plan_sections(plan: PlanContents) -> list[str]:
+    """Return the sections of a sharding plan as HTML: summary, memory, placements, collectives, operators."""
+    return [
+        facts_table(summary(plan)),
+        f"<p>{escape(LEGEND)}</p>",
+        _memory(plan),
+        *(_tensors(f"{kind.capitalize()}s", rows, plan) for kind, rows in plan_tensors(plan).items()),
+        _work("Collectives", ("collective", "axis", "phase"), collective_rows(plan.collectives), sized=True),
+        _work("Operators", ("operator", "phase", "strategy"), operator_rows(plan.choices), sized=False),
+    ]
+
+
+def facts_table(lines: Iterable[tuple[str, str]]) -> str:
+    """Return labels and values as an HTML table without a head."""
+    rows = "".join(f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in lines)
+    return f"<table>{rows}</table>"
+
+
+def text_table(labels: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str] = ()) -> str:
+    """Return rows of plain texts as an HTML table; columns hold numbers, other than those whose labels are `texts`."""
+    head = [(label, label not in texts) for label in labels]
+    body = (
+        [_cell(cell) if label in texts else _number(cell) for label, cell in zip(labels, row, strict=True)]
+        for row in rows
+    )
+    return _table(head, body)
 
 
 def _memory(plan: PlanContents) -> str:

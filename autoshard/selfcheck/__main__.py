@@ -38,7 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 1 where a line is wrong, 2 where no line has a name of `--only`, else 0.
     """
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc-per-node N -m autoshard.selfcheck",
+        description="Check autoshard on this machine: compare its numbers with one device's, and profile a step.",
+    )
+    add_arguments(parser)
+    return run_command(parser.parse_args(arguments))
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Run the self-check with the options of `add_arguments`; return the exit status of `main`."""
     checks = [
         check
         for check in (*CHECKS, *StepProfile(options.cluster).checks())
@@ -105,11 +114,8 @@ def _describe_machine(processes: Processes) -> str:
     return f"{count}, {device}, {backend}, torch {torch.__version__}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrun --nproc-per-node N -m autoshard.selfcheck",
-        description="Check autoshard on this machine: compare its numbers with one device's, and profile a step.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the self-check to the parser of a command."""
     parser.add_argument("--json", metavar="OUT", type=Path, help="also write the lines to this JSON file")
     parser.add_argument(
         "--only", metavar="CHECK", nargs="+", help="run only lines of these names or patterns, such as 'attention*'"
@@ -118,7 +124,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=60.0, help="timeout of a collective; default: 60"
     )
-    return parser
 
 
 def _print_progress(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,17 @@ def _check_stages(data: Mapping[str, Any], what: str) -> None:
         SHARDING.check(stage, f"stage {index} of {what}")
 
 
-_FORMAT = Format("autoshard pipeline plan", 2, "a pipeline's plan", _SCHEMA, _check_stages)
+FORMAT = Format("autoshard pipeline plan", 2, "a pipeline's plan", _SCHEMA, _check_stages)
 
 # Schedules that are listed.
 _LINES = 12
+
+STAGE_LABELS = (
+    *("stage", "rank", "modules", "forward", "backward", "reduction"),
+    *("at rest", "saved", "sent on", "sent back"),
+)
+RANK_LABELS = ("rank", "stages", "peak", "not computing")
+SCHEDULE_LABELS = ("schedule", "microbatches", "per rank", "step", "peak", "verdict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,24 +204,27 @@ class PipelinePlan:
         )
 
     def __str__(self) -> str:
-        return display.plain(self._tables(), display.WIDTH)
+        return display.plain(self.tables(), display.WIDTH)
 
     def _repr_html_(self) -> str:
-        return display.html(*self._tables())
+        return display.html(*self.tables())
 
-    def _tables(self) -> list[Table]:
-        """Return the tables of `str`: the head, the stages, the ranks, and the candidates for the schedule."""
-        tables = [summary_table(self._summary())]
+    def tables(self) -> list[Table]:
+        """Return rich tables of the plan: its summary, stages, ranks, and candidates for the schedule."""
+        tables = [summary_table(self.summary())]
         if self.costs:
-            # Plans that are built by hand may have costs and no paths of modules.
-            modules = self.modules or (("", ""),) * len(self.stages)
-            tables.append(stage_table(self.schedule.placement, modules, self.costs))
+            tables.append(stage_table(self.schedule.placement, self.stage_modules, self.costs))
             tables.append(rank_table(self.simulation))
         if self.table:
             tables.append(choice_table(self.table))
         return tables
 
-    def _summary(self) -> list[tuple[str, str]]:
+    @property
+    def stage_modules(self) -> tuple[tuple[str, str], ...]:
+        """For every stage, its first and last module; the root for plans that were built without `modules`."""
+        return self.modules or (("", ""),) * len(self.stages)
+
+    def summary(self) -> list[tuple[str, str]]:
         """Labels and values of the head of the plan."""
         cluster = f" on cluster {self.cluster}" if self.cluster else ""
         ranks = f", ranks of {', '.join(map(str, self.devices))} devices" if self.devices else ""
@@ -334,7 +344,7 @@ class PipelinePlan:
             "costs": [dataclasses.asdict(cost) for cost in self.costs],
             "table": [dataclasses.asdict(line) for line in self.table],
         }
-        return plan_data.encode(data, _FORMAT)
+        return plan_data.encode(data, FORMAT)
 
     @staticmethod
     def from_json(text: str, what: str = "the plan") -> PipelinePlan:
@@ -344,7 +354,7 @@ class PipelinePlan:
             PlanError: the text is cut short, was edited, is of another format or version, or is no pipeline's plan.
             PipelineError: the orders are those of no schedule.
         """
-        data = plan_data.decode(text, what, _FORMAT)
+        data = plan_data.decode(text, what, FORMAT)
         schedule = data["schedule"]
         # `Schedule` checks the orders: an edited file may hold those of no schedule.
         orders = tuple(tuple(map(Action.parse, order)) for order in schedule["orders"])
@@ -377,14 +387,16 @@ class PipelinePlan:
         return PipelinePlan.from_json(*plan_data.read(path))
 
 
-def _table(*labels: str) -> Table:
-    """Return an empty table: sentences are folded, all else stays on its line, numbers to the right."""
+def _rows_table(labels: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
+    """Return a table of rows: sentences are folded, all else stays on its line, numbers to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for label in labels:
         if label in ("modules", "verdict"):
             table.add_column(label, overflow="fold")
         else:
             table.add_column(label, justify="left" if label == "schedule" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -403,35 +415,45 @@ def stage_table(placement: Sequence[int], modules: Sequence[tuple[str, str]], co
 
     Gradients are reduced once per step.
     """
-    costs_of = ("forward", "backward", "reduction", "at rest", "saved", "sent on", "sent back")
-    table = _table("stage", "rank", "modules", *costs_of)
+    return _rows_table(STAGE_LABELS, stage_rows(placement, modules, costs))
+
+
+def stage_rows(
+    placement: Sequence[int], modules: Sequence[tuple[str, str]], costs: Sequence[StageCosts]
+) -> Iterator[tuple[str, ...]]:
+    """Yield the texts of `STAGE_LABELS` for every stage."""
     for stage, (rank, (first, last), cost) in enumerate(zip(placement, modules, costs, strict=True)):
         amounts = (cost.rest_bytes, cost.saved_bytes, cost.forward_bytes, cost.backward_bytes)
         seconds = map(format_seconds, (cost.forward_seconds, cost.backward_seconds, cost.reduction_seconds))
         where = first or "(root)" if first == last else f"{first or '(root)'} to {last or '(root)'}"
-        table.add_row(*map(Text, (str(stage), str(rank), where, *seconds, *map(format_bytes, amounts))))
-    return table
+        yield (str(stage), str(rank), where, *seconds, *map(format_bytes, amounts))
 
 
 def rank_table(step: Simulation) -> Table:
     """Return the peak memory and the idle share of every pipeline rank."""
-    table = _table("rank", "stages", "peak", "not computing")
+    return _rows_table(RANK_LABELS, rank_rows(step))
+
+
+def rank_rows(step: Simulation) -> Iterator[tuple[str, ...]]:
+    """Yield the texts of `RANK_LABELS` for every pipeline rank."""
     placement = step.schedule.placement
     for rank, (peak, idle) in enumerate(zip(step.peaks, step.idle, strict=True)):
         held = ", ".join(str(stage) for stage, holder in enumerate(placement) if holder == rank)
-        table.add_row(*map(Text, (str(rank), held, format_bytes(peak), f"{idle:.1%}")))
-    return table
+        yield str(rank), held, format_bytes(peak), f"{idle:.1%}"
 
 
 def choice_table(candidates: Sequence[ScheduleCandidate]) -> Table:
     """Return the fastest schedules with their verdicts, and the number of all others."""
-    table = _table("schedule", "microbatches", "per rank", "step", "peak", "verdict")
-    for line in candidates[:_LINES]:
-        step = "" if line.seconds is None else format_seconds(line.seconds)
-        peak = "" if line.peak is None else format_bytes(line.peak)
-        cells = (line.schedule, str(line.microbatches), str(line.virtual), step, peak, line.verdict)
-        table.add_row(*map(Text, cells))
+    table = _rows_table(SCHEDULE_LABELS, schedule_rows(candidates[:_LINES]))
     rest = len(candidates) - _LINES
     if rest > 0:
         table.add_row(Text(f"{rest} more"))
     return table
+
+
+def schedule_rows(candidates: Iterable[ScheduleCandidate]) -> Iterator[tuple[str, ...]]:
+    """Yield the texts of `SCHEDULE_LABELS` for every schedule."""
+    for line in candidates:
+        step = "" if line.seconds is None else format_seconds(line.seconds)
+        peak = "" if line.peak is None else format_bytes(line.peak)
+        yield line.schedule, str(line.microbatches), str(line.virtual), step, peak, line.verdict

@@ -1,0 +1,111 @@
+"""Arguments of the command: their errors, and what every verb does with them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console
+
+from autoshard.errors import AutoshardError, InputError
+from autoshard.specs.axes import MeshShape
+
+_AXIS = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<size>\d+)\s*")
+
+# The result of `add_subparsers`, whose class has no public name.
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+class UsageError(InputError):
+    """An argument of the command is not valid; found before anything is planned. The exit status is 2."""
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Context in which errors of autoshard are those of an argument."""
+    try:
+        yield
+    except AutoshardError as error:
+        raise UsageError(str(error)) from error
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return the names and sizes of the axes in a text such as `"dp=8,tp=8"`.
+
+    Raises:
+        UsageError: the text does not parse, an axis occurs twice, or a size is not valid.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        match = _AXIS.fullmatch(part)
+        if match is None:
+            raise UsageError(
+                f"--mesh {text}: {part.strip()!r} is not the name and the size of an axis. Write, for example, "
+                "--mesh dp=8,tp=8."
+            )
+        if match["name"] in axes:
+            raise UsageError(f"--mesh {text}: axis {match['name']!r} occurs twice. Give every axis a name of its own.")
+        axes[match["name"]] = int(match["size"])
+    with usage_errors():
+        MeshShape.of(axes)
+    return axes
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Raise a `UsageError` unless a file can be written at the path, if there is one."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}. Make it, or name another file.")
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a folder: name a file in it.")
+
+
+def add_verb(
+    verbs: Verbs,
+    name: str,
+    run: Callable[[argparse.Namespace], int | None],
+    *,
+    summary: str,
+    details: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    """Add a verb to the command, and return its parser.
+
+    Args:
+        verbs: the result of `add_subparsers`.
+        name: of the verb.
+        run: called with the parsed options; returns the exit status, or None for 0.
+        summary: a line for the help of the command.
+        details: for the help of the verb, in lines of less than 80 characters.
+        example: a command, for the help of the verb.
+    """
+    parser = verbs.add_parser(
+        name,
+        help=summary,
+        description=details,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def console() -> Console:
+    """Return standard output, wide enough for the tables where it is a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def print_line(text: str) -> None:
+    """Print a line in which brackets, as in paths, are no markup."""
+    console().print(text, markup=False, highlight=False)
+
+
+def print_error(error: Exception) -> None:
+    """Print an error on standard error."""
+    sys.stderr.write(f"autoshard: {error}\n")

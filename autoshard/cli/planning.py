@@ -1,0 +1,266 @@
+"""The verbs that plan without devices: `plan`, `fits`, `search` and `frontier`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any, get_args
+
+from autoshard import api
+from autoshard.cli.arguments import (
+    UsageError,
+    Verbs,
+    add_verb,
+    check_output,
+    console,
+    parse_mesh,
+    print_error,
+    print_line,
+    usage_errors,
+)
+from autoshard.cli.plan_files import Plan, html_page, plan_tables
+from autoshard.cli.targets import TARGETS, add_target, load_target
+from autoshard.errors import AutoshardError, BudgetError
+from autoshard.options import EFFORTS, RECOMPUTE, Search, collect_options
+from autoshard.options.target import Target
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.run.pipeline_module import resolve_pipeline
+from autoshard.search.result import Option
+from autoshard.search.search import SearchOptions, search
+from autoshard.specs.axes import MeshShape
+from autoshard.units import format_bytes, format_seconds
+
+_NOT_VALID = "2: an argument is not valid; nothing was planned."
+_PLOTS = (".png", ".svg", ".pdf")
+
+
+def add_planning_verbs(verbs: Verbs) -> None:
+    """Add the verbs that plan."""
+    _add_plan(verbs)
+    _add_fits(verbs)
+    _add_search(verbs)
+    _add_frontier(verbs)
+
+
+def _add_plan(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "plan",
+        _plan,
+        summary="plan a model on a mesh, without devices",
+        details="Plan a model on a mesh, print the plan, and save it for\nautoshard.parallelize(plan=...). "
+        f"An axis named pp is a pipeline. No device is needed.\n\n{TARGETS}\n\n"
+        "Exit status 1: no plan fits, or the model cannot be captured.\n" + _NOT_VALID,
+        example="autoshard plan hf:llama/config.json --batch 16 --seq 4096 --mesh dp=8,tp=8 \\\n"
+        "    --cluster h100 --memory 70GiB -o plan.json --html plan.html",
+    )
+    add_target(parser)
+    _add_mesh(parser)
+    _add_memory(parser)
+    _add_options(parser)
+    _add_files(parser)
+
+
+def _add_fits(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "fits",
+        _fits,
+        summary="tell by the exit status whether a model fits on a mesh",
+        details=f"Plan a model on a mesh within a memory limit, and tell whether a plan fits.\n\n{TARGETS}\n\n"
+        "Exit status 0: a plan fits. 1: no plan fits; the error names the smallest peak.\n"
+        "2: an argument is not valid, or the model cannot be planned.",
+        example="autoshard fits mypackage.models:make --mesh dp=8 --memory 24GiB --cluster a100",
+    )
+    add_target(parser)
+    _add_mesh(parser)
+    _add_memory(parser, required=True)
+    _add_options(parser)
+
+
+def _add_search(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "search",
+        _search,
+        summary="find the best mesh of so many devices, and its plan",
+        details="Plan a model on the meshes of so many devices, with and without a pipeline; print\n"
+        f"all meshes, and save the plan of the best one. No device is needed.\n\n{TARGETS}\n\n"
+        "Exit status 1: no mesh fits, or the model cannot be captured.\n" + _NOT_VALID,
+        example="autoshard search mypackage.models:make --devices 64 --cluster h100 -o plan.json",
+    )
+    add_target(parser)
+    parser.add_argument("--devices", type=int, required=True, metavar="N", help="the number of devices")
+    parser.add_argument(
+        "--option",
+        choices=get_args(Option),
+        default="mini-time",
+        help="shortest step (the default), fewest devices, or the best step of every number of devices",
+    )
+    parser.add_argument("--no-pipelines", action="store_true", help="only meshes without a pipeline")
+    _add_memory(parser)
+    _add_options(parser)
+    _add_files(parser)
+
+
+def _add_frontier(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "frontier",
+        _frontier,
+        summary="list every plan on a mesh that is worth its memory",
+        details="Find the plans from the smallest peak of memory to the shortest step; print them,\n"
+        f"and save them for autoshard.Frontier.load. No device is needed.\n\n{TARGETS}\n\n"
+        "Exit status 1: the model cannot be captured.\n" + _NOT_VALID,
+        example="autoshard frontier mypackage.models:make --mesh x=8 --cluster a100 --plot frontier.png",
+    )
+    add_target(parser)
+    _add_mesh(parser)
+    parser.add_argument(
+        "--gaps", type=int, default=4, metavar="N", help="widest gaps between plans to search; default: 4"
+    )
+    _add_options(parser)
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all plans to write")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help=f"picture to write: {', '.join(_PLOTS)}")
+
+
+def _add_mesh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mesh", required=True, metavar="AXES", help="names and sizes of the axes, as in dp=8,tp=8")
+    parser.add_argument(
+        "--output-placements", choices=("planned",), help="leave outputs in shards; by default they come back whole"
+    )
+
+
+def _add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    text = "bytes that a device may hold, such as 70GiB"
+    parser.add_argument("--memory", dest="memory_limit", required=required, metavar="BYTES", help=text)
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of the plan to write")
+    parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the plan to write")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of planning that all verbs share."""
+    parser.add_argument(
+        "--cluster",
+        default="h100",
+        help="a preset, devices such as '8xA100 + 8xV100', or a .json file of calibrate; default: h100",
+    )
+    parser.add_argument("--recompute", choices=RECOMPUTE, help="layers whose forward pass the backward pass runs again")
+    parser.add_argument("--optimizer", metavar="NAME", help="the optimizer, for its memory; default: adamw")
+    parser.add_argument("--effort", choices=EFFORTS, default="full", help="of the search; default: full")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search, without the capture")
+
+
+def _keywords(function: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of a function of autoshard, after a check of them and of the mesh.
+
+    Raises:
+        UsageError: an option is not valid.
+    """
+    mesh = MeshShape.of(parse_mesh(options.mesh)) if "mesh" in options else None
+    with usage_errors():
+        search_options = Search(effort=options.effort, time_limit=options.time_limit)
+        keywords: dict[str, Any] = {"cluster": options.cluster, "search": search_options}
+        for name in ("recompute", "optimizer", "memory_limit", "output_placements"):
+            if getattr(options, name, None) is not None:
+                keywords[name] = getattr(options, name)
+        target = Target.of(collect_options(function, keywords), None)
+        if mesh is not None:
+            if resolve_pipeline(mesh, target.options.pipeline) is not None and function == "frontier":
+                raise UsageError(f"--mesh {options.mesh}: a frontier plans no pipeline. Give axis pp another name.")
+            # For its error: the cluster may be too small.
+            target.cluster.first(mesh.size)
+    return keywords
+
+
+def _plan(options: argparse.Namespace) -> None:
+    """Plan a model on a mesh; print the plan, and write its files."""
+    _check_outputs(options)
+    plan = _make_plan(options)
+    _print_and_write(plan, options)
+
+
+def _make_plan(options: argparse.Namespace) -> Plan:
+    # Arguments that are quick to check come before the model, which may take long to build.
+    keywords = _keywords("plan", options)
+    module, args, kwargs = load_target(options)
+    return api.plan(module, parse_mesh(options.mesh), args, kwargs, **keywords)
+
+
+def _fits(options: argparse.Namespace) -> int:
+    """Tell whether a plan fits: status 0 or 1; 2 where that is not known."""
+    try:
+        plan = _make_plan(options)
+    except BudgetError as error:
+        print_error(error)
+        return 1
+    except AutoshardError as error:
+        print_error(error)
+        return 2
+    limit = options.memory_limit
+    peak = max(plan.peaks) if isinstance(plan, PipelinePlan) else plan.memory.peak
+    verdict = "fits" if plan.fits else "does not fit"
+    print_line(
+        f"{verdict}: peak {format_bytes(peak)} of {limit} per device on mesh {plan.mesh}, predicted step "
+        f"{format_seconds(plan.step_seconds)}"
+    )
+    return int(not plan.fits)
+
+
+def _search(options: argparse.Namespace) -> None:
+    """Print the meshes, and write the files of the best plan."""
+    _check_outputs(options)
+    keywords = _keywords("search", options)
+    pipelines = not options.no_pipelines
+    with usage_errors():
+        SearchOptions(options.option, options.devices, pipelines)
+    module, args, kwargs = load_target(options)
+    result = search(module, options.devices, args, kwargs, option=options.option, pipelines=pipelines, **keywords)
+    console().print(result.table())
+    _print_and_write(result.plan, options)
+
+
+def _frontier(options: argparse.Namespace) -> None:
+    """Print the plans that are worth their memory, and write the file and the picture of them."""
+    check_output("-o", options.output)
+    _check_plot(options.plot)
+    if options.gaps < 0:
+        raise UsageError(f"--gaps {options.gaps}: pass a number of gaps to search, 0 or more.")
+    keywords = _keywords("frontier", options)
+    module, args, kwargs = load_target(options)
+    frontier = api.frontier(module, parse_mesh(options.mesh), args, kwargs, gaps=options.gaps, **keywords)
+    console().print(*plan_tables(frontier))
+    if options.output is not None:
+        frontier.save(options.output)
+        print_line(f"wrote {options.output}")
+    if options.plot is not None:
+        frontier.plot(options.plot)
+        print_line(f"wrote {options.plot}")
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    check_output("-o", options.output)
+    check_output("--html", options.html)
+
+
+def _check_plot(path: Path | None) -> None:
+    """Raise a `UsageError` unless a picture can be drawn at the path, if there is one."""
+    check_output("--plot", path)
+    if path is not None and path.suffix not in _PLOTS:
+        raise UsageError(f"--plot {path}: name a file that ends in {', '.join(_PLOTS)}.")
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed: pip install 'autoshard[plot]'")
+
+
+def _print_and_write(plan: Plan, options: argparse.Namespace) -> None:
+    console().print(*plan_tables(plan))
+    if options.output is not None:
+        plan.save(options.output)
+        print_line(f"wrote {options.output}")
+    if options.html is not None:
+        options.html.write_text(html_page(plan), "utf-8")
+        print_line(f"wrote {options.html}")

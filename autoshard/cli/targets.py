@@ -1,0 +1,233 @@
+"""The TARGET of a command: a model and its example call, from a Python function, a config.json, or timm."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.cli.arguments import UsageError
+from autoshard.names import suggestion
+
+Example = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
+
+TARGETS = """\
+TARGET is the model with an example call:
+  package.module:function  a Python function without arguments, found from the
+                           current directory; it returns (model, args, kwargs)
+  hf:PATH                  a config.json of transformers, or a folder with one;
+                           needs --batch and --seq
+  timm:NAME                a model of timm by its name; needs --batch"""
+
+_AUTO_CLASS = "AutoModelForCausalLM"
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add TARGET and its options to the parser of a verb."""
+    parser.add_argument("target", metavar="TARGET", help="package.module:function, hf:PATH or timm:NAME")
+    parser.add_argument("--batch", type=int, metavar="N", help="of hf: and timm:, samples of the global batch")
+    parser.add_argument("--seq", type=int, metavar="N", help="of hf:, tokens of a sequence")
+    parser.add_argument(
+        "--class",
+        dest="model_class",
+        metavar="NAME",
+        help=f"of hf:, the class of transformers; default: {_AUTO_CLASS}",
+    )
+
+
+def load_target(options: argparse.Namespace) -> Example:
+    """Load the model and the example call that the options of `add_target` name.
+
+    Models of transformers and timm are on the meta device, in training mode; those of transformers in the dtype of
+    their config, and without a cache.
+
+    Returns:
+        The model, positional arguments, keyword arguments.
+
+    Raises:
+        UsageError: there is no such target, it needs a package that is not installed, it raises an error itself, or an
+            option does not belong to it.
+    """
+    scheme, _, name = options.target.partition(":")
+    needs = {"hf": ("batch", "seq"), "timm": ("batch",)}.get(scheme, ())
+    takes = (*needs, "model_class") if scheme == "hf" else needs
+    for option in ("batch", "seq", "model_class"):
+        _check_option(scheme, option, getattr(options, option), needed=option in needs, taken=option in takes)
+    if scheme == "hf":
+        return _load_config(Path(name), options.model_class or _AUTO_CLASS, options.batch, options.seq)
+    if scheme == "timm":
+        return _load_timm(name, options.batch)
+    return load_example(options.target)
+
+
+def _check_option(scheme: str, option: str, value: int | str | None, *, needed: bool, taken: bool) -> None:
+    flag = {"model_class": "--class"}.get(option, f"--{option}")
+    if value is None and needed:
+        raise UsageError(f"a target {scheme}: needs {flag}, such as {flag} {'16' if option == 'batch' else '4096'}.")
+    if value is not None and not taken:
+        kind = f"a target {scheme}:" if scheme in ("hf", "timm") else "a Python function"
+        raise UsageError(f"{flag} {value} is not an option of {kind}, which has its sizes itself. Leave {flag} out.")
+    if isinstance(value, int) and value < 1:
+        raise UsageError(f"{flag} {value}: pass a whole number from 1 up.")
+
+
+def load_example(text: str) -> Example:
+    """Call a factory such as `"package.module:factory"`, found from the current directory as Python finds modules.
+
+    The factory takes no arguments and returns the model and its example call: `(model, args, kwargs)`, or
+    `(model, args)` with a tuple, or `(model, kwargs)` with a mapping.
+
+    Returns:
+        The model, positional arguments, keyword arguments.
+
+    Raises:
+        UsageError: there is no such factory, it raises an error, or it returns something else.
+    """
+    name, _, attribute = text.partition(":")
+    if not name or not attribute:
+        raise UsageError(f'"{text}" names no factory: write "package.module:factory", hf:PATH or timm:NAME.')
+    module = _import_module(name)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UsageError(f"{name} has no function {attribute}. {suggestion(attribute, functions)}")
+    with _failures_of(f"{attribute} of {name}", getattr(module, "__file__", None)):
+        result = factory()
+    match result:
+        case (nn.Module() as model, tuple() | list() as args, Mapping() as kwargs):
+            return model, tuple(args), kwargs
+        case (nn.Module() as model, Mapping() as kwargs):
+            return model, (), kwargs
+        case (nn.Module() as model, tuple() | list() as args):
+            return model, tuple(args), {}
+    shape = f"a {type(result).__name__}"
+    if isinstance(result, tuple):
+        shape = f"({', '.join(type(item).__name__ for item in result)})"
+    raise UsageError(f"{text} returned {shape}: return (model, args, kwargs), with args a tuple and kwargs a mapping.")
+
+
+def _import_module(name: str) -> ModuleType:
+    # A console script, unlike `python -m`, does not look in the current directory.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    with _failures_of(f"the import of {name}"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Another module may be missing: one that this one imports.
+            missing = error.name or ""
+            below = "" if name != missing and not name.startswith(f"{missing}.") else " Is it below this directory?"
+            raise UsageError(f"the Python module {name} cannot be imported: {error}.{below}") from error
+        except (TypeError, ValueError) as error:
+            # Names such as ".models", which Python takes to be relative.
+            if name.startswith("."):
+                raise UsageError(f"{name} is a relative name of a module: write the whole one.") from error
+            raise
+
+
+def _load_config(path: Path, class_name: str, batch: int, seq: int) -> Example:
+    """Return a model of transformers on the meta device, with token ids and labels of shape (batch, seq)."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(
+            f"hf:{path}: there is no file {file}. Name a config.json, or a folder that has one; nothing is downloaded."
+        )
+    transformers = _import_package("transformers", f"hf:{path}", "pip install 'autoshard[transformers]'")
+    kind = getattr(transformers, class_name, None)
+    build = _builder(kind)
+    if build is None:
+        fault = "has no class" if kind is None else "can build no model by"
+        models = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
+        raise UsageError(f"--class {class_name}: transformers {fault} {class_name}. {suggestion(class_name, models)}")
+    with _failures_of(f"the config {file}"):
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    # A step of training keeps no keys and values for later tokens.
+    config.get_text_config().use_cache = False
+    with _failures_of(f"{class_name} of transformers with {file}"), torch.device("meta"):
+        model = build(config).train()
+    inputs = inspect.signature(model.forward).parameters
+    if "input_ids" not in inputs:
+        raise UsageError(
+            f"--class {class_name}: the model takes {', '.join(inputs)}, and a target hf: gives it input_ids and "
+            "labels. Write a function that returns the model and its inputs, and pass package.module:function."
+        )
+    tokens = torch.empty(batch, seq, dtype=torch.long, device="meta")
+    return model, (), {name: tokens.clone() for name in ("input_ids", "labels") if name in inputs}
+
+
+def _builder(kind: object) -> Callable[[Any], nn.Module] | None:
+    """Return the function that makes a model of a config, in its dtype; None if `kind` is no class of models."""
+    if not isinstance(kind, type):
+        return None
+    # Classes such as AutoModel find the class of a config. Classes of models read the dtype only in `_from_config`,
+    # which those call too.
+    build = getattr(kind, "from_config", None)
+    return build or (getattr(kind, "_from_config", None) if issubclass(kind, nn.Module) else None)
+
+
+def _load_timm(name: str, batch: int) -> Example:
+    """Return a model of timm on the meta device, with images of shape (batch, channels, height, width)."""
+    timm = _import_package("timm", f"timm:{name}", "pip install timm")
+    with _failures_of(f"timm.create_model({name!r})"), torch.device("meta"):
+        model = timm.create_model(name).train()
+        images = torch.empty(batch, *model.pretrained_cfg["input_size"])
+    return model, (images,), {}
+
+
+def _import_package(name: str, target: str, remedy: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"{target} needs {name}, which cannot be imported ({error}): {remedy}") from error
+
+
+@contextmanager
+def _failures_of(what: str, home: str | None = None) -> Iterator[None]:
+    """Context in which an exception is a `UsageError` of one line: what raised it, its own text, and where.
+
+    Args:
+        what: the function or the file, for the message.
+        home: the file of the function: its line is named too, where the exception comes from deeper.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    # A module that is a script may end the process.
+    except (Exception, SystemExit) as error:
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        # Some texts have several lines.
+        message = " ".join(f"{type(error).__name__}: {text}".split())
+        place = _place_of(error, home)
+        raise UsageError(f"{what} raised {message}{f' ({place})' if place else ''}") from error
+
+
+def _place_of(error: BaseException, home: str | None) -> str:
+    """Return the line that raised an exception, and that of `home` which led there; empty where neither is known."""
+    # The file did not run, so that no frame is in it.
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<frozen")
+    ]
+    # An import goes through importlib itself.
+    frames = [frame for frame in frames if frame.filename != importlib.__file__]
+    if not frames:
+        return ""
+    place = f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}"
+    callers = [frame for frame in frames if frame.filename == home]
+    if not callers or frames[-1].filename == home:
+        return place
+    return f"{place}; called at {callers[-1].filename}:{callers[-1].lineno}, in {callers[-1].name}"
