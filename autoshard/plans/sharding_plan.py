@@ -59,6 +59,10 @@ class ShardingPlan(PlanContents):
     def __str__(self) -> str:
         return plan_text.render(self)
 
+    def __deepcopy__(self, memo: object) -> ShardingPlan:
+        # A plan never changes: a copy of a module shares it.
+        return self
+
     def explain(self, path_glob: str) -> str:
         """Return the reasons for the placements of the parameters and modules that a glob matches.
 
