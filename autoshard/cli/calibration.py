@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.cli.arguments import Verbs, add_verb, console, print_line
 from autoshard.cluster.calibrate import DTYPES, calibrate
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Hosts, Link
 from autoshard.errors import MeshError
-from autoshard.units import format_bytes, format_seconds
 
 
 def add_calibrate(verbs: Verbs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -120,6 +121,12 @@ class ModulePlanner:
     def forget(self) -> None:
         """Drop the results of searches, which hold much memory; keep the tables that serve later calls."""
         self._planners.forget()
+
+    def for_module(self, module: nn.Module) -> ModulePlanner:
+        """Return a planner of a copy of the module, which shares the tables of operators and tensors."""
+        planner = copy.copy(self)
+        planner.module, planner._planners = module, self._planners.for_module(module)
+        return planner
 
 
 def _check_shares(plan: ShardingPlan, planner: Planner, requested: Target) -> None:

@@ -6,6 +6,7 @@ Planning collects garbage among the objects that it makes alone: see `freeze_old
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 import time
@@ -203,6 +204,12 @@ class PlannerCache:
         """Drop the results of searches, which hold much memory; keep the tables that serve other planners."""
         for planner in self._first_planners:
             planner.forget()
+
+    def for_module(self, module: nn.Module) -> PlannerCache:
+        """Return a cache for a copy of the module, with the same first planners."""
+        cache = copy.copy(self)
+        cache.module = module
+        return cache
 
 
 @freeze_older_objects()

@@ -63,6 +63,10 @@ class ShardingPlan(PlanContents):
     def _repr_html_(self) -> str:
         return display.html(plan_text.plan_table(self))
 
+    def __deepcopy__(self, memo: object) -> ShardingPlan:
+        # A plan never changes: a copy of a module shares it.
+        return self
+
     def explain(self, path_glob: str) -> str:
         """Return the reasons for the placements of the parameters and modules that a glob matches.
 

@@ -7,6 +7,7 @@ local tensors get these methods.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,9 +99,14 @@ class _BroadcastGuard:
         _refuse_broadcast({} if module is None else dict(module.named_parameters()))
         return {}
 
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> _BroadcastGuard:
+        # While a module is copied, its copy is in the memo.
+        module = self._module()
+        return self if module is None else _BroadcastGuard(memo.get(id(module), module))
+
     def __reduce__(self) -> Any:
-        # A copy or pickle of the module gets `dict`, which changes no names, either.
-        return dict, ()
+        # Of a pickle: a function that changes no names, either.
+        return functools.partial, (dict,)
 
 
 def _refuse_broadcast(tensors: Mapping[str, Any]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from types import MethodType
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -39,6 +41,7 @@ from autoshard.runtime.calls import (
     without_numbers,
 )
 from autoshard.runtime.checkpoint import install_hooks
+from autoshard.runtime.copies import bound_forward, pickle_error, share_specs
 from autoshard.runtime.in_place_changes import check_changes, place_constant, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
 from autoshard.runtime.program_maker import ProgramMaker
@@ -119,6 +122,9 @@ class Runtime:
         # Of hooks for all modules.
         self._has_warned = False
         self._programs: dict[Hashable, CallProgram] = {}
+        # Of the module that this one is a copy of: the programs of its calls, by the fingerprints of their graphs.
+        self._original_programs: dict[Hashable, dict[str, RunnableStep]] = {}
+        self._forward: MethodType | None = None
         module_type = type(self.module).__name__
         self._sizes = CallSizes(module_type, self.dynamic, quiet=not is_first_rank(self.device_mesh))
 
@@ -148,26 +154,56 @@ class Runtime:
         replace_in_optimizers(left)
         prepare_optimizers(self.module)
 
-    def __deepcopy__(self, memo: object) -> Runtime:
-        raise InputError(
-            "a parallelised module cannot be deep-copied: its programs and process groups are bound to this object. "
-            "Copy the module before parallelize and parallelize the copy with the same plan."
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """Return the runtime of a copy of the module, which shares plan, programs, planner and process groups."""
+        if self.only_call is not None:
+            raise InputError("a stage of a pipeline cannot be deep-copied: copy the module before parallelize.")
+        current = vars(self.module).get("forward")
+        if current != self._forward:
+            raise InputError(
+                f"forward of {type(self.module).__name__} was replaced by {current!r} since autoshard.parallelize, and "
+                "a deep copy of the module would call the original through it. Replace forward before parallelize, or "
+                "copy the module before parallelize and parallelize the copy with the same plan."
+            )
+        # While a module is copied, its copy is in the memo. Whoever copies a runtime alone copies its module with it.
+        module = copy.deepcopy(self.module, memo)
+        if id(self) in memo:
+            copied: Runtime = memo[id(self)]
+            return copied
+        share_specs(self.module, memo)
+        copied = memo[id(self)] = Runtime(self._maker.for_module(module))
+        copied.input_placements, copied.uneven_inputs = dict(self.input_placements), self.uneven_inputs
+        copied.forward_before = copy.deepcopy(self.forward_before, memo)
+        copied._forward = copy.deepcopy(self._forward, memo)
+        copied.owners = {name: memo[id(owner)] for name, owner in self.owners.items() if id(owner) in memo}
+        copied._has_warned = self._has_warned
+        copied._original_programs = self._programs_by_fingerprint()
+        prepare_optimizers(module)
+        return copied
+
+    def _programs_by_fingerprint(self) -> dict[Hashable, dict[str, RunnableStep]]:
+        """Return the programs of every signature by the fingerprints of their graphs."""
+        known = {signature: dict(programs) for signature, programs in self._original_programs.items()}
+        for signature, first in self._programs.items():
+            for served in first.candidates():
+                # The general program is made by this runtime, for this module.
+                program = replace(served.program, general=None)
+                known.setdefault(signature, {})[served.graph.fingerprint] = program
+        return known
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise pickle_error("a parallelised module")
 
     def install(self) -> None:
         """Replace the module's `forward` by this runtime."""
         self.forward_before = self.module.forward
-
-        @functools.wraps(self.forward_before)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
-
-        self.module.forward = forward
+        self._forward = bound_forward(self.module, RUNTIME)
+        self.module.forward = self._forward
         self.module.__dict__[RUNTIME] = self
         _torch.support_anomaly_detection()
         for name, part in self.module.named_modules():
             if callable(getattr(part, _RESIZE, None)):
-                part.__dict__[_RESIZE] = functools.partial(_refuse_resize, name)
+                part.__dict__[_RESIZE] = partial(_refuse_resize, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = _wants_gradient(self.module, args, kwargs)
@@ -283,7 +319,8 @@ class Runtime:
         texts = describe_call(self.module, call.args, call.kwargs, call.grad)
         changed = {} if first is None else dict(first.graph.changes(call.args, call.kwargs))
         check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
-        programs = {served.graph.fingerprint: served.program for served in earlier}
+        programs = dict(self._original_programs.get(call.signature, {}))
+        programs |= {served.graph.fingerprint: served.program for served in earlier}
         graph, program = self._maker.make(call, programs, self.input_placements)
         for border in program.step.inputs:
             if border.kind == "input":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import math
@@ -73,6 +74,8 @@ class CallPlanner(Protocol):
 
     def forget(self) -> None: ...
 
+    def for_module(self, module: nn.Module) -> CallPlanner: ...
+
 
 class ProgramMaker:
     """Makes the programs of the calls of one module; places its parameters with the first.
@@ -114,6 +117,12 @@ class ProgramMaker:
         self._sums = sums
         self._reduced: DeferredReduction = reduced
         self._seeds = Seeds(device_mesh, self.hosts)
+
+    def for_module(self, module: nn.Module) -> ProgramMaker:
+        """Return the maker for a copy of the module: placements, plan, planner, process groups and seeds are shared."""
+        maker = copy.copy(self)
+        maker.module, maker.planner = module, self.planner.for_module(module)
+        return maker
 
     @property
     def target(self) -> Target:

@@ -282,12 +282,6 @@ def test_a_state_dict_is_loaded_and_used(mesh: DeviceMesh) -> None:
     _same(module(**inputs), other(**inputs), mesh)
 
 
-def test_a_parallelised_module_is_not_copied(mesh: DeviceMesh) -> None:
-    module, _, _ = _parallel(mesh)
-    with pytest.raises(InputError, match=r"cannot be deep-copied.*Copy the module before parallelize"):
-        copy.deepcopy(module)
-
-
 def test_buffers_change_as_on_one_device(mesh: DeviceMesh) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:

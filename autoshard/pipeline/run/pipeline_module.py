@@ -35,6 +35,7 @@ from autoshard.pipeline.run.stage_state import (
 )
 from autoshard.planner.progress_line import show_progress
 from autoshard.runtime.checkpoint import install_hooks
+from autoshard.runtime.copies import pickle_error
 from autoshard.runtime.materialize import Initializer, materialize_stages
 from autoshard.runtime.module_runtime import RUNTIME
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, from_first_rank
@@ -333,6 +334,9 @@ class PipelineModule(nn.Module):
             "a pipeline cannot be deep-copied: its stages and process groups are bound to this object. Copy the module "
             "before parallelize and parallelize the copy with the same plan."
         )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise pickle_error("a pipeline")
 
 
 def build_pipeline_module(
