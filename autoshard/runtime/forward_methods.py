@@ -77,10 +77,11 @@ def _find_method(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     # Of these, `forward` alone computes.
     is_inherited = name != "forward" and getattr(kind, name, None) is getattr(nn.Module, name, ())
     if not callable(method) or is_inherited:
-        methods = [each for each in dir(kind) if callable(getattr(kind, each)) and not hasattr(nn.Module, each)]
+        names = {*dir(kind)} - {*dir(nn.Module)}
+        methods = sorted(each for each in names if callable(getattr(kind, each, None)))
         what = "is a method of every torch.nn.Module, which runs as it is" if is_inherited else "is not a method"
         raise InputError(
-            f"{path!r} {what}: pass a method of {kind.__name__} that computes. {suggestion(name, methods)}"
+            f"{path!r} {what}: pass the name of a method of {kind.__name__} that computes. {suggestion(name, methods)}"
         )
     return owner, name
 
@@ -93,12 +94,16 @@ def _caller(module: nn.Module, path: str, method: Callable[..., Any]) -> MethodC
         child: nn.Module = getattr(self, _CHILD)
         return getattr(child.get_submodule(owner_path), name)(*args, **kwargs)
 
-    # Inputs are named after the arguments.
+    def signature() -> None:
+        """Have the arguments of `forward`."""
+
+    # Inputs are named after the arguments. Below `__wrapped__`, as wrappers of the bound `forward` copy `__signature__`
+    # with the receiver in it.
     arguments = inspect.signature(method)
     receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = arguments.replace(  # type: ignore[attr-defined]
-        parameters=[receiver, *arguments.parameters.values()]
-    )
+    with_receiver = arguments.replace(parameters=[receiver, *arguments.parameters.values()])
+    signature.__signature__ = with_receiver  # type: ignore[attr-defined]
+    forward.__wrapped__ = signature  # type: ignore[attr-defined]
     # A class of its own: the arguments are read from the class. Logs and errors show its name.
     kind = type(f"{type(module).__name__}.{path}", (MethodCaller,), {"forward": forward, "__module__": __name__})
     caller: MethodCaller = kind(module)

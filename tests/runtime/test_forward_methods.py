@@ -28,7 +28,7 @@ HINTS = {"encoder.0.weight": Shard(0), "encoder.2.weight": Shard(1), "decoder.we
 class Autoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
         self.norm = nn.BatchNorm1d(4)
         self.decoder = nn.Linear(4, 8)
         self.encoded = 0
