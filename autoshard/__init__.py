@@ -8,6 +8,7 @@ from autoshard.api import (
     materialize,
     parallelize,
     plan,
+    register_forward_method,
 )
 from autoshard.capture.marks import replicate, set_default_strategy, shard, split
 from autoshard.cluster.calibrate import calibrate
@@ -66,6 +67,7 @@ __all__ = [
     "materialize",
     "parallelize",
     "plan",
+    "register_forward_method",
     "register_rule",
     "replicate",
     "search",

@@ -35,6 +35,7 @@ from autoshard.runtime.arguments import (
     check_not_parallelized,
     check_plan,
 )
+from autoshard.runtime.forward_methods import register_method
 from autoshard.runtime.full_state import gather_state, load_state
 from autoshard.runtime.materialize import Initializer, Model, materialize_module
 from autoshard.runtime.module_runtime import Runtime
@@ -195,6 +196,28 @@ def parallelize(
     planner = ModulePlanner(module, MeshShape.of(mesh), target)
     Runtime(ProgramMaker(module, mesh, planner, plan)).start(args, kwargs)
     return module
+
+
+def register_forward_method(module: nn.Module, method: str) -> None:
+    """Run a method of a parallelised module, or of a submodule, as a call of its own.
+
+    Afterwards `model.encode(x)` gives the numbers of one device, with gradients. Every kind of call is captured and
+    planned once, under the placements that parameters have, with the options of `parallelize`: `dynamic` holds for
+    arguments that have the names of arguments of `forward`, as do the placements of local inputs; the others lie as the
+    first input of `forward`. Outputs are whole unless `output_placements="planned"`. Inside of other calls, the method
+    is part of their programs. All ranks call this function, and then the method, alike; twice does what once does.
+
+    Args:
+        module: the result of `parallelize`; not a `PipelineModule`.
+        method: the name, such as `"encode"`; of a submodule, its path: `"encoder.forward"` runs calls of
+            `model.encoder(x)`, with the hooks of the submodule around its program.
+
+    Raises:
+        InputError: the module is not parallelised, or is a pipeline, or there is no such method. Later, a call raises
+            it if no call of the module came before, which places the parameters, and `parallelize` had no example.
+    """
+    check_module(module)
+    register_method(module, method, ModulePlanner)
 
 
 def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:

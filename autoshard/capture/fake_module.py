@@ -10,7 +10,7 @@ import copy
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,8 @@ def fake_copy(
 ) -> nn.Module:
     """Return a copy of `module` with fake parameters and buffers; no tensor of the module is touched or copied.
 
-    Tied tensors stay tied. A parallelised module is copied with the `forward` that it had before.
+    Tied tensors stay tied. A parallelised module, and one that is part of `module`, is copied with the methods that it
+    had before, `forward` among them.
 
     Args:
         module: the module.
@@ -69,9 +70,13 @@ def fake_copy(
         if id(tensor) not in memo and tensor.device != DEVICE:
             memo[id(tensor)] = tensor.detach().to(DEVICE)
     # The runtime of a parallelised module is not copied: its graphs, plan and process groups cannot be.
-    for name, value in vars(module).items():
-        if _is_autoshard(value) or (name == "forward" and any(map(_is_runtime, vars(module).values()))):
-            memo[id(value)] = value
+    runtimes = [value for part in module.modules() for value in vars(part).values() if _is_runtime(value)]
+    for part in (module, *(runtime.module for runtime in runtimes)):
+        memo.update({id(value): value for value in vars(part).values() if _is_autoshard(value)})
+    replaced = [method for runtime in runtimes for method in runtime.methods_before]
+    for owner, name, _ in replaced:
+        if name in vars(owner):
+            memo[id(vars(owner)[name])] = vars(owner)[name]
     try:
         twin = copy.deepcopy(module, memo)
     except Exception as error:
@@ -80,7 +85,7 @@ def fake_copy(
             "Keep what copy.deepcopy refuses (locks, generators, process groups, tensors with a history) "
             "out of the module's attributes."
         ) from error
-    _restore_forward(module, twin, memo)
+    _restore_methods(replaced, memo)
     # Functions in attributes and hooks, which `copy.deepcopy` leaves as they are, are bound to the copy.
     for part in twin.modules():
         tables = [value for name, value in vars(part).items() if name.endswith("_hooks") and isinstance(value, dict)]
@@ -100,16 +105,22 @@ def _has_no_numbers(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or tensor.grad_fn is not None or type(tensor) not in (torch.Tensor, nn.Parameter)
 
 
-def _restore_forward(module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
-    """Give the copy of a parallelised module the `forward` that the module had before."""
-    before = next((value.forward_before for value in vars(module).values() if _is_runtime(value)), None)
-    if before is None:
-        return
-    # A wrapper that the user puts around `forward` after parallelize runs around its programs, not in them.
-    twin.__dict__.pop("forward", None)
-    if getattr(before, "__func__", None) is not type(module).forward:
-        # The memo binds it to the copy, if it was bound to the module.
-        twin.__dict__["forward"] = copy.deepcopy(before, memo)
+def _restore_methods(replaced: Iterable[tuple[nn.Module, str, Callable[..., Any]]], memo: dict[int, Any]) -> None:
+    """Give the copies of parallelised modules the methods that the modules had before.
+
+    Args:
+        replaced: the modules, names and methods before.
+        memo: the copies by the `id` of the originals.
+    """
+    for owner, name, before in replaced:
+        twin = memo.get(id(owner))
+        if twin is None:  # replaced by another submodule since
+            continue
+        # A wrapper that the user puts around a method after parallelize runs around its programs, not in them.
+        twin.__dict__.pop(name, None)
+        if getattr(before, "__func__", None) is not getattr(type(owner), name, None):
+            # The memo binds it to the copy, if it was bound to the module.
+            twin.__dict__[name] = copy.deepcopy(before, memo)
 
 
 def _rebind(value: Any, copies: dict[int, Any]) -> Any:
@@ -154,7 +165,7 @@ def _rebind_cell(cell: types.CellType, copies: dict[int, Any]) -> types.CellType
 
 def _is_runtime(value: object) -> bool:
     """Return True if an attribute of a module is the runtime of a parallelised module."""
-    return _is_autoshard(value) and hasattr(value, "forward_before")
+    return _is_autoshard(value) and hasattr(value, "methods_before")
 
 
 def _is_autoshard(value: object) -> bool:

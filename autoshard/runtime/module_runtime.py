@@ -101,7 +101,9 @@ class Runtime:
         maker: makes the program of a new call, and has the module and its mesh.
 
     Attributes:
-        forward_before: the `forward` that `install` replaced, which captures run; None before.
+        maker: as given.
+        methods_before: the methods that were replaced, which captures run: the module or submodule, the name, and the
+            method. `forward` of the module is the first, once `install` has replaced it.
         only_call: for a part of another module, which calls it in one way only, that call with tensors of global
             shapes. Shapes are not exchanged then, and outputs are local tensors.
         input_placements: the placements of inputs in programs, which local inputs have in other calls, too.
@@ -114,10 +116,10 @@ class Runtime:
         self.dynamic = maker.target.dynamic or {}
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
         self.uneven_inputs = False
-        self.forward_before: Callable[..., Any] | None = None
+        self.methods_before: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.owners: dict[str, nn.Module] = {}
-        self._maker = maker
+        self.maker = maker
         self._has_planned_outputs = maker.target.output_placements is not None
         # Of hooks for all modules.
         self._has_warned = False
@@ -139,13 +141,13 @@ class Runtime:
         given = "one" if args or kwargs else "none"
         check_ranks_agree(
             self.device_mesh,
-            {"whether an example call is given": given, **self._maker.option_texts()},
+            {"whether an example call is given": given, **self.maker.option_texts()},
             "Call parallelize with the same arguments on all ranks.",
         )
         if args or kwargs:
             self._program_for_call(args, kwargs, _wants_gradient(self.module, args, kwargs))
         else:
-            self._maker.replicate_parameters()
+            self.maker.replicate_parameters()
         place_buffers(self.module, self.device_mesh)
         install_hooks(self.module)
         self.install()
@@ -158,6 +160,13 @@ class Runtime:
         """Return the runtime of a copy of the module, which shares plan, programs, planner and process groups."""
         if self.only_call is not None:
             raise InputError("a stage of a pipeline cannot be deep-copied: copy the module before parallelize.")
+        registered = [name for _, name, _ in self.methods_before[1:]]
+        if registered:
+            raise InputError(
+                f"a deep copy of the module would run {', '.join(registered)} on the original: "
+                "autoshard.register_forward_method was called for it. Copy the module first, then register the methods "
+                "of both."
+            )
         current = vars(self.module).get("forward")
         if current != self._forward:
             raise InputError(
@@ -171,9 +180,10 @@ class Runtime:
             copied: Runtime = memo[id(self)]
             return copied
         share_specs(self.module, memo)
-        copied = memo[id(self)] = Runtime(self._maker.for_module(module))
+        copied = memo[id(self)] = Runtime(self.maker.for_module(module))
         copied.input_placements, copied.uneven_inputs = dict(self.input_placements), self.uneven_inputs
-        copied.forward_before = copy.deepcopy(self.forward_before, memo)
+        forward_before = self.methods_before[0][2]
+        copied.methods_before = [(module, "forward", copy.deepcopy(forward_before, memo))]
         copied._forward = copy.deepcopy(self._forward, memo)
         copied.owners = {name: memo[id(owner)] for name, owner in self.owners.items() if id(owner) in memo}
         copied._has_warned = self._has_warned
@@ -196,7 +206,7 @@ class Runtime:
 
     def install(self) -> None:
         """Replace the module's `forward` by this runtime."""
-        self.forward_before = self.module.forward
+        self.methods_before.append((self.module, "forward", self.module.forward))
         self._forward = bound_forward(self.module, RUNTIME)
         self.module.forward = self._forward
         self.module.__dict__[RUNTIME] = self
@@ -204,6 +214,17 @@ class Runtime:
         for name, part in self.module.named_modules():
             if callable(getattr(part, _RESIZE, None)):
                 part.__dict__[_RESIZE] = partial(_refuse_resize, name)
+
+    def replace_method(self, owner: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
+        """Replace a method of the module or of a submodule; captures run the one before."""
+        before = getattr(owner, name)
+
+        @functools.wraps(before)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*args, **kwargs)
+
+        self.methods_before.append((owner, name, before))
+        setattr(owner, name, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = _wants_gradient(self.module, args, kwargs)
@@ -235,12 +256,12 @@ class Runtime:
         # A rank with new sizes does not know whether the others have these, so every call is compared: by a digest
         # from host to host, and by texts only where digests differ.
         texts = describe_call(self.module, args, kwargs, grad)
-        if self._maker.hosts.differ(repr(texts)):
+        if self.maker.hosts.differ(repr(texts)):
             check_ranks_agree(self.device_mesh, texts, ADVICE)
 
     def _takes_uneven_shards(self) -> bool:
         """Return True if ranks may pass shards of different lengths, which they then tell each other."""
-        return self.inputs == "local" and (self.uneven_inputs or self._maker.shares is not None)
+        return self.inputs == "local" and (self.uneven_inputs or self.maker.shares is not None)
 
     def _compare(self, served: CallProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the first batch of a signature over all ranks, where they must pass the same."""
@@ -259,8 +280,8 @@ class Runtime:
         shared = served.program.step.shared
         if shared is None and counts is None:
             return sizes
-        assert self._maker.shares is not None
-        axis, shares = self._maker.shares
+        assert self.maker.shares is not None
+        axis, shares = self.maker.shares
         if shared is None:
             assert counts is not None
             check_blocks(counts, self.mesh.names[axis])
@@ -321,7 +342,7 @@ class Runtime:
         check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
         programs = dict(self._original_programs.get(call.signature, {}))
         programs |= {served.graph.fingerprint: served.program for served in earlier}
-        graph, program = self._maker.make(call, programs, self.input_placements)
+        graph, program = self.maker.make(call, programs, self.input_placements)
         for border in program.step.inputs:
             if border.kind == "input":
                 self.input_placements[border.name] = border.spec.placements
@@ -465,9 +486,9 @@ class Runtime:
         placements = {name: self.input_placements.get(name, default) for name in local}
         counts = shares = None
         if self._takes_uneven_shards():
-            tables = gather_shapes(local_shapes, self._maker.hosts)
-            if self._maker.shares is not None:
-                axis = self._maker.shares[0]
+            tables = gather_shapes(local_shapes, self.maker.hosts)
+            if self.maker.shares is not None:
+                axis = self.maker.shares[0]
                 counts = local_shares(tables, placements, self.device_mesh, axis)
                 shares = axis, counts
             shapes = whole_shapes(tables, placements, self.device_mesh, shares)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,9 +51,10 @@ def test_the_twin_has_the_training_flags_of_the_module() -> None:
 class Replacement:
     """Stands in for the object that autoshard puts in the place of a module's forward."""
 
-    def __init__(self, forward_before: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.__module__ = "autoshard.runtime.module_runtime"
-        self.forward_before = forward_before
+        self.module = module
+        self.methods_before = [(module, "forward", module.forward)]
         self.lock = threading.Lock()  # would refuse to be copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ class Replacement:
 def test_forward_set_by_autoshard_gives_way() -> None:
     module, kwargs = models.mlp()
     expected = capture(module, (), kwargs).fingerprint
-    module._runtime = module.forward = Replacement(module.forward)  # type: ignore[assignment]
+    module._runtime = module.forward = Replacement(module)  # type: ignore[assignment]
     assert capture(module, (), kwargs).fingerprint == expected
     assert isinstance(module.__dict__["forward"], Replacement)
 

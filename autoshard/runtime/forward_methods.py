@@ -1,0 +1,180 @@
+"""Methods of a parallelised module, besides its `forward`, that run as calls of their own.
+
+A `MethodCaller` has the module as its only child, and its `forward` calls the method. A `Runtime` of the caller serves
+it: every kind of call is captured and planned under the placements that the parameters have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autoshard.capture.call_layout import call_tensors
+from autoshard.errors import InputError
+from autoshard.names import suggestion
+from autoshard.options.target import Target
+from autoshard.runtime.module_runtime import RUNTIME, Runtime
+from autoshard.runtime.program_maker import CallPlanner, ProgramMaker
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
+
+PlannerMaker = Callable[[nn.Module, MeshShape, Target], CallPlanner]
+
+# The attribute of a caller that holds the module.
+_CHILD = "module"
+
+
+class MethodCaller(nn.Module):
+    """A module whose `forward`, which a subclass has, calls a method of its only child."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(_CHILD, module)
+
+
+def register_method(module: nn.Module, path: str, make_planner: PlannerMaker) -> None:
+    """Replace a method of a parallelised module, or of a submodule, by its programs.
+
+    Args:
+        module, path: as for `autoshard.register_forward_method`.
+        make_planner: makes the planner of the calls of a module on a mesh for a target.
+
+    Raises:
+        InputError: as for `autoshard.register_forward_method`.
+    """
+    runtime = module.__dict__.get(RUNTIME)
+    if not isinstance(runtime, Runtime):
+        raise InputError(
+            f"{type(module).__name__} is not parallelised, or is a pipeline: register_forward_method is for the module "
+            "that autoshard.parallelize returned for a mesh without a pipeline axis. Call parallelize first."
+        )
+    owner, name = _find_method(module, path)
+    if any(owner is known and name == known_name for known, known_name, _ in runtime.methods_before):
+        return
+    caller = _caller(module, path, getattr(owner, name))
+    runtime.replace_method(owner, name, _MethodRuntime(runtime, caller, path, make_planner))
+
+
+def _find_method(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Return the module or submodule that has the method, and the name of the method there."""
+    owner_path, _, name = path.rpartition(".")
+    parts = dict(module.named_modules(remove_duplicate=False))
+    if owner_path not in parts:
+        raise InputError(
+            f"{path!r}: {type(module).__name__} has no submodule {owner_path!r}. "
+            f"{suggestion(owner_path, parts.keys() - {''})}"
+        )
+    owner = parts[owner_path]
+    kind = type(owner)
+    method = getattr(owner, name, None)
+    if isinstance(method, nn.Module):
+        raise InputError(f"{path!r} is a submodule: name its method, {path + '.forward'!r}.")
+    # Of these, `forward` alone computes.
+    is_inherited = name != "forward" and getattr(kind, name, None) is getattr(nn.Module, name, ())
+    if not callable(method) or is_inherited:
+        names = {*dir(kind)} - {*dir(nn.Module)}
+        methods = sorted(each for each in names if callable(getattr(kind, each, None)))
+        what = "is a method of every torch.nn.Module, which runs as it is" if is_inherited else "is not a method"
+        raise InputError(
+            f"{path!r} {what}: pass the name of a method of {kind.__name__} that computes. {suggestion(name, methods)}"
+        )
+    return owner, name
+
+
+def _caller(module: nn.Module, path: str, method: Callable[..., Any]) -> MethodCaller:
+    """Return a module whose `forward` has the arguments of a method, and calls it."""
+    owner_path, _, name = path.rpartition(".")
+
+    def forward(self: MethodCaller, *args: Any, **kwargs: Any) -> Any:
+        child: nn.Module = getattr(self, _CHILD)
+        return getattr(child.get_submodule(owner_path), name)(*args, **kwargs)
+
+    def signature() -> None:
+        """Have the arguments of `forward`."""
+
+    # Inputs are named after the arguments. Below `__wrapped__`, as wrappers of the bound `forward` copy `__signature__`
+    # with the receiver in it.
+    arguments = inspect.signature(method)
+    receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    with_receiver = arguments.replace(parameters=[receiver, *arguments.parameters.values()])
+    signature.__signature__ = with_receiver  # type: ignore[attr-defined]
+    forward.__wrapped__ = signature  # type: ignore[attr-defined]
+    # A class of its own: the arguments are read from the class. Logs and errors show its name.
+    kind = type(f"{type(module).__name__}.{path}", (MethodCaller,), {"forward": forward, "__module__": __name__})
+    caller: MethodCaller = kind(module)
+    return caller
+
+
+class _MethodRuntime:
+    """Runs a method of a parallelised module.
+
+    Args:
+        main: the runtime of the module.
+        caller: has the module, and calls the method.
+        path: of the method.
+        make_planner: makes the planner of the calls of a module on a mesh for a target.
+    """
+
+    def __init__(self, main: Runtime, caller: MethodCaller, path: str, make_planner: PlannerMaker) -> None:
+        self._main = main
+        self._caller = caller
+        self._path = path
+        self._make_planner = make_planner
+        self._runtime: Runtime | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Made by the first call: the shares of ranks and the placements are decided by then.
+        if self._runtime is None:
+            self._runtime = self._start()
+        self._caller.training = self._main.module.training
+        if self._runtime.inputs == "local":
+            self._place_inputs(self._runtime, args, kwargs)
+        return self._runtime(*args, **kwargs)
+
+    def _start(self) -> Runtime:
+        main = self._main
+        if main.maker.placed is None:
+            raise InputError(
+                f"{self._path} is called before the first call of the module, which decides how the parameters lie. "
+                "Call the module first, or give autoshard.parallelize an example of such a call."
+            )
+        target = _method_target(main.maker.planner.requested, type(self._caller))
+        maker = ProgramMaker(self._caller, main.device_mesh, self._make_planner(self._caller, main.mesh, target), None)
+        maker.placed = {f"{_CHILD}.{name}": placements for name, placements in main.maker.placed.items()}
+        runtime = Runtime(maker)
+        runtime.uneven_inputs = main.uneven_inputs
+        return runtime
+
+    def _place_inputs(self, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide how local inputs lie: as those of `forward` of the same name, others as its first input."""
+        known = self._main.input_placements
+        first = next(iter(known.values()), Spec.all_replicated(runtime.mesh.ndim).placements)
+        for name in call_tensors(self._caller, args, kwargs):
+            runtime.input_placements.setdefault(name, known.get(name, first))
+
+
+def _method_target(target: Target, caller: type[nn.Module]) -> Target:
+    """Return the target of the calls of a method, given that of the module.
+
+    Dynamic sizes hold for arguments of the same name. Placements by name are those of the inputs and outputs of
+    `forward`, and are left out.
+    """
+    arguments = inspect.signature(caller.forward).parameters
+    hints = target.hints
+    if isinstance(hints, Mapping):
+        hints = {f"{_CHILD}.{glob}": value for glob, value in hints.items()}
+    # Of `batch['x']`, the argument is `batch`.
+    dynamic = {name: dims for name, dims in (target.dynamic or {}).items() if re.split(r"[.\[]", name)[0] in arguments}
+    outputs = target.output_placements
+    return replace(
+        target,
+        hints=hints,
+        input_placements={},
+        output_placements=outputs if isinstance(outputs, str) else None,
+        dynamic=dynamic or None,
+    )
