@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -219,7 +219,7 @@ class Runtime:
         """Replace a method of the module or of a submodule; captures run the one before."""
         before = getattr(owner, name)
 
-        @functools.wraps(before)
+        @wraps(before)
         def method(*args: Any, **kwargs: Any) -> Any:
             return replacement(*args, **kwargs)
 

@@ -129,9 +129,9 @@ def test_a_copy_trains_and_evaluates_by_itself(two: Workers) -> None:
 
 def _programs() -> None:
     model = parallel()
-    plan = runtime_of(model)._maker.planner.plan
+    plan = runtime_of(model).maker.planner.plan
     copied = copy.deepcopy(copy.deepcopy(model))
-    maker = runtime_of(copied)._maker
+    maker = runtime_of(copied).maker
     planned = []
     maker.planner.plan = lambda call: planned.append(call) or plan(call)
     copied(batch(1))
