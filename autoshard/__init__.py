@@ -24,6 +24,7 @@ from autoshard.errors import (
     PipelineError,
     PlanError,
     RuleError,
+    VerifyError,
 )
 from autoshard.options import Options, Pipeline, Search
 from autoshard.options.mesh_context import use_mesh
@@ -35,6 +36,8 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.checkpoint import checkpointable
 from autoshard.search.result import SearchResult
 from autoshard.search.search import search
+from autoshard.verify.report import VerifyReport
+from autoshard.verify.verify import verify
 from autoshard.version import __version__
 
 __all__ = [
@@ -56,6 +59,8 @@ __all__ = [
     "Search",
     "SearchResult",
     "ShardingPlan",
+    "VerifyError",
+    "VerifyReport",
     "__version__",
     "calibrate",
     "checkpointable",
@@ -75,4 +80,5 @@ __all__ = [
     "shard",
     "split",
     "use_mesh",
+    "verify",
 ]

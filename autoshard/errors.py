@@ -50,6 +50,10 @@ class InputError(AutoshardError, ValueError):
     """A call passes inputs that do not fit what was captured or declared."""
 
 
+class VerifyError(AutoshardError, ValueError):
+    """The programs of a plan compute other numbers than one device."""
+
+
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Give a warning that points at the line outside of autoshard from which it was called."""
     package = __name__.partition(".")[0]

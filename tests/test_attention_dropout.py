@@ -14,8 +14,8 @@ import autoshard
 from autoshard.capture.attention_operator import operators
 from autoshard.capture.joint import capture
 from autoshard.specs.axes import MeshShape
+from autoshard.verify.float64 import Float64Mode, default_float64
 from tests import models
-from tests.float64 import Float64Mode, default_float64
 from tests.random_plans import random_plan
 from tests.runtime.meshes import simulated_mesh
 from tests.training import fast_links, held_by_ranks, loss_of, outputs_of

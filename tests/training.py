@@ -25,13 +25,14 @@ from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
+from autoshard.verify import differences
+from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.verify.report import TOLERANCE as TOLERANCE
 from tests import models
-from tests.float64 import Float64Mode, default_float64
 from tests.option_groups import grouped
 from tests.random_plans import random_plan
 from tests.runtime.meshes import simulated_mesh
 
-TOLERANCE = 1e-9
 OF_ONE_LAYER = " of one layer"  # behind the name of a model that has two
 ONE_LAYER = "gpt" + OF_ONE_LAYER
 STEPS = 3
@@ -276,16 +277,7 @@ def relative_difference(ours: Mapping[str, list[torch.Tensor]], theirs: Mapping[
     """The largest relative difference over names and ranks; infinite where tensors are missing or of other shapes."""
     if ours.keys() != theirs.keys():
         return float("inf")
-    largest = max((float(values[0].abs().max()) for values in theirs.values()), default=0.0)
-    return max((_difference(ours[name], values[0], 1e-3 * largest) for name, values in theirs.items()), default=0.0)
-
-
-def _difference(ranks: list[torch.Tensor], reference: torch.Tensor, floor: float) -> float:
-    scale = max(float(reference.abs().max()), floor)
-    worst = 0.0
-    for value in ranks:
-        if value.shape != reference.shape or not bool(value.isfinite().all()):
-            return float("inf")
-        distance = float((value - reference).abs().max())
-        worst = max(worst, distance / scale if scale else distance)
-    return worst
+    references = {name: values[0] for name, values in theirs.items()}
+    scales = differences.difference_scales(references)
+    pairs = {name: [(value, reference) for value in ours[name]] for name, reference in references.items()}
+    return max((differences.relative_difference(pairs[name], scales[name]) for name in references), default=0.0)

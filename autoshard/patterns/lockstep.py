@@ -43,6 +43,9 @@ class Lockstep:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operator on every rank, or a functional collective among them."""
+        if op == collectives.all_gather_into_tensor_coalesced.default:
+            gather = collectives.all_gather_into_tensor.default
+            return tuple(self._collective(gather, value, *args[1:]) for value in args[0])
         if op.namespace == "_c10d_functional" or op is shift:
             return self._collective(op, *args)
         program = program_of(op)

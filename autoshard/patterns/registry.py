@@ -40,14 +40,24 @@ class Registry:
     def __init__(self) -> None:
         self._makers: dict[str, Maker] = {}
         self._rules: dict[OpCall, Rule | None] = {}
+        self._of_user: set[str] = set()
 
-    def register(self, name: str, maker_or_text: Maker | str, *, replace: bool = False, **options: Any) -> None:
+    def register(
+        self,
+        name: str,
+        maker_or_text: Maker | str,
+        *,
+        replace: bool = False,
+        of_user: bool = False,
+        **options: Any,
+    ) -> None:
         """Register a rule.
 
         Args:
             name: `"aten.mm"` (all overloads), `"aten.mm.default"` (one), or `"mylib::op"`.
             maker_or_text: the rule in the notation, or a function that makes the rule of a call (None: no rule).
             replace: True to replace a rule registered before.
+            of_user: True if the rule is not one of the library.
             options: for text, the options of `notation.bind`; for a function, passed to it as keywords.
 
         Raises:
@@ -58,6 +68,7 @@ class Registry:
         if key in self._makers and not replace:
             raise RuleError(f"{name} has a rule already: pass replace=True if yours is to take its place.")
         self._makers[key] = _maker(maker_or_text, options)
+        (self._of_user.add if of_user else self._of_user.discard)(key)
         # Calls seen before may have another rule now.
         self._rules.clear()
 
@@ -77,15 +88,23 @@ class Registry:
         """Return True if a rule is registered for the operator; it may still decline some calls."""
         return self._find(op) is not None
 
+    def is_of_user(self, op: OpOverload) -> bool:
+        """Return True if the rule of the operator is one that a user registered."""
+        return self._key_of(op) in self._of_user
+
     def names(self) -> tuple[str, ...]:
         """Return the sorted names with a rule: `aten::mm` (all overloads), `aten::sum.dim_IntList` (one)."""
         return tuple(sorted(self._makers))
 
     def _find(self, op: OpOverload) -> Maker | None:
+        return self._makers.get(self._key_of(op))
+
+    def _key_of(self, op: OpOverload) -> str:
+        """Return the name under which the rule of an operator is registered, if it has one."""
         name = op._schema.name
-        overload = op._schema.overload_name or "default"
         # The overload's own rule first.
-        return self._makers.get(f"{name}.{overload}") or self._makers.get(name)
+        overload = f"{name}.{op._schema.overload_name or 'default'}"
+        return overload if overload in self._makers else name
 
 
 def _maker(maker_or_text: Maker | str, options: Mapping[str, Any]) -> Maker:
@@ -118,6 +137,11 @@ def has_rule(op: OpOverload) -> bool:
 def is_borrowed(op: OpOverload) -> bool:
     """Return True if the operator has no rule here and torch has strategies to borrow."""
     return not _default.has_rule(op) and may_borrow(op)
+
+
+def is_of_user(op: OpOverload) -> bool:
+    """Return True if the rule of the operator was registered by `register_rule`."""
+    return _default.is_of_user(op)
 
 
 def rule_names() -> tuple[str, ...]:
@@ -176,13 +200,13 @@ def register_rule(
     """
     options = {"linear": linear, "reduce": reduce, "local": local, "uneven": uneven, "fill": fill}
     if isinstance(text_or_maker, str):
-        _default.register(name, text_or_maker, replace=replace, **options)
+        _default.register(name, text_or_maker, replace=replace, of_user=True, **options)
         return
     if linear or any(value is not None for value in (reduce, local, uneven, fill)):
         raise RuleError(
             f"{name}: linear, reduce, local, uneven and fill go with a rule in text; a function puts them in its Rule."
         )
-    _default.register(name, text_or_maker, replace=replace)
+    _default.register(name, text_or_maker, replace=replace, of_user=True)
 
 
 # Operators that read the memory of their operands, whatever its shape: calls with other strides are other calls.

@@ -14,9 +14,9 @@ import autoshard
 from autoshard.capture import capture, masks
 from autoshard.capture.attention_operator import operators
 from autoshard.errors import CaptureError
+from autoshard.verify.float64 import Float64Mode, default_float64
 from tests import models
 from tests.capture.interpret import run_joint
-from tests.float64 import Float64Mode, default_float64
 from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 

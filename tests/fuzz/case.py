@@ -28,7 +28,7 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.shards import distribute, local_of
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
-from tests.float64 import default_float64
+from autoshard.verify.float64 import default_float64
 from tests.fuzz.model import Model, RandomModel, inputs_of, loss_of, tensors_of
 from tests.precision import BFLOAT16, BFLOAT16_ROUNDING, CastModule
 from tests.random_plans import random_plan

@@ -65,6 +65,8 @@ def test_gather_scatter_and_exchange() -> None:
     value, group = _ranks(emit), emit.group(1)
     gathered = emit.call(collectives.all_gather_into_tensor.default, value, 3, group)
     assert gathered.values[4].tolist() == [3.0] * 6 + [4.0] * 6 + [5.0] * 6
+    joined = emit.call(collectives.all_gather_into_tensor_coalesced.default, [value, value], 3, group)
+    assert [part.values[4].tolist() for part in joined] == [gathered.values[4].tolist()] * 2
     scattered = emit.call(collectives.reduce_scatter_tensor.default, value, "sum", 3, group)
     assert scattered.values[1].tolist() == [3.0, 3.0]
     exchanged = emit.call(collectives.all_to_all_single.default, value, [2, 2, 2], [2, 2, 2], group)

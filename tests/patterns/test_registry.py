@@ -43,6 +43,17 @@ def test_an_overload_wins_over_all_overloads() -> None:
     assert not registry.has_rule(aten.mul.Tensor)
 
 
+def test_rules_of_users_are_told_apart_from_those_of_the_library() -> None:
+    registry = Registry()
+    registry.register("aten.add", "... , ... -> ...")
+    registry.register("aten.add.Tensor", "... , ... -> ...", of_user=True)
+    assert registry.is_of_user(aten.add.Tensor)
+    assert not registry.is_of_user(aten.add.Scalar)
+    assert not registry.is_of_user(aten.mul.Tensor)
+    registry.register("aten.add.Tensor", lambda call: None, replace=True)
+    assert not registry.is_of_user(aten.add.Tensor)
+
+
 def test_a_rule_is_made_once_per_call() -> None:
     made = []
 

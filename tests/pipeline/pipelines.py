@@ -33,8 +33,8 @@ from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime.arguments import check_examples
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
+from autoshard.verify.float64 import Float64Mode, default_float64
 from tests import models
-from tests.float64 import Float64Mode, default_float64
 from tests.pipeline.chain import balance_stages
 from tests.targets import target
 from tests.training import LEARNING_RATE, MOMENTUM, STEPS, fast_links, loss_of, outputs_of

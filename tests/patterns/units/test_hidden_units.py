@@ -15,8 +15,8 @@ from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement
+from autoshard.verify.float64 import Float64Mode, default_float64
 from tests import models
-from tests.float64 import Float64Mode, default_float64
 from tests.models.recurrent import LstmLanguageModel
 from tests.patterns.ops.soundness import bound, normal
 from tests.patterns.units.unit_models import build_seeded

@@ -19,8 +19,8 @@ from autoshard.patterns.graph_rules import GraphRules
 from autoshard.patterns.strategy import WHOLE, describe, fits, offered_factors
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
+from autoshard.verify.float64 import Float64Mode, default_float64
 from tests import training
-from tests.float64 import Float64Mode, default_float64
 from tests.runtime.meshes import simulated_mesh
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]

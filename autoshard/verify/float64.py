@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 
 @contextlib.contextmanager
@@ -40,6 +42,35 @@ class Float64Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        wide = [torch.float64 if one is torch.float32 else one for one in args]
-        named = {name: torch.float64 if one is torch.float32 else one for name, one in (kwargs or {}).items()}
-        return (torch.Tensor.double if func is torch.Tensor.float else func)(*wide, **named)
+        wide: list[Any] = [_wider(value) for value in args]
+        named: dict[str, Any] = {name: _wider(value) for name, value in (kwargs or {}).items()}
+        function: Callable[..., Any] = torch.Tensor.double if func is torch.Tensor.float else func
+        return function(*wide, **named)
+
+
+def _wider(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Return a tensor of its own on the CPU: float64 for floating numbers, complex128 for complex ones."""
+    dtype = tensor.dtype
+    if tensor.is_floating_point():
+        dtype = torch.float64
+    elif tensor.is_complex():
+        dtype = torch.complex128
+    wide = tensor.detach().to("cpu", dtype, copy=True)
+    return wide.requires_grad_(tensor.requires_grad)
+
+
+def widen_module(module: nn.Module) -> None:
+    """Move the parameters and buffers of a module to the CPU and give them the dtypes of `widen`, in place."""
+    module.cpu()
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.grad = None
+        tensor.data = widen(tensor.detach())
+
+
+def widen_tensors(tree: Any) -> Any:
+    """Return nested containers with every tensor as `widen` returns it."""
+    return pytree.tree_map_only(Tensor, widen, tree)

@@ -1,0 +1,185 @@
+"""The report of `verify`, as data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.errors import VerifyError
+from autoshard.patterns.soundness import Finding
+from autoshard.plans.plan_text import WIDTH, plain
+from autoshard.plans.sharding_plan import ShardingPlan
+
+TOLERANCE = 1e-9
+"""The relative difference up to which two numbers in float64 count as equal: rounding explains it."""
+
+KINDS = ("loss", "output", "gradient", "parameter", "buffer")
+# Differences and operators that the text lists.
+_ROWS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The difference of one tensor on the ranks of a mesh to that on one device.
+
+    Attributes:
+        kind: `"loss"` (a scalar that is differentiated), `"output"`, `"gradient"`, `"parameter"` or `"buffer"`.
+        name: of the output, parameter or buffer; for a gradient, of its parameter or input.
+        relative: the largest over ranks and steps, relative to the largest number of the tensor, or to a thousandth of
+            the largest number among the tensors of its kind, if that is more. Infinite if shapes differ, or a number
+            is not finite on one side only.
+    """
+
+    kind: str
+    name: str
+    relative: float
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorFault:
+    """An operator that computes something else on the shards of the plan, given the operands of one device.
+
+    Attributes:
+        op: its name, such as `"aten.mm.default"`.
+        module: path of the module that calls it; `""` for the root.
+        strategy: the strategy of the plan, such as `"i on dp"`.
+        problem: the difference, as text.
+        of_user: True if its rule was registered by `autoshard.register_rule`.
+    """
+
+    op: str
+    module: str
+    strategy: str
+    problem: str
+    of_user: bool
+
+    def __str__(self) -> str:
+        rule = ", whose rule was registered by register_rule," if self.of_user else ""
+        return f"{self.op} in {self.module or 'the root module'}{rule} with {self.strategy}: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The findings of `verify`; `str(report)` is a page of tables.
+
+    Attributes:
+        model: class of the module.
+        plan: the plan whose programs ran.
+        steps: training steps.
+        differences: one for every output, gradient, parameter and buffer, by kind, the largest first; empty if the
+            programs could not run.
+        operators: the operators that differ on the shards of the plan. They are looked for if a tensor differs or the
+            programs could not run.
+        rules: the strategies of rules of the user that `autoshard.patterns.check` refuses, of the plan or not.
+        failure: the error for which the programs could not be made or run; empty if they ran.
+        notes: what else explains a difference.
+    """
+
+    model: str
+    plan: ShardingPlan
+    steps: int
+    differences: tuple[Difference, ...]
+    operators: tuple[OperatorFault, ...] = ()
+    rules: tuple[Finding, ...] = ()
+    failure: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True if the programs ran, nothing differs by more than 1e-9, and no rule of the user is wrong."""
+        return not (self.failure or self.wrong or self.operators or self.rules)
+
+    @property
+    def wrong(self) -> tuple[Difference, ...]:
+        """The differences above 1e-9 relative."""
+        return tuple(difference for difference in self.differences if difference.relative > TOLERANCE)
+
+    @property
+    def largest(self) -> dict[str, float]:
+        """The largest difference of every kind that the module has."""
+        largest: dict[str, float] = {}
+        for difference in self.differences:
+            largest[difference.kind] = max(difference.relative, largest.get(difference.kind, 0.0))
+        return largest
+
+    def raise_if_wrong(self) -> None:
+        """Raise a `VerifyError` with the text of the report unless `ok`."""
+        if not self.ok:
+            raise VerifyError(str(self))
+
+    def __str__(self) -> str:
+        return plain([report_page(self)], WIDTH)
+
+
+def report_page(report: VerifyReport) -> Group:
+    """Return the report for a terminal: a verdict, the differences by kind, and everything that is wrong."""
+    parts: list[RenderableType] = [Text(report.model, style="bold"), Text(_verdict(report)), Text("")]
+    if report.differences:
+        parts.append(_kind_table(report))
+    if report.wrong:
+        parts += [Text("What differs", style="bold"), _difference_table(report.wrong[:_ROWS])]
+        parts += _more(report.wrong)
+    if report.rules:
+        parts.append(Text("Rules of register_rule that are wrong (autoshard.patterns.check)", style="bold"))
+        parts += _lines(report.rules)
+    if report.operators:
+        parts.append(Text("Operators that compute something else on shards", style="bold"))
+        parts += _lines(report.operators)
+    if (report.wrong or report.failure) and not (report.operators or report.rules):
+        parts.append(
+            Text(
+                "Every operator alone computes on shards what it computes on one device. The difference arises between "
+                "operators: please report it, with the plan."
+            )
+        )
+    parts += [Text(note) for note in report.notes]
+    return Group(*parts)
+
+
+def _verdict(report: VerifyReport) -> str:
+    ranks = f"{report.plan.mesh} ({report.plan.mesh.size} ranks)"
+    if report.failure:
+        return f"the programs on {ranks} could not run: {report.failure}"
+    steps = f"{report.steps} training step{'s' if report.steps != 1 else ''} in float64"
+    if report.wrong:
+        return f"{steps} on {ranks} differ from one device"
+    rule = "; a rule is wrong, which may show on other meshes or plans" if report.rules else ""
+    return f"{steps} on {ranks} equal one device{rule}"
+
+
+def _kind_table(report: VerifyReport) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("compared")
+    table.add_column("tensors", justify="right")
+    table.add_column("largest difference", justify="right")
+    table.add_column("of", overflow="fold")
+    for kind in KINDS:
+        differences = [difference for difference in report.differences if difference.kind == kind]
+        if differences:
+            worst = differences[0]
+            style = "bold" if worst.relative > TOLERANCE else ""
+            table.add_row(kind, str(len(differences)), f"{worst.relative:.1e}", Text(worst.name), style=style)
+    return table
+
+
+def _difference_table(differences: Iterable[Difference]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("kind")
+    table.add_column("name", overflow="fold")
+    table.add_column("difference", justify="right")
+    for difference in differences:
+        table.add_row(difference.kind, Text(difference.name), f"{difference.relative:.1e}")
+    return table
+
+
+def _lines(findings: Sequence[object]) -> list[Text]:
+    return [*(Text(f"  {finding}") for finding in findings[:_ROWS]), *_more(findings), Text("")]
+
+
+def _more(findings: Sequence[object]) -> list[Text]:
+    return [Text(f"  and {len(findings) - _ROWS} more")] if len(findings) > _ROWS else []
