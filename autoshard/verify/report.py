@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.display import WIDTH, plain
 from autoshard.errors import VerifyError
 from autoshard.patterns.soundness import Finding
-from autoshard.plans.plan_text import WIDTH, plain
 from autoshard.plans.sharding_plan import ShardingPlan
 
 TOLERANCE = 1e-9
