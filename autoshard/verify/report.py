@@ -21,6 +21,8 @@ TOLERANCE = 1e-9
 KINDS = ("loss", "output", "gradient", "parameter", "buffer")
 # Differences and operators that the text lists.
 _ROWS = 20
+# Strategies of wrong rules: one rule is wrong in many.
+_FINDINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +126,12 @@ def report_page(report: VerifyReport) -> Group:
     if report.wrong:
         parts += [Text("What differs", style="bold"), _difference_table(report.wrong[:_ROWS])]
         parts += _more(report.wrong)
-    if report.rules:
-        parts.append(Text("Rules of register_rule that are wrong (autoshard.patterns.check)", style="bold"))
-        parts += _lines(report.rules)
     if report.operators:
         parts.append(Text("Operators that compute something else on shards", style="bold"))
-        parts += _lines(report.operators)
+        parts += [*(Text(f"  {fault}") for fault in report.operators[:_ROWS]), *_more(report.operators), Text("")]
+    if report.rules:
+        parts.append(Text("Rules of register_rule that are wrong (autoshard.patterns.check)", style="bold"))
+        parts += [*(Text(f"  {finding}") for finding in report.rules[:_FINDINGS]), *_more(report.rules, _FINDINGS)]
     if (report.wrong or report.failure) and not (report.operators or report.rules):
         parts.append(
             Text(
@@ -146,10 +148,11 @@ def _verdict(report: VerifyReport) -> str:
     if report.failure:
         return f"the programs on {ranks} could not run: {report.failure}"
     steps = f"{report.steps} training step{'s' if report.steps != 1 else ''} in float64"
+    several = report.steps != 1
     if report.wrong:
-        return f"{steps} on {ranks} differ from one device"
+        return f"{steps} on {ranks} {'differ' if several else 'differs'} from one device"
     rule = "; a rule is wrong, which may show on other meshes or plans" if report.rules else ""
-    return f"{steps} on {ranks} equal one device{rule}"
+    return f"{steps} on {ranks} {'equal' if several else 'equals'} one device{rule}"
 
 
 def _kind_table(report: VerifyReport) -> Table:
@@ -177,9 +180,5 @@ def _difference_table(differences: Iterable[Difference]) -> Table:
     return table
 
 
-def _lines(findings: Sequence[object]) -> list[Text]:
-    return [*(Text(f"  {finding}") for finding in findings[:_ROWS]), *_more(findings), Text("")]
-
-
-def _more(findings: Sequence[object]) -> list[Text]:
-    return [Text(f"  and {len(findings) - _ROWS} more")] if len(findings) > _ROWS else []
+def _more(findings: Sequence[object], shown: int = _ROWS) -> list[Text]:
+    return [Text(f"  and {len(findings) - shown} more")] if len(findings) > shown else []

@@ -29,7 +29,7 @@ def test_a_difference_that_no_operator_explains_is_to_be_reported() -> None:
     assert [difference.name for difference in report.wrong] == ["weight"]
     assert report.largest == {"gradient": 1e-3}
     text = " ".join(str(report).split())
-    assert "1 training step in float64 on x=2 (2 ranks) differ from one device" in text
+    assert "1 training step in float64 on x=2 (2 ranks) differs from one device" in text
     assert "please report it" in text
     with pytest.raises(VerifyError, match="weight"):
         report.raise_if_wrong()
