@@ -111,7 +111,7 @@ class TrainingOnAllRanks:
             borders = tuple(border for border in (*self.step.inputs, *self.step.outputs) if border.kind == kind)
         return at(borders, self.sizes)
 
-    def held(self, kind: str) -> dict[str, HeldTensor]:
+    def tensors(self, kind: str) -> dict[str, HeldTensor]:
         """Return the parameters or the buffers, by name."""
         borders = [border for border in self.borders("input") if border.kind == kind]
         return _by_name([HeldTensor(self._held[border.name], border) for border in borders])

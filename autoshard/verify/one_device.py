@@ -31,7 +31,7 @@ class TrainingOnOneDevice:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The tensors of the call, by name."""
-        return self._named(*self._call)
+        return self._tensors_by_name(*self._call)
 
     def run(self, tangents: Mapping[str, Tensor], learning_rate: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Run a step, as `TrainingOnAllRanks.run` does; parameters without a gradient have one of zeros.
@@ -47,7 +47,7 @@ class TrainingOnOneDevice:
             outputs = self._outputs(self.module(*args, **kwargs))
             if tangents:
                 torch.autograd.backward([outputs[name] for name in tangents], list(tangents.values()))
-        sources = {**self._named(args, kwargs), **parameters}
+        sources = {**self._tensors_by_name(args, kwargs), **parameters}
         gradients = {name: _gradient_of(sources[name]) for name in self.graph.gradients}
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -63,7 +63,7 @@ class TrainingOnOneDevice:
             if isinstance(name, str) and isinstance(leaf, Tensor)
         }
 
-    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _tensors_by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         names = [leaf for leaf in self.graph.call.leaves if isinstance(leaf, str)]
         return dict(zip(names, self.graph.call.flatten(args, kwargs), strict=True))
 

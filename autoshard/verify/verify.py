@@ -184,7 +184,7 @@ class _Verification:
             ("parameter", self.device.module.named_parameters()),
             ("buffer", self.device.module.named_buffers()),
         ):
-            held = ranks.held(kind)
+            held = ranks.tensors(kind)
             # Other tensors have no part in the step.
             compare(kind, held, {name: tensor for name, tensor in named if name in held})
         found = (Difference(kind, name, value) for (kind, name), value in worst.items())

@@ -185,10 +185,10 @@ class Layout:
                 "of positional ones, or a tensor), or set example_input_array in the module."
             )
 
-        def placed(tensor: Tensor) -> Tensor:
+        def to_device(tensor: Tensor) -> Tensor:
             return tensor if tensor.is_meta else tensor.to(device)
 
-        example = precision.convert_input(pytree.tree_map_only(Tensor, placed, example))
+        example = precision.convert_input(pytree.tree_map_only(Tensor, to_device, example))
         if isinstance(example, Mapping):
             return (), dict(example)
         return ((example,) if isinstance(example, Tensor) else tuple(example)), {}

@@ -74,11 +74,11 @@ def _config_functions() -> dict[str, Callable[[], Trainer.Config]]:
         for name, function in inspect.getmembers(module, inspect.isfunction):
             # Others are helpers, or imported.
             if function.__module__ == module.__name__ and not inspect.signature(function).parameters:
-                found[name] = functools.partial(_planned, function)
+                found[name] = functools.partial(_plan_config, function)
     return found
 
 
-def _planned(function: Callable[[], Trainer.Config]) -> Trainer.Config:
+def _plan_config(function: Callable[[], Trainer.Config]) -> Trainer.Config:
     return with_autoshard(function())
 
 
