@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,40 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.patterns.notation import parse
 from autoshard.patterns.soundness import check
+from tests.pages import Reader, blocks, declared_extras, extras, run_python
+from tests.programs import ROOT
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted((DOCS / "tutorials").glob("*.md"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    # Pages have files of the same names.
+    for block in blocks(page):
+        if block.title is not None:
+            monkeypatch.delitem(sys.modules, Path(block.title).stem, raising=False)
+    Reader(page, tmp_path).follow()
+
+
+def test_the_reference_has_every_public_name() -> None:
+    described = re.findall(
+        r"^::: autoshard\.(\w+)$", "\n".join(map(_text, (DOCS / "reference").glob("*.md"))), re.MULTILINE
+    )
+    assert sorted(described) == sorted(set(autoshard.__all__) - {"__version__"})
+
+
+def test_every_extra_that_a_page_names_exists() -> None:
+    named = extras("\n".join(map(_text, [ROOT / "README.md", *DOCS.rglob("*.md")])))
+    assert named >= {"plot", "transformers", "lightning", "torchtitan"}
+    assert named <= set(declared_extras())
+
+
+def _text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +64,8 @@ def page() -> dict[str, Any]:
         return x.square().sum(-1)
 
     names: dict[str, Any] = {}
-    text = (DOCS / "rules.md").read_text(encoding="utf-8")
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(block, "docs/rules.md", "exec"), names)
+    for block in blocks(DOCS / "rules.md"):
+        run_python(DOCS / "rules.md", block, names)
     return names
 
 
