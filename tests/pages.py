@@ -93,7 +93,7 @@ class Reader:
             case ["make", target]:
                 assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
             case ["pip", "install", *_]:
-                assert extras(" ".join(words)) <= set(declared_extras())
+                assert extras(" ".join(words)) <= set(project()["optional-dependencies"])
             case _:
                 raise AssertionError(f"{self.page.name}: nobody tries the command {shlex.join(words)}")
         return ""
@@ -123,8 +123,7 @@ def extras(text: str) -> set[str]:
     return {extra for group in named for extra in group.split(",")}
 
 
-def declared_extras() -> dict[str, list[str]]:
-    """Return the extras of the package: name -> requirements."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared: dict[str, list[str]] = project["optional-dependencies"]
-    return declared
+def project() -> dict[str, Any]:
+    """Return what pyproject.toml says of the package."""
+    described: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return described

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.patterns.notation import parse
 from autoshard.patterns.soundness import check
-from tests.pages import Reader, blocks, declared_extras, extras, run_python
+from tests.pages import Reader, blocks, extras, project, run_python
 from tests.programs import ROOT
 
 DOCS = ROOT / "docs"
@@ -44,7 +44,7 @@ def test_the_reference_has_every_public_name() -> None:
 def test_every_extra_that_a_page_names_exists() -> None:
     named = extras("\n".join(map(_text, [ROOT / "README.md", *DOCS.rglob("*.md")])))
     assert named >= {"plot", "transformers", "lightning", "torchtitan"}
-    assert named <= set(declared_extras())
+    assert named <= set(project()["optional-dependencies"])
 
 
 def _text(page: Path) -> str:
