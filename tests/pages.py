@@ -22,9 +22,8 @@ from typing import Any
 
 from tests.programs import ROOT, run_by_fork
 
-_FENCE = re.compile(
-    r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
-)
+_FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_INFO = re.compile(r"(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 
 
@@ -42,7 +41,10 @@ def blocks(page: Path) -> Iterator[Block]:
     """Return the blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     for fence in _FENCE.finditer(text):
-        yield Block(fence["language"], fence["title"], fence["text"], text.count("\n", 0, fence.start()) + 1)
+        line = text.count("\n", 0, fence.start()) + 1
+        info = _INFO.fullmatch(fence["info"])
+        assert info is not None, f"{page.name}:{line}: a block of no kind that is known: {fence['info']}"
+        yield Block(info["language"], info["title"], fence["text"], line)
 
 
 def run_python(page: Path, block: Block, names: dict[str, Any]) -> None:
@@ -91,9 +93,11 @@ class Reader:
             case ["autoshard", *arguments]:
                 return self._fork(ROOT / "autoshard/__main__.py", None, arguments)
             case ["make", target]:
-                assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+                rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+                assert target in rules, f"{self.page.name}: the Makefile has no {target}"
             case ["pip", "install", *_]:
-                assert extras(" ".join(words)) <= set(project()["optional-dependencies"])
+                unknown = extras(" ".join(words)) - set(project()["optional-dependencies"])
+                assert not unknown, f"{self.page.name}: the package has no extra {', '.join(unknown)}"
             case _:
                 raise AssertionError(f"{self.page.name}: nobody tries the command {shlex.join(words)}")
         return ""

@@ -34,6 +34,23 @@ def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytes
     Reader(page, tmp_path).follow()
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\nprint('loss 5.1')\n```\n```text\nloss 4.9\nstep 1\n```\n", "page.md:4: not printed: step 1"),
+        ("```console\n$ ls\n```\n", "page.md:1: nobody tries a block of 'console'"),
+        ("```bash\nrm -r x\n```\n", "page.md: nobody tries the command rm -r x"),
+        ("```bash\npip install 'autoshard[none]'\n```\n", "page.md: the package has no extra none"),
+        ("```bash\nmake tea\n```\n", "page.md: the Makefile has no tea"),
+    ],
+)
+def test_a_page_that_is_not_true_is_found(text: str, message: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text, encoding="utf-8")
+    with pytest.raises(AssertionError, match=message):
+        Reader(page, tmp_path).follow()
+
+
 def test_the_reference_has_every_public_name() -> None:
     pages = "\n".join(map(_text, (DOCS / "reference").glob("*.md")))
     described = {path.rpartition(".")[2] for path in re.findall(r"^::: (autoshard\.[\w.]+)$", pages, re.MULTILINE)}
