@@ -255,5 +255,6 @@ def auto_mesh(
 
 def device_type_of_job() -> str:
     """Return the type of the devices of the ranks of the job: that of gloo's is `"cpu"`, whatever the machine has."""
-    accelerator = torch.accelerator.current_accelerator()
+    # Torch's builds for GPUs name one on machines without a driver, too.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if dist.get_backend() == "gloo" or accelerator is None else accelerator.type
