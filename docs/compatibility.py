@@ -26,13 +26,14 @@ CPU devices over gloo. Releases of torch that were not tried, or on which tests 
 | torch | tests | result |
 |---|---|---|
 | 2.13.0 | all | pass |
-| 2.12.0 | 1350: capture, specs, reshards, programs, the runtime, pipelines | 10 fail |
+| 2.12.0 | 1350: capture, specs, reshards, programs, the runtime, pipelines | 9 fail |
 | 2.11.0 | 202: programs, some of capture and reshards, the public functions | 6 fail |
 
 What fails with 2.12: pipeline stages without parameters, whose missing gradients torch's schedules refuse; a Llama with
 a dynamic length, and a forward that differentiates in forward mode, which `torch.export` refuses; `overlap="torch"`
 with `compile=True`; and tests that compare lists and messages with torch's, which are others there. With 2.11:
-`overlap="torch"`, which it lacks, and one such message. To try a release, allow it in `pyproject.toml` and run the tests.
+`overlap="torch"`, which it lacks, and one such message. To try a release, allow it in `pyproject.toml`, and run the
+tests.
 
 ## All-gathers over gloo may end a process
 
