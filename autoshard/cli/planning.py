@@ -22,10 +22,12 @@ from autoshard.cli.arguments import (
 from autoshard.cli.plan_files import Plan, html_page, plan_tables
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.errors import AutoshardError, BudgetError
-from autoshard.options import EFFORTS, RECOMPUTE, Search, collect_options
+from autoshard.options import EFFORTS, RECOMPUTE, Pipeline, Search, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
+from autoshard.pipeline.schedule.actions import SCHEDULES
+from autoshard.pipeline.schedule.schedule_search import CUSTOM
 from autoshard.search.result import Option
 from autoshard.search.search import SearchOptions, search
 from autoshard.specs.axes import MeshShape
@@ -56,9 +58,10 @@ def _add_plan(verbs: Verbs) -> None:
         "    --cluster h100 --memory 70GiB -o plan.json --html plan.html",
     )
     add_target(parser)
-    _add_mesh(parser)
-    _add_memory(parser)
-    _add_options(parser)
+    add_mesh(parser)
+    add_memory(parser)
+    add_options(parser)
+    _add_pipeline(parser)
     _add_files(parser)
 
 
@@ -74,9 +77,10 @@ def _add_fits(verbs: Verbs) -> None:
         example="autoshard fits mypackage.models:make --mesh dp=8 --memory 24GiB --cluster a100",
     )
     add_target(parser)
-    _add_mesh(parser)
-    _add_memory(parser, required=True)
-    _add_options(parser)
+    add_mesh(parser)
+    add_memory(parser, required=True)
+    add_options(parser)
+    _add_pipeline(parser)
 
 
 def _add_search(verbs: Verbs) -> None:
@@ -99,8 +103,9 @@ def _add_search(verbs: Verbs) -> None:
         help="shortest step (the default), fewest devices, or the best step of every number of devices",
     )
     parser.add_argument("--no-pipelines", action="store_true", help="only meshes without a pipeline")
-    _add_memory(parser)
-    _add_options(parser)
+    add_memory(parser)
+    add_options(parser)
+    _add_pipeline(parser, axis=False)
     _add_files(parser)
 
 
@@ -116,23 +121,25 @@ def _add_frontier(verbs: Verbs) -> None:
         example="autoshard frontier mypackage.models:make --mesh x=8 --cluster a100 --plot frontier.png",
     )
     add_target(parser)
-    _add_mesh(parser)
+    add_mesh(parser)
     parser.add_argument(
         "--gaps", type=int, default=4, metavar="N", help="widest gaps between plans to search; default: 4"
     )
-    _add_options(parser)
+    add_options(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all plans to write")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help=f"picture to write: {', '.join(_PLOTS)}")
 
 
-def _add_mesh(parser: argparse.ArgumentParser) -> None:
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Add the mesh, and the option that concerns its outputs."""
     parser.add_argument("--mesh", required=True, metavar="AXES", help="names and sizes of the axes, as in dp=8,tp=8")
     parser.add_argument(
         "--output-placements", choices=("planned",), help="leave outputs in shards; by default they come back whole"
     )
 
 
-def _add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+def add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Add the memory limit."""
     text = "bytes that a device may hold, such as 70GiB"
     parser.add_argument("--memory", dest="memory_limit", required=required, metavar="BYTES", help=text)
 
@@ -142,7 +149,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the plan to write")
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of planning that all verbs share."""
     parser.add_argument(
         "--cluster",
@@ -155,7 +162,20 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search, without the capture")
 
 
-def _keywords(function: str, options: argparse.Namespace) -> dict[str, Any]:
+def _add_pipeline(parser: argparse.ArgumentParser, *, axis: bool = True) -> None:
+    """Add the options of pipelines."""
+    group = parser.add_argument_group("pipelines")
+    if axis:
+        group.add_argument(
+            "--pipeline-axis", dest="axis", metavar="AXIS", help="the axis of the stages; default: pp, if there is one"
+        )
+    names = ("auto", CUSTOM, *SCHEDULES)
+    group.add_argument("--schedule", choices=names, metavar="NAME", help=f"default: the best of {', '.join(names[1:])}")
+    group.add_argument("--microbatches", type=int, metavar="N", help="of a step; by default the best number")
+    group.add_argument("--virtual", type=int, metavar="N", help="stages of a rank; by default the best number")
+
+
+def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords of a function of autoshard, after a check of them and of the mesh.
 
     Raises:
@@ -168,10 +188,16 @@ def _keywords(function: str, options: argparse.Namespace) -> dict[str, Any]:
         for name in ("recompute", "optimizer", "memory_limit", "output_placements"):
             if getattr(options, name, None) is not None:
                 keywords[name] = getattr(options, name)
+        pipeline = {name: getattr(options, name, None) for name in ("axis", "schedule", "microbatches", "virtual")}
+        if any(value is not None for value in pipeline.values()):
+            given = {name: value for name, value in pipeline.items() if value is not None}
+            keywords["pipeline"] = Pipeline(**given)
         target = Target.of(collect_options(function, keywords), None)
         if mesh is not None:
-            if resolve_pipeline(mesh, target.options.pipeline) is not None and function == "frontier":
-                raise UsageError(f"--mesh {options.mesh}: a frontier plans no pipeline. Give axis pp another name.")
+            if resolve_pipeline(mesh, target.options.pipeline) is not None and function != "plan":
+                raise UsageError(
+                    f"--mesh {options.mesh}: {function} works on meshes without a pipeline. Give axis pp another name."
+                )
             # For its error: the cluster may be too small.
             target.cluster.first(mesh.size)
     return keywords
@@ -186,7 +212,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _make_plan(options: argparse.Namespace) -> Plan:
     # Arguments that are quick to check come before the model, which may take long to build.
-    keywords = _keywords("plan", options)
+    keywords = planning_keywords("plan", options)
     module, args, kwargs = load_target(options)
     return api.plan(module, parse_mesh(options.mesh), args, kwargs, **keywords)
 
@@ -214,7 +240,7 @@ def _fits(options: argparse.Namespace) -> int:
 def _search(options: argparse.Namespace) -> None:
     """Print the meshes, and write the files of the best plan."""
     _check_outputs(options)
-    keywords = _keywords("search", options)
+    keywords = planning_keywords("search", options)
     pipelines = not options.no_pipelines
     with usage_errors():
         SearchOptions(options.option, options.devices, pipelines)
@@ -230,7 +256,7 @@ def _frontier(options: argparse.Namespace) -> None:
     _check_plot(options.plot)
     if options.gaps < 0:
         raise UsageError(f"--gaps {options.gaps}: pass a number of gaps to search, 0 or more.")
-    keywords = _keywords("frontier", options)
+    keywords = planning_keywords("frontier", options)
     module, args, kwargs = load_target(options)
     frontier = api.frontier(module, parse_mesh(options.mesh), args, kwargs, gaps=options.gaps, **keywords)
     console().print(*plan_tables(frontier))

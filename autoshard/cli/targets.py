@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import json
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.cli.arguments import UsageError
+from autoshard.cli.arguments import UsageError, usage_errors
 from autoshard.names import suggestion
+from autoshard.runtime.arguments import check_factory_result
+from autoshard.units import format_bytes
 
 Example = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 
@@ -43,13 +47,25 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"of hf:, the class of transformers; default: {_AUTO_CLASS}",
     )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        metavar="KEY=VALUE",
+        help="of hf:, an entry of the config in place of the file's, such as num_hidden_layers=2; may occur often",
+    )
 
 
-def load_target(options: argparse.Namespace) -> Example:
+def load_target(options: argparse.Namespace, device: str = "meta") -> Example:
     """Load the model and the example call that the options of `add_target` name.
 
-    Models of transformers and timm are on the meta device, in training mode; those of transformers in the dtype of
-    their config, and without a cache.
+    Models of transformers and timm are in training mode; those of transformers in the dtype of their config, and
+    without a cache.
+
+    Args:
+        options: those of `add_target`.
+        device: of models of transformers and timm. On another device than meta, parameters have their initial values,
+            and inputs random ones.
 
     Returns:
         The model, positional arguments, keyword arguments.
@@ -60,25 +76,43 @@ def load_target(options: argparse.Namespace) -> Example:
     """
     scheme, _, name = options.target.partition(":")
     needs = {"hf": ("batch", "seq"), "timm": ("batch",)}.get(scheme, ())
-    takes = (*needs, "model_class") if scheme == "hf" else needs
-    for option in ("batch", "seq", "model_class"):
+    takes = (*needs, "model_class", "settings") if scheme == "hf" else needs
+    for option in ("batch", "seq", "model_class", "settings"):
         _check_option(scheme, option, getattr(options, option), needed=option in needs, taken=option in takes)
     if scheme == "hf":
-        return _load_config(Path(name), options.model_class or _AUTO_CLASS, options.batch, options.seq)
+        settings = _parse_settings(options.settings or ())
+        return _load_config(
+            Path(name), options.model_class or _AUTO_CLASS, options.batch, options.seq, settings, device
+        )
     if scheme == "timm":
-        return _load_timm(name, options.batch)
+        return _load_timm(name, options.batch, device)
     return load_example(options.target)
 
 
-def _check_option(scheme: str, option: str, value: int | str | None, *, needed: bool, taken: bool) -> None:
-    flag = {"model_class": "--class"}.get(option, f"--{option}")
+def _check_option(scheme: str, option: str, value: int | str | list[str] | None, *, needed: bool, taken: bool) -> None:
+    flag = {"model_class": "--class", "settings": "--set"}.get(option, f"--{option}")
     if value is None and needed:
         raise UsageError(f"a target {scheme}: needs {flag}, such as {flag} {'16' if option == 'batch' else '4096'}.")
     if value is not None and not taken:
         kind = f"a target {scheme}:" if scheme in ("hf", "timm") else "a Python function"
-        raise UsageError(f"{flag} {value} is not an option of {kind}, which has its sizes itself. Leave {flag} out.")
+        text = " ".join(value) if isinstance(value, list) else value
+        raise UsageError(f"{flag} {text} is not an option of {kind}, which has its sizes itself. Leave {flag} out.")
     if isinstance(value, int) and value < 1:
         raise UsageError(f"{flag} {value}: pass a whole number from 1 up.")
+
+
+def _parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the entries of a config in texts such as `"num_hidden_layers=2"`; values are JSON, or text."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name.isidentifier() or not equals:
+            raise UsageError(f"--set {text}: write the name of an entry and its value, as in num_hidden_layers=2.")
+        try:
+            settings[name] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[name] = value
+    return settings
 
 
 def load_example(text: str) -> Example:
@@ -103,17 +137,8 @@ def load_example(text: str) -> Example:
         raise UsageError(f"{name} has no function {attribute}. {suggestion(attribute, functions)}")
     with _failures_of(f"{attribute} of {name}", getattr(module, "__file__", None)):
         result = factory()
-    match result:
-        case (nn.Module() as model, tuple() | list() as args, Mapping() as kwargs):
-            return model, tuple(args), kwargs
-        case (nn.Module() as model, Mapping() as kwargs):
-            return model, (), kwargs
-        case (nn.Module() as model, tuple() | list() as args):
-            return model, tuple(args), {}
-    shape = f"a {type(result).__name__}"
-    if isinstance(result, tuple):
-        shape = f"({', '.join(type(item).__name__ for item in result)})"
-    raise UsageError(f"{text} returned {shape}: return (model, args, kwargs), with args a tuple and kwargs a mapping.")
+    with usage_errors():
+        return check_factory_result(result, text)
 
 
 def _import_module(name: str) -> ModuleType:
@@ -135,8 +160,10 @@ def _import_module(name: str) -> ModuleType:
             raise
 
 
-def _load_config(path: Path, class_name: str, batch: int, seq: int) -> Example:
-    """Return a model of transformers on the meta device, with token ids and labels of shape (batch, seq)."""
+def _load_config(
+    path: Path, class_name: str, batch: int, seq: int, settings: Mapping[str, Any], device: str
+) -> Example:
+    """Return a model of transformers, with token ids and labels of shape (batch, seq)."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise UsageError(
@@ -151,10 +178,22 @@ def _load_config(path: Path, class_name: str, batch: int, seq: int) -> Example:
         raise UsageError(f"--class {class_name}: transformers {fault} {class_name}. {suggestion(class_name, models)}")
     with _failures_of(f"the config {file}"):
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    text_config = config.get_text_config()
+    for key, value in settings.items():
+        owner = config if hasattr(config, key) else text_config
+        if not hasattr(owner, key):
+            known = [*(config.to_dict() | text_config.to_dict())]
+            raise UsageError(f"--set {key}: the config {file} has no such entry. {suggestion(key, known)}")
+        setattr(owner, key, value)
     # A step of training keeps no keys and values for later tokens.
-    config.get_text_config().use_cache = False
-    with _failures_of(f"{class_name} of transformers with {file}"), torch.device("meta"):
-        model = build(config).train()
+    text_config.use_cache = False
+    with _failures_of(f"{class_name} of transformers with {file}"):
+        with torch.device("meta"):
+            model = build(config).train()
+        if device != "meta":
+            _check_memory(model, file)
+            with torch.device(device):
+                model = build(config).train()
     inputs = inspect.signature(model.forward).parameters
     if "input_ids" not in inputs:
         raise UsageError(
@@ -162,7 +201,20 @@ def _load_config(path: Path, class_name: str, batch: int, seq: int) -> Example:
             "labels. Write a function that returns the model and its inputs, and pass package.module:function."
         )
     tokens = torch.empty(batch, seq, dtype=torch.long, device="meta")
+    if device != "meta":
+        tokens = torch.randint(text_config.vocab_size, (batch, seq), device=device)
     return model, (), {name: tokens.clone() for name in ("input_ids", "labels") if name in inputs}
+
+
+def _check_memory(model: nn.Module, file: Path) -> None:
+    """Raise a `UsageError` if this machine cannot hold the model, its gradients and two copies in float64."""
+    needed = 4 * 8 * sum(parameter.numel() for parameter in model.parameters())
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > present:
+        raise UsageError(
+            f"hf:{file}: real numbers of this model need about {format_bytes(needed)} in float64, and this machine has "
+            f"{format_bytes(present)}. Make it smaller: --set num_hidden_layers=2 --set hidden_size=256, for example."
+        )
 
 
 def _builder(kind: object) -> Callable[[Any], nn.Module] | None:
@@ -175,12 +227,12 @@ def _builder(kind: object) -> Callable[[Any], nn.Module] | None:
     return build or (getattr(kind, "_from_config", None) if issubclass(kind, nn.Module) else None)
 
 
-def _load_timm(name: str, batch: int) -> Example:
-    """Return a model of timm on the meta device, with images of shape (batch, channels, height, width)."""
+def _load_timm(name: str, batch: int, device: str) -> Example:
+    """Return a model of timm, with images of shape (batch, channels, height, width)."""
     timm = _import_package("timm", f"timm:{name}", "pip install timm")
-    with _failures_of(f"timm.create_model({name!r})"), torch.device("meta"):
+    with _failures_of(f"timm.create_model({name!r})"), torch.device(device):
         model = timm.create_model(name).train()
-        images = torch.empty(batch, *model.pretrained_cfg["input_size"])
+        images = torch.randn(batch, *model.pretrained_cfg["input_size"])
     return model, (images,), {}
 
 

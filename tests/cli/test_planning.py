@@ -69,13 +69,14 @@ def test_plan_saves_the_plan_of_the_function(folder: Path, capsys: pytest.Captur
 
 
 def test_plan_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--mesh", "pp=2", "--effort", "fast", "-o", "plan.json", "--html", "plan.html"]
+    pipeline = ["--mesh", "stage=2", "--pipeline-axis", "stage", "--schedule", "GPipe", "--microbatches", "4"]
+    arguments = [*pipeline, "--effort", "fast", "-o", "plan.json", "--html", "plan.html"]
     assert main(["plan", "planned_models:make", *arguments]) == 0
     plan = PipelinePlan.load(folder / "plan.json")
-    assert plan.axis == "pp"
+    assert (plan.axis, plan.schedule.name, plan.schedule.microbatches) == ("stage", "GPipe", 4)
     assert capsys.readouterr().out.split()[:-4] == str(plan).split()
     text = (folder / "plan.html").read_text("utf-8")
-    assert "Pipeline plan: pp=2" in text
+    assert "Pipeline plan: stage=2" in text
 
 
 def test_plan_of_a_config(folder: Path) -> None:
@@ -147,11 +148,14 @@ PLAN = ("plan", "planned_models:make")
         ),
         ((*PLAN, "--mesh", "dp=2", "--html", "."), "--html . is a folder"),
         (("plan", "planned_models:male", "--mesh", "dp=2"), "has no function male. Close ones are make"),
+        ((*PLAN, "--mesh", "dp=2", "--microbatches", "4"), "the mesh dp=2 has none"),
+        ((*PLAN, "--mesh", "dp=2", "--pipeline-axis", "tp"), "pipeline axis 'tp': the mesh dp=2 has no such axis"),
+        ((*PLAN, "--mesh", "dp=2", "--set", "layers=2"), "--set layers=2 is not an option of a Python function"),
         (("plan", "nowhere:make", "--mesh", "dp=2"), "the Python module nowhere cannot be imported"),
         (("plan", "hf:nowhere", "--batch", "4", "--seq", "16", "--mesh", "dp=2"), "hf:nowhere: there is no file"),
         (("fits", "planned_models:make", "--mesh", "dp=2", "--memory", "1XB"), "has the unit 'XB'"),
         (("search", "planned_models:make", "--devices", "0"), "devices=0: pass the number of devices"),
-        (("frontier", "planned_models:make", "--mesh", "pp=2"), "a frontier plans no pipeline"),
+        (("frontier", "planned_models:make", "--mesh", "pp=2"), "frontier works on meshes without a pipeline"),
         (("frontier", "planned_models:make", "--mesh", "x=2", "--gaps", "-1"), "--gaps -1: pass a number of gaps"),
         (("frontier", "planned_models:make", "--mesh", "x=2", "--plot", "plot.doc"), "name a file that ends in .png"),
     ],
