@@ -1,4 +1,4 @@
-"""The TARGET of a command: a model and its example call, from a Python function, a config.json, or timm."""
+"""The TARGET of a command: a model and its example call, from a Python function, a config.json, timm or torchvision."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ TARGET is the model with an example call:
                            current directory; it returns (model, args, kwargs)
   hf:PATH                  a config.json of transformers, or a folder with one;
                            needs --batch and --seq
-  timm:NAME                a model of timm by its name; needs --batch"""
+  timm:NAME                a model of timm by its name; needs --batch
+  torchvision:NAME         a classifier of torchvision by its name; needs --batch"""
 
 _AUTO_CLASS = "AutoModelForCausalLM"
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Add TARGET and its options to the parser of a verb."""
-    parser.add_argument("target", metavar="TARGET", help="package.module:function, hf:PATH or timm:NAME")
-    parser.add_argument("--batch", type=int, metavar="N", help="of hf: and timm:, samples of the global batch")
+    parser.add_argument(
+        "target", metavar="TARGET", help="package.module:function, hf:PATH, timm:NAME or torchvision:NAME"
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="samples of the global batch; not of a function")
     parser.add_argument("--seq", type=int, metavar="N", help="of hf:, tokens of a sequence")
     parser.add_argument(
         "--class",
@@ -59,12 +62,12 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def load_target(options: argparse.Namespace, device: str = "meta") -> Example:
     """Load the model and the example call that the options of `add_target` name.
 
-    Models of transformers and timm are in training mode; those of transformers in the dtype of their config, and
+    Models of libraries are in training mode; those of transformers in the dtype of their config, and
     without a cache.
 
     Args:
         options: those of `add_target`.
-        device: of models of transformers and timm. On another device than meta, parameters have their initial values,
+        device: of models of libraries. On another device than meta, parameters have their initial values,
             and inputs random ones.
 
     Returns:
@@ -75,7 +78,7 @@ def load_target(options: argparse.Namespace, device: str = "meta") -> Example:
             option does not belong to it.
     """
     scheme, _, name = options.target.partition(":")
-    needs = {"hf": ("batch", "seq"), "timm": ("batch",)}.get(scheme, ())
+    needs = ("batch", "seq") if scheme == "hf" else ("batch",) if scheme in _IMAGE_MODELS else ()
     takes = (*needs, "model_class", "settings") if scheme == "hf" else needs
     for option in ("batch", "seq", "model_class", "settings"):
         _check_option(scheme, option, getattr(options, option), needed=option in needs, taken=option in takes)
@@ -84,8 +87,8 @@ def load_target(options: argparse.Namespace, device: str = "meta") -> Example:
         return _load_config(
             Path(name), options.model_class or _AUTO_CLASS, options.batch, options.seq, settings, device
         )
-    if scheme == "timm":
-        return _load_timm(name, options.batch, device)
+    if scheme in _IMAGE_MODELS:
+        return _load_image_model(scheme, name, options.batch, device)
     return load_example(options.target)
 
 
@@ -94,7 +97,7 @@ def _check_option(scheme: str, option: str, value: int | str | list[str] | None,
     if value is None and needed:
         raise UsageError(f"a target {scheme}: needs {flag}, such as {flag} {'16' if option == 'batch' else '4096'}.")
     if value is not None and not taken:
-        kind = f"a target {scheme}:" if scheme in ("hf", "timm") else "a Python function"
+        kind = f"a target {scheme}:" if scheme in ("hf", *_IMAGE_MODELS) else "a Python function"
         text = " ".join(value) if isinstance(value, list) else value
         raise UsageError(f"{flag} {text} is not an option of {kind}, which has its sizes itself. Leave {flag} out.")
     if isinstance(value, int) and value < 1:
@@ -129,7 +132,9 @@ def load_example(text: str) -> Example:
     """
     name, _, attribute = text.partition(":")
     if not name or not attribute:
-        raise UsageError(f'"{text}" names no factory: write "package.module:factory", hf:PATH or timm:NAME.')
+        raise UsageError(
+            f'"{text}" names no factory: write "package.module:factory", hf:PATH, timm:NAME or torchvision:NAME.'
+        )
     module = _import_module(name)
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -227,13 +232,33 @@ def _builder(kind: object) -> Callable[[Any], nn.Module] | None:
     return build or (getattr(kind, "_from_config", None) if issubclass(kind, nn.Module) else None)
 
 
-def _load_timm(name: str, batch: int, device: str) -> Example:
-    """Return a model of timm, with images of shape (batch, channels, height, width)."""
-    timm = _import_package("timm", f"timm:{name}", "pip install timm")
-    with _failures_of(f"timm.create_model({name!r})"), torch.device(device):
-        model = timm.create_model(name).train()
-        images = torch.randn(batch, *model.pretrained_cfg["input_size"])
-    return model, (images,), {}
+def _load_image_model(package: str, name: str, batch: int, device: str) -> Example:
+    """Return a model of timm or torchvision, with images of shape (batch, channels, height, width)."""
+    library = _import_package(package, f"{package}:{name}", f"pip install {package}")
+    function, build = _IMAGE_MODELS[package]
+    with _failures_of(f"{function}({name!r})"), torch.device(device):
+        model, size = build(library, name)
+        images = torch.randn(batch, *size)
+    return model.train(), (images,), {}
+
+
+def _build_timm(timm: Any, name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    model = timm.create_model(name)
+    return model, tuple(model.pretrained_cfg["input_size"])
+
+
+def _build_torchvision(torchvision: Any, name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    # The description of the weights has the size of images; the weights themselves are not fetched.
+    transforms = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    size = transforms.crop_size[0]
+    return torchvision.models.get_model(name, weights=None), (3, size, size)
+
+
+_IMAGE_MODELS: dict[str, tuple[str, Callable[[Any, str], tuple[nn.Module, tuple[int, ...]]]]] = {
+    "timm": ("timm.create_model", _build_timm),
+    "torchvision": ("torchvision.models.get_model", _build_torchvision),
+}
+"""Package of image models -> the name of its function, for errors, and what builds a model and its image size."""
 
 
 def _import_package(name: str, target: str, remedy: str) -> Any:
