@@ -180,15 +180,15 @@ def parallelize(
     # The capture runs on the CPU, which has all dtypes: devices would refuse theirs in the first step only.
     check_dtypes(module, device_type)
     target = Target.of(options, device_type)
+    call = BatchCall(module, args, kwargs, options.pipeline.batch_dims)
     pipeline: Pipeline | None
     if isinstance(mesh, str):
         if plan is not None:
             raise PlanError('mesh="auto" and a plan: a plan is for one mesh, pass that.')
-        mesh, pipeline, plan = auto_mesh(module, args, kwargs, target)
+        mesh, pipeline, plan = auto_mesh(call, target)
     else:
         pipeline = resolve_pipeline(MeshShape.of(mesh), options.pipeline)
     if pipeline is not None:
-        call = BatchCall(module, args, kwargs, pipeline.batch_dims)
         return parallelize_pipeline(call, mesh, pipeline, target, plan=plan)
     if plan is not None:
         check_plan(plan, module, MeshShape.of(mesh))

@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any, get_args
 
-from autoshard import api
+import autoshard
 from autoshard.cli.arguments import (
     UsageError,
     Verbs,
@@ -214,7 +214,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
     # Arguments that are quick to check come before the model, which may take long to build.
     keywords = planning_keywords("plan", options)
     module, args, kwargs = load_target(options)
-    return api.plan(module, parse_mesh(options.mesh), args, kwargs, **keywords)
+    return autoshard.plan(module, parse_mesh(options.mesh), args, kwargs, **keywords)
 
 
 def _fits(options: argparse.Namespace) -> int:
@@ -258,7 +258,7 @@ def _frontier(options: argparse.Namespace) -> None:
         raise UsageError(f"--gaps {options.gaps}: pass a number of gaps to search, 0 or more.")
     keywords = planning_keywords("frontier", options)
     module, args, kwargs = load_target(options)
-    frontier = api.frontier(module, parse_mesh(options.mesh), args, kwargs, gaps=options.gaps, **keywords)
+    frontier = autoshard.frontier(module, parse_mesh(options.mesh), args, kwargs, gaps=options.gaps, **keywords)
     console().print(*plan_tables(frontier))
     if options.output is not None:
         frontier.save(options.output)

@@ -87,7 +87,8 @@ def search(
         pipelines = earlier
         warn_caller(f"write pipelines={pipelines!r}: pipeline is an autoshard.Pipeline now.", DeprecationWarning)
     options = collect_options("search", keywords)
-    return run_search(module, args, kwargs, SearchOptions(option, devices, pipelines), Target.of(options, None))
+    call = BatchCall(module, args, kwargs, options.pipeline.batch_dims)
+    return _run_search(call, SearchOptions(option, devices, pipelines), Target.of(options, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +121,18 @@ class SearchOptions:
         return tuple(count for count in range(1, self.devices + 1) if self.devices % count == 0)
 
 
-def run_search(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: SearchOptions,
-    target: Target,
-) -> SearchResult:
+def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> SearchResult:
     """Run a search with checked arguments."""
     start = time.perf_counter()
     graph, capture_seconds = capture_with_progress(
-        module, args, kwargs, target, grad=torch.is_grad_enabled(), dynamic=False
+        call.module, call.args, dict(call.kwargs), target, grad=torch.is_grad_enabled(), dynamic=False
     )
-    call = BatchCall(module, args, kwargs, target.options.pipeline.batch_dims)
     # Only what the user asks for limits larger devices of a pipeline.
     own_memory = target.settings.memory_limit is None
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
     request = Request(
-        module=module,
+        module=call.module,
         graph=graph,
         capture_seconds=capture_seconds,
         target=target,
@@ -206,18 +200,11 @@ class AgreedMesh(NamedTuple):
     plan: ShardingPlan | PipelinePlan
 
 
-def auto_mesh(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Target,
-    *,
-    pipelines: bool | str = True,
-) -> AgreedMesh:
+def auto_mesh(call: BatchCall, target: Target, *, pipelines: bool | str = True) -> AgreedMesh:
     """Make the best mesh of all ranks of a job. The first rank searches, the others wait for it.
 
     Args:
-        module, args, kwargs: the model and an example call, the same on every rank.
+        call: an example call of the model, the same on every rank.
         target: of planning; its time limit is also that of the search.
         pipelines: as for `search`.
 
@@ -231,7 +218,7 @@ def auto_mesh(
             'mesh="auto" lays out the ranks of a running job: call torch.distributed.init_process_group and start the '
             "program with torchrun. To decide without one, call autoshard.search."
         )
-    if not args and not kwargs:
+    if not call.args and not call.kwargs:
         raise InputError('mesh="auto" needs an example call to plan for: pass example_args or example_kwargs.')
     request = SearchOptions("mini-time", dist.get_world_size(), pipelines)
     kind = device_type_of_job()
@@ -239,7 +226,7 @@ def auto_mesh(
 
     # As text, as the first rank sends it to the others.
     def decide() -> str:
-        result = run_search(module, args, kwargs, request, target)
+        result = _run_search(call, request, target)
         axes = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))
         return json.dumps({"mesh": axes, "pipeline_axis": result.pipeline_axis, "plan": result.plan.to_json()})
 
@@ -249,7 +236,7 @@ def auto_mesh(
     if axis is None:
         return AgreedMesh(device_mesh, None, ShardingPlan.from_json(decision["plan"]))
     # The plan has the schedule and the microbatches.
-    pipeline = Pipeline(axis=axis, batch_dims=target.options.pipeline.batch_dims)
+    pipeline = Pipeline(axis=axis, batch_dims=call.batch_dims)
     return AgreedMesh(device_mesh, pipeline, PipelinePlan.from_json(decision["plan"]))
 
 

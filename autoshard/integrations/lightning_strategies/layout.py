@@ -18,6 +18,7 @@ from autoshard.capture.call_layout import call_tensors
 from autoshard.errors import InputError, MeshError, PipelineError, PlanError
 from autoshard.options import Options, Pipeline, collect_options
 from autoshard.options.target import Target
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.search import auto_mesh
 
@@ -146,7 +147,7 @@ class Layout:
             keywords["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         if self._device_mesh is None:
             target = Target.of(collect_options("parallelize", keywords), device.type)
-            agreed = auto_mesh(module, args, kwargs, target, pipelines=False)
+            agreed = auto_mesh(BatchCall(module, args, kwargs), target, pipelines=False)
             assert isinstance(agreed.plan, ShardingPlan), "the search was without pipelines"
             self._device_mesh, plan = agreed.device_mesh, agreed.plan
         elif self.options.inputs == "local" and plan is None:
