@@ -1,7 +1,8 @@
 # make install   .venv with the package, editable, and everything the tests and examples need
 # make demo      train a small GPT on four processes, and compare it with one process
 # make demo-pipeline   train it as a pipeline of two stages, each on two processes
-# make test      lint, types, layers, tests
+# make test      lint, types, layers, pages, tests
+# make docs      the documentation as a site, in build/site
 
 # A distribution's interpreter comes first: it is built with profile-guided optimisation, which a build from source lacks
 # unless it is asked for; capture and planning take a fifth less time.
@@ -11,7 +12,7 @@ BIN := .venv/bin/python -m
 # The stamp names this checkout and the interpreter: an environment that came from elsewhere is completed, not trusted.
 STAMP := .venv/.installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 
-.PHONY: install demo demo-pipeline test lint types format layers pages benchmark clean
+.PHONY: install demo demo-pipeline test lint types format layers pages docs benchmark clean
 
 install: $(STAMP)
 
@@ -41,9 +42,13 @@ format: install
 layers: install
 	.venv/bin/python -c 'from importlinter.cli import lint_imports_command as lint; lint()'
 
-pages: install
+pages: docs
 	.venv/bin/python docs/compatibility.py --check
 	.venv/bin/python docs/prices.py --check
+
+# A link to nothing, or a page that the contents lack, is an error. The variable hides a notice of the theme's makers.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN) mkdocs build
 
 # The tests of a file run in one process: what they share is made once.
 test: lint

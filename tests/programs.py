@@ -50,13 +50,17 @@ def run_by_command(file: Path, processes: int | None, folder: Path, *arguments: 
 def run_by_fork(file: Path, processes: int | None, folder: Path, *arguments: str) -> str:
     """The same, without the seconds of imports: the processes have the environment that torchrun gives them."""
     world = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(processes)}
+    world |= {"LOCAL_WORLD_SIZE": str(processes), "TORCHELASTIC_RUN_ID": "none"}
     started: list[Any] = []
     for rank in range(processes or 1):
         ranks = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes else {}
         run = (str(file), arguments, _settings(folder) | ranks, str(folder), str(folder / f"rank-{rank}"))
         started.append(start(rank, _run, *run))
     codes = _wait_for_all(started)
-    said = {kind: "".join(path.read_text("utf-8") for path in sorted(folder.glob(f"rank-*.{kind}"))) for kind in _KINDS}
+    paths = {kind: sorted(folder.glob(f"rank-*.{kind}")) for kind in _KINDS}
+    said = {kind: "".join(path.read_text("utf-8") for path in paths[kind]) for kind in _KINDS}
+    for path in (*paths["out"], *paths["err"]):
+        path.unlink()  # the next program in this folder may have fewer ranks, or print less
     return _check_exit(file, codes, said["out"], said["err"])
 
 

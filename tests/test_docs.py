@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,56 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.patterns.notation import parse
 from autoshard.patterns.soundness import check
+from tests.pages import Reader, blocks, extras, project, run_python
+from tests.programs import ROOT
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted((DOCS / "tutorials").glob("*.md"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    # Pages have files of the same names.
+    for block in blocks(page):
+        if block.title is not None:
+            monkeypatch.delitem(sys.modules, Path(block.title).stem, raising=False)
+    Reader(page, tmp_path).follow()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\nprint('loss 5.1')\n```\n```text\nloss 4.9\nstep 1\n```\n", "page.md:4: not printed: step 1"),
+        ("```console\n$ ls\n```\n", "page.md:1: nobody tries a block of 'console'"),
+        ("```bash\nrm -r x\n```\n", "page.md: nobody tries the command rm -r x"),
+        ("```bash\npip install 'autoshard[none]'\n```\n", "page.md: the package has no extra none"),
+        ("```bash\nmake tea\n```\n", "page.md: the Makefile has no tea"),
+    ],
+)
+def test_a_page_that_is_not_true_is_found(text: str, message: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text, encoding="utf-8")
+    with pytest.raises(AssertionError, match=message):
+        Reader(page, tmp_path).follow()
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(map(_text, (DOCS / "reference").glob("*.md")))
+    described = {path.rpartition(".")[2] for path in re.findall(r"^::: (autoshard\.[\w.]+)$", pages, re.MULTILINE)}
+    assert set(autoshard.__all__) - {"__version__"} <= described
+
+
+def test_every_extra_that_a_page_names_exists() -> None:
+    named = extras("\n".join(map(_text, [ROOT / "README.md", *DOCS.rglob("*.md")])))
+    assert named >= {"plot", "transformers", "lightning", "torchtitan"}
+    assert named <= set(project()["optional-dependencies"])
+
+
+def _text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +80,8 @@ def page() -> dict[str, Any]:
         return x.square().sum(-1)
 
     names: dict[str, Any] = {}
-    text = (DOCS / "rules.md").read_text(encoding="utf-8")
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(block, "docs/rules.md", "exec"), names)
+    for block in blocks(DOCS / "rules.md"):
+        run_python(DOCS / "rules.md", block, names)
     return names
 
 

@@ -155,7 +155,7 @@ def unwrap(value: Any) -> Any:
     return value
 
 
-_TENSOR, _TENSORS, _NUMBERS, _DTYPE, _PLAIN, _NONE = range(6)
+_TENSOR, _TENSORS, _NUMBERS, _DTYPE, _TEXT, _PLAIN, _NONE = range(7)
 """The kinds of arguments that tell overloads apart."""
 
 
@@ -167,6 +167,8 @@ def _kind(value: Any) -> int:
         return _TENSORS if any(isinstance(item, LocalValue) for item in value) else _NUMBERS
     if value is None:
         return _NONE
+    if isinstance(value, str):
+        return _TEXT
     return _DTYPE if isinstance(value, torch.dtype) else _PLAIN
 
 
@@ -203,6 +205,9 @@ def _schema_kinds(declared: str) -> tuple[int, ...]:
         return (*_schema_kinds(declared[len("Optional[") : -1]), _NONE)
     if declared == "Tensor":
         return (_TENSOR,)
+    # Names of dims are texts, too; torch 2.12 lists `select.Dimname` before `select.int`.
+    if "str" in declared:
+        return (_TEXT,) if declared == "str" else ()
     if declared.startswith("List["):
         return (_TENSORS,) if "Tensor" in declared else (_NUMBERS,)
     return (_DTYPE,) if declared == "ScalarType" else (_PLAIN,)
