@@ -35,6 +35,7 @@ from autoshard.runtime.arguments import (
     check_not_parallelized,
     check_plan,
 )
+from autoshard.runtime.calls import global_example
 from autoshard.runtime.forward_methods import register_method
 from autoshard.runtime.full_state import gather_state, load_state
 from autoshard.runtime.materialize import Initializer, Model, materialize_module
@@ -59,7 +60,7 @@ def plan(
     Args:
         module: the model; captured as it is (training or evaluation, frozen parameters).
         mesh: a `DeviceMesh`, or axis sizes such as `{"dp": 8, "tp": 8}`.
-        example_args: positional arguments of a call, tensors of global shape.
+        example_args: positional arguments of a call, tensors of global shape (see `Options.example_inputs`).
         example_kwargs: keyword arguments of a call.
         **keywords: the fields of `autoshard.Options`, without `overlap`.
 
@@ -85,6 +86,8 @@ def plan(
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     if pipeline is not None:
         return plan_with_options(BatchCall(module, args, kwargs, pipeline.batch_dims), shape, pipeline, target)
+    target = target.on_mesh(shape)
+    args, kwargs = global_example(module, args, kwargs, target, shape)
     planner = ModulePlanner(module, shape, target)
     # Under `torch.no_grad()` the plan is one of inference, as the call itself would be.
     return planner.plan(planner.capture(args, kwargs, grad=torch.is_grad_enabled()))
@@ -123,7 +126,8 @@ def frontier(
         raise PlanError(f"gaps={gaps!r}: it is a number of gaps to search, zero or more.")
     shape = MeshShape.of(mesh)
     options = collect_options("frontier", keywords)
-    target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
+    target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape)
+    args, kwargs = global_example(module, args, kwargs, target, shape)
     call = ModulePlanner(module, shape, target).capture(args, kwargs, grad=torch.is_grad_enabled())
     planner = call.planner_of(target)
     with show_progress(options.search.verbose) as planner.progress:
@@ -190,10 +194,13 @@ def parallelize(
     if pipeline is not None:
         call = BatchCall(module, args, kwargs, pipeline.batch_dims)
         return parallelize_pipeline(call, mesh, pipeline, target, plan=plan)
+    shape = MeshShape.of(mesh)
     if plan is not None:
-        check_plan(plan, module, MeshShape.of(mesh))
+        check_plan(plan, module, shape)
         assert isinstance(plan, ShardingPlan)
-    planner = ModulePlanner(module, MeshShape.of(mesh), target)
+    target = target.on_mesh(shape, plan)
+    args, kwargs = global_example(module, args, kwargs, target, shape)
+    planner = ModulePlanner(module, shape, target)
     Runtime(ProgramMaker(module, mesh, planner, plan)).start(args, kwargs)
     return module
 
@@ -203,9 +210,10 @@ def register_forward_method(module: nn.Module, method: str) -> None:
 
     Afterwards `model.encode(x)` gives the numbers of one device, with gradients. Every kind of call is captured and
     planned once, under the placements that parameters have, with the options of `parallelize`: `dynamic` holds for
-    arguments that have the names of arguments of `forward`, as do the placements of local inputs; the others lie as the
-    first input of `forward`. Outputs are whole unless `output_placements="planned"`. Inside of other calls, the method
-    is part of their programs. All ranks call this function, and then the method, alike; twice does what once does.
+    arguments that have the names of arguments of `forward`, as do the placements of local inputs; of the others, those
+    with the batch's size are rows. Outputs are whole unless `output_placements="planned"` or `outputs="local"`. Inside
+    of other calls, the method is part of their programs. All ranks call this function, and then the method, alike;
+    twice does what once does.
 
     Args:
         module: the result of `parallelize`; not a `PipelineModule`.

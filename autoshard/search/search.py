@@ -222,7 +222,7 @@ def auto_mesh(
         pipelines: as for `search`.
 
     Raises:
-        MeshError: there is no process group.
+        MeshError: there is no process group, or inputs or outputs are local.
         InputError: there is no example call.
         PlanError, BudgetError, CaptureError, HintError: as for `search`, on every rank.
     """
@@ -230,6 +230,11 @@ def auto_mesh(
         raise MeshError(
             'mesh="auto" lays out the ranks of a running job: call torch.distributed.init_process_group and start the '
             "program with torchrun. To decide without one, call autoshard.search."
+        )
+    if target.inputs == "local" or target.outputs == "local":
+        raise MeshError(
+            'mesh="auto" and local inputs or outputs: the axes that the batch is split over are not known before the '
+            'search. Pass a mesh, or inputs="global" and outputs="global".'
         )
     if not args and not kwargs:
         raise InputError('mesh="auto" needs an example call to plan for: pass example_args or example_kwargs.')
