@@ -1,4 +1,4 @@
-"""The front door: `plan`, `frontier`, `parallelize`, `materialize`, and the whole state of a parallelised module."""
+"""The front door: `plan`, `frontier`, `parallelize`, and the initial numbers, data and state of a module."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from autoshard.errors import InputError, PlanError
 from autoshard.options import OptionKeywords, Pipeline, collect_options
@@ -36,10 +37,11 @@ from autoshard.runtime.arguments import (
     check_plan,
 )
 from autoshard.runtime.calls import global_example
+from autoshard.runtime.data_loader import BatchPart, ShardedDataLoader
 from autoshard.runtime.forward_methods import register_method
 from autoshard.runtime.full_state import gather_state, load_state
 from autoshard.runtime.materialize import Initializer, Model, materialize_module
-from autoshard.runtime.module_runtime import Runtime
+from autoshard.runtime.module_runtime import RUNTIME, Runtime
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.search.search import auto_mesh, device_type_of_job
@@ -226,6 +228,59 @@ def register_forward_method(module: nn.Module, method: str) -> None:
     """
     check_module(module)
     register_method(module, method, ModulePlanner)
+
+
+def shard_dataloader(loader: DataLoader[Any], model: nn.Module) -> ShardedDataLoader:
+    """Return a loader that yields, on every rank, what a parallelised module takes of the batches of a loader.
+
+    The loader is the one of a program for one device: its batches are those of all ranks together. With
+    `inputs="local"`, each rank gets its rows along the data axes, of a smaller last batch as `Shard` cuts it (some may
+    be empty); of a data set with `__getitem__`, a rank reads its own rows alone. With `inputs="global"`, and for a
+    pipeline, all ranks get whole batches. Ranks draw shuffled orders alike, with any random state of torch. The result
+    has `set_epoch`, `state_dict` and `load_state_dict`. All ranks call this function, and iterate, together.
+
+    Args:
+        loader: a `DataLoader`, shuffled or not, of a data set with `__getitem__` or an `IterableDataset` that yields
+            the same rows on all ranks; or torchdata's `StatefulDataLoader`. It is not changed.
+        model: the result of `parallelize`.
+
+    Raises:
+        InputError: the module is not parallelised, or the loader makes no batches. While iterating, on every rank: the
+            ranks draw other batches, such as by a `DistributedSampler`.
+    """
+    check_module(model)
+    device_mesh, axes = _data_axes_of(model)
+    return ShardedDataLoader(loader, device_mesh, BatchPart.of(device_mesh, axes))
+
+
+def sampler_arguments(model: nn.Module) -> dict[str, int]:
+    """Return the arguments of a `DistributedSampler` for a module: the number of parts, and the part of this rank.
+
+    `DistributedSampler(data, **autoshard.sampler_arguments(model))` has a loader read this rank's rows. The loader's
+    `batch_size` is that of one rank then, and the sampler repeats rows where the parts do not divide the data.
+
+    Args:
+        model: the result of `parallelize`.
+
+    Returns:
+        `num_replicas` and `rank`; 1 and 0 where every rank passes whole batches.
+
+    Raises:
+        InputError: the module is not parallelised.
+    """
+    check_module(model)
+    part = BatchPart.of(*_data_axes_of(model))
+    return {"num_replicas": part.count, "rank": part.index}
+
+
+def _data_axes_of(model: nn.Module) -> tuple[DeviceMesh, tuple[str, ...]]:
+    """Return the mesh of a parallelised module, and the axes along which its calls are given rows of their own."""
+    if isinstance(model, PipelineModule):
+        return model.device_mesh, ()
+    runtime = model.__dict__.get(RUNTIME)
+    if not isinstance(runtime, Runtime):
+        raise InputError(f"{type(model).__name__} is not parallelised: call autoshard.parallelize first.")
+    return runtime.device_mesh, runtime.data_axes if runtime.inputs == "local" else ()
 
 
 def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:

@@ -264,10 +264,9 @@ class Runtime:
         """Return True if ranks pass shards of different lengths; raise an `InputError` on every rank if calls differ
         in anything else.
         """
-        tensors = call_tensors(self.module, args, kwargs)
         if is_alone(self.device_mesh):
-            # One process may hold shards of all ranks, whose unequal sizes are no ints.
-            return any(isinstance(size, torch.SymInt) for tensor in tensors.values() for size in tensor.shape)
+            return False
+        tensors = call_tensors(self.module, args, kwargs)
         split = {
             name: [dim for dim, _ in split_dims(self.input_placements[name], tensor.ndim, self.mesh)]
             for name, tensor in (tensors.items() if self.inputs == "local" else ())
@@ -471,7 +470,8 @@ class Runtime:
             parts = math.prod(axis.size for row, axis in rows if not row.is_replicate() and axis.name in self.data_axes)
             # The mean of the ranks' losses is differentiated, as in `DistributedDataParallel`.
             if parts > 1 and local.requires_grad:
-                local.register_hook(lambda gradient: gradient / parts)
+                # No gradient arrives where the output is not used.
+                local.register_hook(lambda gradient: None if gradient is None else gradient / parts)
             return local
         shape, stride = torch.Size(border.shape), torch.empty(border.shape, device="meta").stride()
         # Shape and stride are given, since torch would take all shards for equal.

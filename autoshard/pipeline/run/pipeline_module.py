@@ -191,6 +191,11 @@ class PipelineModule(nn.Module):
         relink_entries(prepared.entries)
         return prepared
 
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of all ranks."""
+        return self._call_cache.device_mesh
+
     def _check_model(self) -> None:
         """Raise `PipelineError` if the model was given new parameters after the pipeline was made of it."""
         for name, parameter in self._call_cache.model.named_parameters():
