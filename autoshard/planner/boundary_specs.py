@@ -127,6 +127,10 @@ def row_outputs(rules: GraphRules, mesh: MeshShape, axes: Sequence[int]) -> dict
     inputs = {source.name: Value(source.node).meta.shape for source in rules.graph.inputs if source.kind == "input"}
     batch = next((int(inputs[name][0]) for name in names_with_batch(inputs)), 1)
     names, dims = [mesh.names[axis] for axis in axes], rules.batch_dims(outputs.values())
+    if batch == 1:
+        # A dim of one step is followed through no operator: what begins with one, in a batch of one, is its row.
+        shapes = {node: value_of(node).meta.shape for node in outputs.values()}
+        dims = {node: 0 for node, shape in shapes.items() if shape and shape[0] == 1}
     parts = part_of_rows(mesh, names, (0,) * mesh.ndim)[0]
     specs = {}
     for name, node in outputs.items():

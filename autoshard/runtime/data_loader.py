@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
 import math
@@ -16,12 +17,15 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoshard.errors import InputError
-from autoshard.runtime.rank_agreement import HostGroups, Seeds, is_alone
+from autoshard.runtime.rank_agreement import HostGroups, Seeds, from_first_rank, is_alone
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.data_axes import part_of_rows
 
-# Far more epochs than a run has, so that orders and augmentations of all epochs have seeds of their own.
-_EPOCHS = 1 << 20
+
+def _mix(*numbers: int) -> int:
+    """Return a seed of some numbers, all of whose bits depend on all of theirs."""
+    # Torch's generator of the CPU takes the lower 32 bits of a seed alone.
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,8 @@ class _AgreedBatches:
     Attributes:
         seed: the seed of the next iteration, whatever random state of torch the ranks have.
         skip: the batches that the next iteration leaves out.
+        generator: the generator of the sampler, with the state of the first rank's; None if it has none of its own.
+        first_state: its state before the last iteration.
     """
 
     def __init__(self, batches: Any, device_mesh: DeviceMesh, hosts: HostGroups) -> None:
@@ -87,12 +93,20 @@ class _AgreedBatches:
         self.seed = self.skip = 0
         self._device_mesh = device_mesh
         self._hosts = hosts
+        generator = getattr(getattr(batches, "sampler", batches), "generator", None)
+        self.generator = generator if isinstance(generator, torch.Generator) else None
+        self.first_state: Tensor | None = None
+        if self.generator is not None:
+            state = bytes(self.generator.get_state().tolist()).hex()
+            first = bytes.fromhex(from_first_rank(device_mesh, lambda: state))
+            self.generator.set_state(torch.tensor(list(first), dtype=torch.uint8))
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[Any]]:
         state, skip = _RandomState(self.seed), self.skip
+        self.first_state = None if self.generator is None else self.generator.get_state()
         with state:
             iterator = iter(self.batches)
         for number in itertools.count():
@@ -233,12 +247,11 @@ class ShardedDataLoader:
         if self.batches and not self._is_resumed:  # the last iteration was left early
             self.epoch, self.batches = self.epoch + 1, 0
         self._is_resumed = False
-        seed, is_stateful = self._seed % (1 << 40) * _EPOCHS + self.epoch, _is_stateful(self.loader)
-        skip = 0 if is_stateful else self.batches
+        skip = 0 if _is_stateful(self.loader) else self.batches
         if self._agreed is not None:
-            self._agreed.seed, self._agreed.skip, skip = seed, skip, 0
+            self._agreed.seed, self._agreed.skip, skip = _mix(self._seed, self.epoch), skip, 0
         # Ranks that take the same rows draw the same.
-        own_seed = seed + ((self._part.index + 1) << 44)
+        own_seed = _mix(self._seed, self.epoch, self._part.index)
         state = _RandomState(own_seed)
         if self._generator is not None:
             self._generator.manual_seed(own_seed)
@@ -258,6 +271,8 @@ class ShardedDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return what a run goes on from: the seed, the epoch, its batches, and the state of a loader that has one."""
         state: dict[str, Any] = {"seed": self._seed, "epoch": self.epoch, "batches": self.batches}
+        if self._agreed is not None and self._agreed.generator is not None:
+            state["generator"] = self._agreed.first_state if self.batches else self._agreed.generator.get_state()
         if _is_stateful(self.loader):
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
@@ -266,6 +281,8 @@ class ShardedDataLoader:
         """Continue, at the next iteration, behind the last batch of `state_dict`; all ranks call this together."""
         self._seed, self.epoch, self.batches = state["seed"], state["epoch"], state["batches"]
         self._is_resumed = True
+        if "generator" in state and self._agreed is not None and self._agreed.generator is not None:
+            self._agreed.generator.set_state(state["generator"])
         if "loader" in state and _is_stateful(self.loader):
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
