@@ -250,7 +250,8 @@ def shard_dataloader(loader: DataLoader[Any], model: nn.Module) -> ShardedDataLo
     """
     check_module(model)
     device_mesh, axes = _data_axes_of(model)
-    return ShardedDataLoader(loader, device_mesh, BatchPart.of(device_mesh, axes))
+    hosts = None if isinstance(model, PipelineModule) else model.__dict__[RUNTIME].maker.hosts
+    return ShardedDataLoader(loader, device_mesh, BatchPart.of(device_mesh, axes), hosts)
 
 
 def sampler_arguments(model: nn.Module) -> dict[str, int]:

@@ -55,24 +55,24 @@ class PlacementOption:
         """
         subject = self.subject(glob)
         if isinstance(value, Placement):
-            return (self._checked(glob, value),) * mesh.ndim
+            return (self._check_placement(glob, value),) * mesh.ndim
         if isinstance(value, Mapping):
             unknown = [axis for axis in value if axis not in mesh.names]
             if unknown:
                 raise HintError(
                     f"{subject}: {value!r} names the mesh axis {unknown[0]!r}; the axes of this mesh are {mesh}."
                 )
-            return tuple(self._checked(glob, value[name]) if name in value else None for name in mesh.names)
+            return tuple(self._check_placement(glob, value[name]) if name in value else None for name in mesh.names)
         if isinstance(value, Sequence) and not isinstance(value, str):
             if len(value) != mesh.ndim:
                 raise HintError(
                     f"{subject}: {value!r} has {len(value)} placements for the {mesh.ndim} axes of the mesh ({mesh}). "
                     f"Give one for each, None to leave an axis open, or name axes: {{{mesh.names[-1]!r}: Shard(0)}}."
                 )
-            return tuple(None if placement is None else self._checked(glob, placement) for placement in value)
+            return tuple(None if placement is None else self._check_placement(glob, placement) for placement in value)
         raise self._not_a_placement(glob, value)
 
-    def _checked(self, glob: str, value: object) -> Placement:
+    def _check_placement(self, glob: str, value: object) -> Placement:
         """Return a placement; raise a `HintError` if no tensor outside the step can have it."""
         if isinstance(value, Partial):
             raise HintError(

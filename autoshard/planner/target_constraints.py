@@ -138,17 +138,17 @@ def _input_pins(
         if not names_reached(glob, shapes):
             raise unknown_name_error("input", glob, shapes)
     pins = target.input_pins(mesh, shapes)
-    # Placements of earlier calls count more than the size of the batch, and less than what the user named.
     named = {name for glob in target.input_placements for name in names_reached(glob, shapes)}
-    pins |= {name: row for name, row in placed.items() if name in shapes and name not in named}
     if shared is not None:
         assert graph.dynamic is not None
         for name, dims in graph.dynamic.dims.items():
             dim = next((dim for dim, size in dims.items() if size == shared.whole), None)
-            if dim is not None and name not in named and name not in placed:
+            if dim is not None and name not in named:
                 row = pins[name]
                 pins[name] = (*row[: shared.axis], Shard(dim), *row[shared.axis + 1 :])
-    return {name: _checked_spec("input", name, shapes[name], row, mesh).placements for name, row in pins.items()}
+    # The first call decided how an input lies, by the same options; a later batch may be too small to tell.
+    pins |= {name: row for name, row in placed.items() if name in shapes}
+    return {name: _check_spec("input", name, shapes[name], row, mesh).placements for name, row in pins.items()}
 
 
 def _output_specs(graph: JointGraph, mesh: MeshShape, target: Target, first: bool) -> dict[str, Spec]:
@@ -161,10 +161,10 @@ def _output_specs(graph: JointGraph, mesh: MeshShape, target: Target, first: boo
             raise unknown_name_error("output", glob, shapes)
     pins = OUTPUTS.resolve(target.output_placements, lambda glob: names_reached(glob, shapes), shapes, mesh)
     open_axes = target.row_placements(mesh) if target.outputs == "local" else row_placements(mesh, ())
-    return {name: _checked_spec("output", name, shapes[name], fill(row, open_axes), mesh) for name, row in pins.items()}
+    return {name: _check_spec("output", name, shapes[name], fill(row, open_axes), mesh) for name, row in pins.items()}
 
 
-def _checked_spec(
+def _check_spec(
     kind: str, name: str, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: MeshShape
 ) -> Spec:
     """Return the spec of the placements of an input or output; raise a `HintError` if the tensor cannot lie so."""

@@ -197,6 +197,7 @@ class ShardedDataLoader:
         loader: the loader, whose batches are those of all ranks together.
         device_mesh: the mesh, all of whose ranks make the loader and iterate it together.
         part: this rank's part of a batch.
+        hosts: groups of the mesh that send tensors on the CPU; made if there are none yet.
 
     Attributes:
         loader: the loader that yields the parts.
@@ -207,7 +208,9 @@ class ShardedDataLoader:
         InputError: the loader makes no batches, or its class cannot be built anew.
     """
 
-    def __init__(self, loader: DataLoader[Any], device_mesh: DeviceMesh, part: BatchPart) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], device_mesh: DeviceMesh, part: BatchPart, hosts: HostGroups | None = None
+    ) -> None:
         if not isinstance(loader, DataLoader):
             raise InputError(f"shard_dataloader takes a torch.utils.data.DataLoader, got {type(loader).__name__}.")
         if loader.batch_size is None and loader.batch_sampler is None and part.count > 1:
@@ -215,7 +218,7 @@ class ShardedDataLoader:
                 "shard_dataloader cuts the batches that a DataLoader makes, and this one has batch_size=None: its data "
                 "set makes them. Let the data set yield rows, and pass batch_size."
             )
-        hosts = HostGroups(device_mesh)
+        hosts = HostGroups(device_mesh) if hosts is None else hosts
         self.epoch = self.batches = 0
         self._is_resumed = False
         self._part = part
@@ -235,8 +238,12 @@ class ShardedDataLoader:
         return len(self._source)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch at the next iteration, with its own order; without this, epochs are counted."""
-        self.epoch, self.batches, self._is_resumed = epoch, 0, False
+        """Begin this epoch at the next iteration, with its own order; without this, epochs are counted.
+
+        The epoch of a state that was just loaded is continued.
+        """
+        if epoch != self.epoch or not self._is_resumed:
+            self.epoch, self.batches, self._is_resumed = epoch, 0, False
         batches = self._source.batch_sampler
         for each in (self._source.dataset, batches, self._source.sampler, getattr(batches, "sampler", None)):
             set_epoch = getattr(each, "set_epoch", None)
