@@ -170,8 +170,8 @@ def _parallelize_graph(
     if local or isinstance(options.get("output_placements"), Mapping):
         raise CaptureError(
             f"the results of {type(module).__name__} can't be told apart in Dynamo's graph, which inputs='local', "
-            "outputs='local' and named output_placements need. Call autoshard.parallelize(module, mesh, ...) in place of "
-            "torch.compile."
+            "outputs='local' and named output_placements need. Call autoshard.parallelize(module, mesh, ...) instead "
+            "of torch.compile."
         )
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     owned = {index: tensors[names[id(value)]] for index, value in enumerate(inputs) if id(value) in names}

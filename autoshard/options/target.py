@@ -150,8 +150,8 @@ class Target:
             axes = check_data_axes(mesh, self.options.data_axes)
         else:
             asked = [INPUTS.per_axis(glob, value, mesh) for glob, value in placements.items()]
-            shared = self.shares if isinstance(self.shares, Mapping) else ()
-            axes = check_data_axes(mesh, {*axes_of_rows(mesh, asked), *shared}) or find_data_axes(mesh)
+            known = {*axes_of_rows(mesh, asked), *(self.shares if isinstance(self.shares, Mapping) else ())}
+            axes = tuple(name for name in mesh.names if name in known) or find_data_axes(mesh)
         return replace(self, input_placements=placements, data_axes=axes)
 
     def row_placements(self, mesh: MeshShape) -> tuple[Placement, ...]:
