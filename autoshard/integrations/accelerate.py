@@ -25,11 +25,12 @@ from torch.utils.data import DataLoader
 
 from autoshard.api import full_state_dict
 from autoshard.errors import InputError, PlanError
+from autoshard.runtime.data_loader import BatchPart
 from autoshard.runtime.module_runtime import RUNTIME, Runtime
 from autoshard.runtime.rank_agreement import from_first_rank
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.data_axes import check_data_axes, part_of_rows, row_placements
+from autoshard.specs.data_axes import check_data_axes, row_placements
 
 try:
     from accelerate import Accelerator, DataLoaderConfiguration
@@ -76,6 +77,7 @@ class AutoshardAccelerator(Accelerator):
         self.mesh = mesh
         self._shape = MeshShape.of(mesh)
         self._data_axes = check_data_axes(self._shape, data_axes)
+        self._part = BatchPart.of(mesh, self._data_axes)
         config = keywords.pop("dataloader_config", None) or DataLoaderConfiguration()
         if config.dispatch_batches:
             raise PlanError(
@@ -91,17 +93,12 @@ class AutoshardAccelerator(Accelerator):
     @property
     def num_processes(self) -> int:
         """The number of ranks with rows of their own."""
-        return self._part()[0]
+        return self._part.count
 
     @property
     def process_index(self) -> int:
         """The number of this rank's rows, in the order in which `Shard(0)` cuts them."""
-        return self._part()[1]
-
-    def _part(self) -> tuple[int, int]:
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None, "the mesh has all ranks"
-        return part_of_rows(self._shape, self._data_axes, coordinate)
+        return self._part.index
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

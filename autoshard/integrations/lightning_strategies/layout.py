@@ -18,9 +18,9 @@ from autoshard.errors import InputError, MeshError, PipelineError, PlanError
 from autoshard.options import Options, Pipeline, collect_options
 from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.data_loader import BatchPart
 from autoshard.search.search import auto_mesh
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.data_axes import part_of_rows
 
 Mesh = DeviceMesh | Mapping[str, int] | Literal["auto"]
 Example = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -83,7 +83,7 @@ class Layout:
         """Make the mesh of all ranks from its sizes, once; `"auto"` is left to `parallelize`.
 
         Raises:
-            MeshError: the mesh is not of so many ranks, or its axes have no names.
+            MeshError: the mesh is not of so many ranks, or has no axis of a name in `data_axes`, or none is found.
         """
         mesh = self._mesh
         if self._device_mesh is not None or isinstance(mesh, str):
@@ -110,10 +110,8 @@ class Layout:
         mesh = self._device_mesh
         if mesh is None:
             raise MeshError("the parts of the data set are known from the mesh, which is made when processes start.")
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None, "the mesh has all ranks"
-        count, rank = part_of_rows(MeshShape.of(mesh), self._data_axes(mesh), coordinate)
-        return {"num_replicas": count, "rank": rank}
+        part = BatchPart.of(mesh, self._data_axes(mesh))
+        return {"num_replicas": part.count, "rank": part.index}
 
     def parallelize(self, module: nn.Module, device: torch.device, precision: Any) -> None:
         """Parallelise a module in place, and fill it if it is on the meta device.
