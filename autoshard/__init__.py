@@ -9,6 +9,8 @@ from autoshard.api import (
     parallelize,
     plan,
     register_forward_method,
+    sampler_arguments,
+    shard_dataloader,
 )
 from autoshard.capture.marks import replicate, set_default_strategy, shard, split
 from autoshard.cluster.calibrate import calibrate
@@ -75,9 +77,11 @@ __all__ = [
     "register_forward_method",
     "register_rule",
     "replicate",
+    "sampler_arguments",
     "search",
     "set_default_strategy",
     "shard",
+    "shard_dataloader",
     "split",
     "use_mesh",
     "verify",

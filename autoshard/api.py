@@ -1,4 +1,4 @@
-"""The front door: `plan`, `frontier`, `parallelize`, `materialize`, and the whole state of a parallelised module."""
+"""The front door: `plan`, `frontier`, `parallelize`, and the initial numbers, data and state of a module."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from autoshard.errors import InputError, PlanError
 from autoshard.options import OptionKeywords, Pipeline, collect_options
@@ -35,10 +36,12 @@ from autoshard.runtime.arguments import (
     check_not_parallelized,
     check_plan,
 )
+from autoshard.runtime.calls import global_example
+from autoshard.runtime.data_loader import BatchPart, ShardedDataLoader
 from autoshard.runtime.forward_methods import register_method
 from autoshard.runtime.full_state import gather_state, load_state
 from autoshard.runtime.materialize import Initializer, Model, materialize_module
-from autoshard.runtime.module_runtime import Runtime
+from autoshard.runtime.module_runtime import RUNTIME, Runtime
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.search.search import auto_mesh, device_type_of_job
@@ -59,7 +62,7 @@ def plan(
     Args:
         module: the model; captured as it is (training or evaluation, frozen parameters).
         mesh: a `DeviceMesh`, or axis sizes such as `{"dp": 8, "tp": 8}`.
-        example_args: positional arguments of a call, tensors of global shape.
+        example_args: positional arguments of a call, tensors of global shape (see `Options.example_inputs`).
         example_kwargs: keyword arguments of a call.
         **keywords: the fields of `autoshard.Options`, without `overlap`.
 
@@ -85,6 +88,8 @@ def plan(
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     if pipeline is not None:
         return plan_with_options(BatchCall(module, args, kwargs, pipeline.batch_dims), shape, pipeline, target)
+    target = target.on_mesh(shape)
+    args, kwargs = global_example(module, args, kwargs, target, shape)
     planner = ModulePlanner(module, shape, target)
     # Under `torch.no_grad()` the plan is one of inference, as the call itself would be.
     return planner.plan(planner.capture(args, kwargs, grad=torch.is_grad_enabled()))
@@ -123,7 +128,8 @@ def frontier(
         raise PlanError(f"gaps={gaps!r}: it is a number of gaps to search, zero or more.")
     shape = MeshShape.of(mesh)
     options = collect_options("frontier", keywords)
-    target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
+    target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape)
+    args, kwargs = global_example(module, args, kwargs, target, shape)
     call = ModulePlanner(module, shape, target).capture(args, kwargs, grad=torch.is_grad_enabled())
     planner = call.planner_of(target)
     with show_progress(options.search.verbose) as planner.progress:
@@ -190,10 +196,13 @@ def parallelize(
         pipeline = resolve_pipeline(MeshShape.of(mesh), options.pipeline)
     if pipeline is not None:
         return parallelize_pipeline(call, mesh, pipeline, target, plan=plan)
+    shape = MeshShape.of(mesh)
     if plan is not None:
-        check_plan(plan, module, MeshShape.of(mesh))
+        check_plan(plan, module, shape)
         assert isinstance(plan, ShardingPlan)
-    planner = ModulePlanner(module, MeshShape.of(mesh), target)
+    target = target.on_mesh(shape, plan)
+    args, kwargs = global_example(module, args, kwargs, target, shape)
+    planner = ModulePlanner(module, shape, target)
     Runtime(ProgramMaker(module, mesh, planner, plan)).start(args, kwargs)
     return module
 
@@ -203,9 +212,10 @@ def register_forward_method(module: nn.Module, method: str) -> None:
 
     Afterwards `model.encode(x)` gives the numbers of one device, with gradients. Every kind of call is captured and
     planned once, under the placements that parameters have, with the options of `parallelize`: `dynamic` holds for
-    arguments that have the names of arguments of `forward`, as do the placements of local inputs; the others lie as the
-    first input of `forward`. Outputs are whole unless `output_placements="planned"`. Inside of other calls, the method
-    is part of their programs. All ranks call this function, and then the method, alike; twice does what once does.
+    arguments that have the names of arguments of `forward`, as do the placements of local inputs; of the others, those
+    with the batch's size are rows. Outputs are whole unless `output_placements="planned"` or `outputs="local"`. Inside
+    of other calls, the method is part of their programs. All ranks call this function, and then the method, alike;
+    twice does what once does.
 
     Args:
         module: the result of `parallelize`; not a `PipelineModule`.
@@ -218,6 +228,60 @@ def register_forward_method(module: nn.Module, method: str) -> None:
     """
     check_module(module)
     register_method(module, method, ModulePlanner)
+
+
+def shard_dataloader(loader: DataLoader[Any], model: nn.Module) -> ShardedDataLoader:
+    """Return a loader that yields, on every rank, what a parallelised module takes of the batches of a loader.
+
+    The loader is the one of a program for one device: its batches are those of all ranks together. With
+    `inputs="local"`, each rank gets its rows along the data axes, of a smaller last batch as `Shard` cuts it (some may
+    be empty); of a data set with `__getitem__`, a rank reads its own rows alone. With `inputs="global"`, and for a
+    pipeline, all ranks get whole batches. Ranks draw shuffled orders alike, with any random state of torch. The result
+    has `set_epoch`, `state_dict` and `load_state_dict`. All ranks call this function, and iterate, together.
+
+    Args:
+        loader: a `DataLoader`, shuffled or not, of a data set with `__getitem__` or an `IterableDataset` that yields
+            the same rows on all ranks; or torchdata's `StatefulDataLoader`. It is not changed.
+        model: the result of `parallelize`.
+
+    Raises:
+        InputError: the module is not parallelised, or the loader makes no batches. While iterating, on every rank: the
+            ranks draw other batches, such as by a `DistributedSampler`.
+    """
+    check_module(model)
+    device_mesh, axes = _data_axes_of(model)
+    hosts = None if isinstance(model, PipelineModule) else model.__dict__[RUNTIME].maker.hosts
+    return ShardedDataLoader(loader, device_mesh, BatchPart.of(device_mesh, axes), hosts)
+
+
+def sampler_arguments(model: nn.Module) -> dict[str, int]:
+    """Return the arguments of a `DistributedSampler` for a module: the number of parts, and the part of this rank.
+
+    `DistributedSampler(data, **autoshard.sampler_arguments(model))` has a loader read this rank's rows. The loader's
+    `batch_size` is that of one rank then, and the sampler repeats rows where the parts do not divide the data.
+
+    Args:
+        model: the result of `parallelize`.
+
+    Returns:
+        `num_replicas` and `rank`; 1 and 0 where every rank passes whole batches.
+
+    Raises:
+        InputError: the module is not parallelised.
+    """
+    check_module(model)
+    part = BatchPart.of(*_data_axes_of(model))
+    return {"num_replicas": part.count, "rank": part.index}
+
+
+def _data_axes_of(model: nn.Module) -> tuple[DeviceMesh, tuple[str, ...]]:
+    """Return the mesh of a parallelised module, and the axes along which its calls are given rows of their own."""
+    if isinstance(model, PipelineModule):
+        return model.device_mesh, ()
+    runtime = model.__dict__.get(RUNTIME)
+    if not isinstance(runtime, Runtime):
+        raise InputError(f"{type(model).__name__} is not parallelised: call autoshard.parallelize first.")
+    return runtime.device_mesh, runtime.data_axes if runtime.inputs == "local" else ()
 
 
 def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from autoshard.capture._torch import pytree, storage_of
 from autoshard.errors import InputError, warn_caller
+from autoshard.names import matching
 
 Path = tuple[Any, ...]
 
@@ -305,11 +306,13 @@ def _leaf_names(positional: Sequence[str], call: Any) -> Iterator[str]:
 def without_omitted_arguments(
     module: nn.Module, inputs: Mapping[str, InputInfo], passed: Container[str]
 ) -> dict[str, InputInfo]:
-    """Return information on inputs by name, without arguments of `forward` that a call omits, such as labels."""
+    """Return what is said of inputs by name or glob, without arguments of `forward` that a call omits, as labels."""
     arguments = inspect.signature(type(module).forward).parameters
     # Names that are not arguments stay, for an error to name them.
     return {
-        name: info for name, info in inputs.items() if name in passed or re.split(r"[.\[]", name)[0] not in arguments
+        name: info
+        for name, info in inputs.items()
+        if name in passed or not matching(re.split(r"[.\[]", name)[0], arguments)
     }
 
 

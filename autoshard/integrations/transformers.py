@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoshard.api import full_state_dict, load_safetensors, parallelize
-from autoshard.capture.call_layout import call_tensors
 from autoshard.errors import InputError, PlanError
 from autoshard.options import OptionKeywords, Pipeline
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
@@ -48,7 +47,6 @@ try:
         AutoshardAccelerator,
         check_parallelised,
         data_axes_of,
-        data_placements,
         unwrap_optimizer,
     )
 except ImportError as error:
@@ -170,12 +168,7 @@ class AutoshardTrainer(Trainer):
         if not self._has_outer_loss() and "shares" not in options:
             options.setdefault("output_placements", "planned")
         if self._data_axes:
-            whole = data_placements(mesh, ())
-            rows = data_placements(mesh, self._data_axes)
-            placements = {
-                name: rows if tensor.ndim else whole for name, tensor in call_tensors(model, (), example).items()
-            }
-            options = {"inputs": "local", "input_placements": placements, **options}
+            options = {"inputs": "local", "data_axes": tuple(self._data_axes), **options}
         trains = self.train_dataset is not None
         model.train(trains)
         with torch.set_grad_enabled(trains):

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -32,6 +32,7 @@ from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
 from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.data_axes import names_with_batch
 from autoshard.specs.layout import canonical, is_placeable
 from autoshard.specs.spec import Spec, placement_text
 
@@ -346,10 +347,20 @@ class GraphRules:
 
         Source: Whale 3.1.2: each replica consumes its part of the mini-batch.
         """
-        inputs = [source.node for source in self.graph.inputs if source.kind == "input"]
-        firsts = {node: int(Value(node).meta.shape[0]) for node in inputs if Value(node).meta.shape}
-        sizes = Counter(size for size in firsts.values() if size > 1).most_common(1)
-        return self.factors_along((node, 0) for node, first in firsts.items() if sizes and first == sizes[0][0])
+        inputs = {source.name: source.node for source in self.graph.inputs if source.kind == "input"}
+        names = names_with_batch({name: Value(node).meta.shape for name, node in inputs.items()})
+        return self.factors_along((node, 0) for name, node in inputs.items() if name in names)
+
+    def batch_dims(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+        """Return the dim of the batch of every node that has it outermost in a dim."""
+        factors, dims = self.batch_factors(), dict[fx.Node, int]()
+        for node in nodes:
+            value = value_of(node)
+            batch = factors.get(value.node, frozenset())
+            for dim, parts in enumerate(self.rules[value.node].results[value.result] or ()):
+                if parts and parts[0] in batch:
+                    dims.setdefault(node, dim)
+        return dims
 
     def factors_along(self, dims: Iterable[tuple[fx.Node, int]]) -> dict[fx.Node, frozenset[int]]:
         """Return for every operator those of its factors that run over one of these dims of placeholders, outermost."""

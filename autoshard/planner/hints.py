@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import Placement
 
 from autoshard.capture.marks import Primitive, TaskGraph
 from autoshard.errors import HintError
 from autoshard.names import ancestors, matching, suggestion
+from autoshard.options.placements import Pin, Pins, PlacementOption, PlacementValue
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.spec import is_shard, placement_text, shard_placement, split_factor_of
+from autoshard.specs.spec import is_shard, placement_text, split_factor_of
 
-HintValue = Placement | Sequence[Placement | None] | Mapping[str, Placement] | Primitive
-Pins = tuple[Placement | None, ...]
-"""A placement per mesh axis; None where the planner decides."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pin:
-    """A placement and the hint that asks for it."""
-
-    glob: str
-    placement: Placement
+HintValue = PlacementValue | Primitive
+_HINTS = PlacementOption("the hint {}", "; of a module also autoshard.replicate(n) or autoshard.split(n)")
 
 
 def resolve(
@@ -61,17 +52,8 @@ def resolve(
         )
     # A tied parameter is pinned once, under its first name.
     names = {alias: name for name in parameters for alias in (name, *aliases.get(name, ()))}
-    pinned: dict[str, list[_Pin | None]] = {}
-    for glob, value in (hints or {}).items():
-        if isinstance(value, Primitive):
-            continue
-        placements = _per_axis(glob, value, mesh)
-        for name in _parameters_of(glob, names, modules):
-            pins = pinned.setdefault(name, [None] * mesh.ndim)
-            for axis, placement in enumerate(placements):
-                if placement is not None:
-                    pin = _Pin(glob, _normalize_placement(glob, placement, name, parameters[name], mesh, axis))
-                    pins[axis] = _merge_pins(pins[axis], pin, name, mesh.axes[axis].name)
+    placements = {glob: value for glob, value in (hints or {}).items() if not isinstance(value, Primitive)}
+    pinned = _HINTS.resolve(placements, lambda glob: _parameters_of(glob, names, modules), parameters, mesh)
     for name, pins in pinned.items():
         _check_sizes(name, parameters[name], pins, mesh)
     return {name: tuple(pin.placement if pin else None for pin in pins) for name, pins in pinned.items()}
@@ -125,50 +107,6 @@ def _value_text(value: HintValue) -> str:
     return " ".join("-" if placement is None else placement_text(placement) for placement in value)
 
 
-def _per_axis(glob: str, value: object, mesh: MeshShape) -> Pins:
-    """Return the value of a hint as one placement or None per mesh axis."""
-    if isinstance(value, Placement):
-        pins: Pins = (_check_placement(glob, value),) * mesh.ndim
-    elif isinstance(value, Mapping):
-        unknown = [axis for axis in value if axis not in mesh.names]
-        if unknown:
-            raise HintError(
-                f"the hint {glob!r}: {value!r} names the mesh axis {unknown[0]!r}; the axes of this mesh are {mesh}."
-            )
-        pins = tuple(_check_placement(glob, value[name]) if name in value else None for name in mesh.names)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != mesh.ndim:
-            raise HintError(
-                f"the hint {glob!r}: {value!r} has {len(value)} placements for the {mesh.ndim} axes of the mesh "
-                f"({mesh}). Give one for each, None to leave an axis to the planner, or name axes: "
-                f"{{{mesh.names[-1]!r}: Shard(0)}}."
-            )
-        pins = tuple(None if placement is None else _check_placement(glob, placement) for placement in value)
-    else:
-        raise _not_a_placement(glob, value)
-    return pins
-
-
-def _check_placement(glob: str, value: object) -> Placement:
-    """Return a placement; raise a `HintError` if a parameter can't have it."""
-    if isinstance(value, Partial):
-        raise HintError(
-            f"the hint {glob!r} asks for {value!r}: a parameter cannot be Partial, since it is a value and not a sum "
-            f"still to be made. Use Replicate() or Shard(dim)."
-        )
-    if not isinstance(value, Placement) or not (isinstance(value, Replicate) or is_shard(value)):
-        raise _not_a_placement(glob, value)
-    return value
-
-
-def _not_a_placement(glob: str, value: object) -> HintError:
-    return HintError(
-        f"the hint {glob!r}: {value!r} pins no placement: give Replicate() or Shard(dim), one for every mesh axis, a "
-        f"sequence of one per axis, or a mapping from names of mesh axes; of a module also autoshard.replicate(n) or "
-        f"autoshard.split(n)."
-    )
-
-
 def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]) -> tuple[str, ...]:
     """Return the parameters that a glob reaches, by their first names; `names` maps every alias to its first name."""
     if not isinstance(glob, str):
@@ -191,37 +129,7 @@ def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]
     return tuple(dict.fromkeys(reached))
 
 
-def _normalize_placement(
-    glob: str, placement: Placement, name: str, shape: Sequence[int], mesh: MeshShape, axis: int
-) -> Placement:
-    """Return a placement with its dim counted from the front; replicated on an axis of size 1."""
-    if not is_shard(placement):
-        return placement
-    dim: int = placement.dim  # type: ignore[attr-defined]
-    if not -len(shape) <= dim < len(shape):
-        raise HintError(
-            f"the hint {glob!r} shards dim {dim} of {name}, which has {len(shape)} dims (shape {tuple(shape)}). "
-            f"Choose a dim below {len(shape)}, or let the glob match fewer parameters."
-        )
-    # An axis of size 1 shards nothing; plans say that in one way only.
-    if mesh.axes[axis].size == 1:
-        return Replicate()
-    return shard_placement(dim % len(shape), split_factor_of(placement))
-
-
-def _merge_pins(before: _Pin | None, pin: _Pin, name: str, axis: str) -> _Pin:
-    """Return the pin of an axis; raise a `HintError` if two hints ask for different ones."""
-    if before is not None and before.placement != pin.placement:
-        raise HintError(
-            f"two hints contradict each other on {name}, mesh axis {axis!r}: {before.glob!r} asks for "
-            f"{placement_text(before.placement)}, {pin.glob!r} for {placement_text(pin.placement)}. Drop one of them, "
-            f"or let their globs match different parameters."
-        )
-    # Equal pins agree; the first one stays, for error messages.
-    return before or pin
-
-
-def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], mesh: MeshShape) -> None:
+def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[Pin | None], mesh: MeshShape) -> None:
     """Raise a `HintError` if a dim is too small for the axes that shard it, or must divide evenly and does not."""
     for dim, size in enumerate(shape):
         sharding = {

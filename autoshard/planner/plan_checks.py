@@ -166,6 +166,9 @@ class _Checks:
             problem = self._spec_problem(value, spec)
             if not problem and not is_boundary_spec(value, spec, self.mesh):
                 problem = "nothing can be handed back so, in blocks, partial or as the data says"
+            asked = self.constraints.outputs.get(name, spec)
+            if not problem and asked is not spec:
+                problem = f"it is asked for as {asked}; was the plan made with other options of outputs?"
             if problem:
                 yield f"the output {name} is to lie as {spec}: {problem}"
         for value in self.rules.values():

@@ -27,6 +27,7 @@ from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.planner.account import OperatorPrices, StepAccount, allocations, reduction_timeline, timeline
+from autoshard.planner.boundary_specs import row_outputs
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.progress_line import Progress
@@ -237,6 +238,9 @@ class PlanningContext(ABC):
             self.rules = GraphRules(graph, mesh)
             if like is not None:
                 self.rules.reuse_from(like.rules)  # tables are found by the identity of rules and calls
+            if constraints.row_axes:
+                rows = row_outputs(self.rules, mesh, constraints.row_axes)
+                self.constraints = replace(self.constraints, outputs={**rows, **constraints.outputs})
 
     def _forget_results(self) -> None:
         self.unlimited: CandidatePlan | None = None

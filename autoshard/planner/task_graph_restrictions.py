@@ -16,9 +16,9 @@ from autoshard.capture.joint import JointGraph
 from autoshard.capture.marks import Primitive, TaskGraph
 from autoshard.cluster.cost import flops
 from autoshard.errors import HintError
+from autoshard.options.placements import Pins
 from autoshard.patterns.graph_rules import GraphRules, Value, operand_nodes, value_of
 from autoshard.patterns.strategy import WHOLE, Choices
-from autoshard.planner.hints import Pins
 from autoshard.specs.axes import MeshShape
 
 _COPY_OPS = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})

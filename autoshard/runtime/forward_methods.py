@@ -14,14 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.capture.call_layout import call_tensors
 from autoshard.errors import InputError
 from autoshard.names import suggestion
 from autoshard.options.target import Target
 from autoshard.runtime.module_runtime import RUNTIME, Runtime
 from autoshard.runtime.program_maker import CallPlanner, ProgramMaker
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.spec import Spec
 
 PlannerMaker = Callable[[nn.Module, MeshShape, Target], CallPlanner]
 
@@ -132,8 +130,8 @@ class _MethodRuntime:
         if self._runtime is None:
             self._runtime = self._start()
         self._caller.training = self._main.module.training
-        if self._runtime.inputs == "local":
-            self._place_inputs(self._runtime, args, kwargs)
+        # Local inputs lie as those of `forward` of the same name.
+        self._runtime.input_placements = self._main.input_placements | self._runtime.input_placements
         return self._runtime(*args, **kwargs)
 
     def _start(self) -> Runtime:
@@ -146,16 +144,7 @@ class _MethodRuntime:
         target = _method_target(main.maker.planner.requested, type(self._caller))
         maker = ProgramMaker(self._caller, main.device_mesh, self._make_planner(self._caller, main.mesh, target), None)
         maker.placed = {f"{_CHILD}.{name}": placements for name, placements in main.maker.placed.items()}
-        runtime = Runtime(maker)
-        runtime.uneven_inputs = main.uneven_inputs
-        return runtime
-
-    def _place_inputs(self, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decide how local inputs lie: as those of `forward` of the same name, others as its first input."""
-        known = self._main.input_placements
-        first = next(iter(known.values()), Spec.all_replicated(runtime.mesh.ndim).placements)
-        for name in call_tensors(self._caller, args, kwargs):
-            runtime.input_placements.setdefault(name, known.get(name, first))
+        return Runtime(maker)
 
 
 def _method_target(target: Target, caller: type[nn.Module]) -> Target:

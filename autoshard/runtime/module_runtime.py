@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,13 +31,15 @@ from autoshard.runtime.calls import (
     MOST_PROGRAMS,
     CallSizes,
     NewCall,
+    Shapes,
     check_blocks,
     describe_call,
     even_shapes,
     gather_shapes,
     local_shares,
-    names_of_leaves,
+    split_dims,
     whole_shapes,
+    with_global_shapes,
     without_dynamic_sizes,
     without_numbers,
 )
@@ -49,15 +52,13 @@ from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_input
 from autoshard.runtime.shards import place_buffers, to_mesh_device
 from autoshard.runtime.step import RunnableStep
 from autoshard.size import Sizes, at
-from autoshard.specs.layout import is_even
-from autoshard.specs.spec import Spec
 
 # The end of an error about ranks whose calls differ.
 ADVICE = (
     'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" its own '
-    "rows of it, as many as the others. Drop what is over at the end of an epoch (drop_last=True of a DataLoader). "
-    "The last ranks may pass fewer rows, those that Shard makes, only where the batch of the example does not divide "
-    "and the plan splits it: input_placements asks for that."
+    "rows of it, as many as the others, or, at the end of an epoch, the parts that Shard makes of fewer, the last ones "
+    "shorter or empty. autoshard.shard_dataloader gives every rank its part; or drop what is over (drop_last=True of a "
+    "DataLoader)."
 )
 
 # The attribute of a parallelised module that holds its runtime.
@@ -112,14 +113,14 @@ class Runtime:
 
     def __init__(self, maker: ProgramMaker) -> None:
         self.module, self.device_mesh, self.mesh = maker.module, maker.device_mesh, maker.mesh
-        self.inputs = maker.target.inputs
+        self.inputs, self.data_axes = maker.target.inputs, maker.target.data_axes
         self.dynamic = maker.target.dynamic or {}
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
-        self.uneven_inputs = False
         self.methods_before: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.owners: dict[str, nn.Module] = {}
         self.maker = maker
+        self._has_local_outputs = maker.target.outputs == "local"
         self._has_planned_outputs = maker.target.output_placements is not None
         # Of hooks for all modules.
         self._has_warned = False
@@ -181,7 +182,7 @@ class Runtime:
             return copied
         share_specs(self.module, memo)
         copied = memo[id(self)] = Runtime(self.maker.for_module(module))
-        copied.input_placements, copied.uneven_inputs = dict(self.input_placements), self.uneven_inputs
+        copied.input_placements = dict(self.input_placements)
         forward_before = self.methods_before[0][2]
         copied.methods_before = [(module, "forward", copy.deepcopy(forward_before, memo))]
         copied._forward = copy.deepcopy(self._forward, memo)
@@ -237,39 +238,57 @@ class Runtime:
         self._has_warned = self._has_warned or warn_of_global_hooks()
         counts = None
         whole_args, whole_kwargs = args, kwargs
-        self._compare_sizes(args, kwargs, grad)
         if self.only_call is not None:
             whole_args, whole_kwargs = self.only_call
         elif self.inputs == "local":
-            (whole_args, whole_kwargs), counts = self._with_global_shapes((args, kwargs))
+            self._place_inputs(args, kwargs)
+            is_uneven = self._compare_sizes(args, kwargs, grad)
+            (whole_args, whole_kwargs), counts = self._with_global_shapes((args, kwargs), is_uneven)
+        elif self.dynamic:
+            self._compare_sizes(args, kwargs, grad)
         served, sizes = self._program_for_call(whole_args, whole_kwargs, grad)
         if not served.compared:
             self._compare(served, args, kwargs)
         return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
 
-    def _compare_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> None:
-        """Raise an `InputError` on every rank if ranks pass other sizes that need no new program."""
-        # Uneven shards have an exchange of their own.
-        free = self.inputs == "local" or self.dynamic
-        if self.only_call is not None or self._takes_uneven_shards() or not free or is_alone(self.device_mesh):
+    def _place_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide how the local inputs lie that no call had before."""
+        shapes = self._input_shapes(args, kwargs)
+        if shapes.keys() <= self.input_placements.keys():
             return
-        # A rank with new sizes does not know whether the others have these, so every call is compared: by a digest
-        # from host to host, and by texts only where digests differ.
-        texts = describe_call(self.module, args, kwargs, grad)
-        if self.maker.hosts.differ(repr(texts)):
-            check_ranks_agree(self.device_mesh, texts, ADVICE)
+        # Of the rows of a rank, one may be the whole batch of the rank.
+        placements = self.maker.target.input_pins(self.mesh, shapes, smallest_batch=1)
+        self.input_placements = placements | self.input_placements
 
-    def _takes_uneven_shards(self) -> bool:
-        """Return True if ranks may pass shards of different lengths, which they then tell each other."""
-        return self.inputs == "local" and (self.uneven_inputs or self.maker.shares is not None)
+    def _compare_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> bool:
+        """Return True if ranks pass shards of different lengths; raise an `InputError` on every rank if calls differ
+        in anything else.
+        """
+        if is_alone(self.device_mesh):
+            return False
+        tensors = call_tensors(self.module, args, kwargs)
+        split = {
+            name: [dim for dim, _ in split_dims(self.input_placements[name], tensor.ndim, self.mesh)]
+            for name, tensor in (tensors.items() if self.inputs == "local" else ())
+            if not isinstance(tensor, DTensor)
+        }
+        # A rank with new sizes does not know whether the others have these, so every call is compared: by digests
+        # from host to host, and by texts only where digests differ.
+        texts = describe_call(self.module, args, kwargs, grad, split)
+        with_lengths = [repr(describe_call(self.module, args, kwargs, grad))] if split else []
+        differs, *is_uneven = self.maker.hosts.differ(repr(texts), *with_lengths)
+        if differs:
+            check_ranks_agree(self.device_mesh, texts, ADVICE)
+        return any(is_uneven)
 
     def _compare(self, served: CallProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the first batch of a signature over all ranks, where they must pass the same."""
-        if self.inputs == "global" and self.only_call is None:
+        """Compare the first batch of a signature over all ranks that must pass the same."""
+        if self.only_call is None:
             names = [border.name for border in served.program.step.inputs if border.kind == "input"]
             leaves = served.graph.call.flatten(args, kwargs)
             inputs = {name: tensor for name, tensor in zip(names, leaves, strict=False) if not tensor.is_meta}
-            check_same_inputs(self.device_mesh, inputs)
+            placements = {name: self.input_placements[name] for name in inputs} if self.inputs == "local" else None
+            check_same_inputs(self.device_mesh, inputs, placements)
         served.compared = True
 
     def _with_shares(self, served: CallProgram, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
@@ -346,7 +365,6 @@ class Runtime:
         for border in program.step.inputs:
             if border.kind == "input":
                 self.input_placements[border.name] = border.spec.placements
-                self.uneven_inputs |= not is_even(border.shape, border.spec, self.mesh)
         if not earlier and self.only_call is None:
             shapes = self._input_shapes(call.args, call.kwargs)
             self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
@@ -440,8 +458,20 @@ class Runtime:
         return tensor.contiguous()
 
     def _output(self, local: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
-        """Return an output for the user: a plain tensor if it is replicated, a DTensor if it is sharded or planned."""
+        """Return an output for the user.
+
+        That is a plain tensor if it is replicated and not planned, or if ranks are to have their own parts; else a
+        `DTensor`.
+        """
         if self.only_call is not None or (border.spec.is_replicated and not self._has_planned_outputs):
+            return local
+        if self._has_local_outputs:
+            rows = zip(border.spec.placements, self.mesh.axes, strict=True)
+            parts = math.prod(axis.size for row, axis in rows if not row.is_replicate() and axis.name in self.data_axes)
+            # The mean of the ranks' losses is differentiated, as in `DistributedDataParallel`.
+            if parts > 1 and local.requires_grad:
+                # No gradient arrives where the output is not used.
+                local.register_hook(lambda gradient: None if gradient is None else gradient / parts)
             return local
         shape, stride = torch.Size(border.shape), torch.empty(border.shape, device="meta").stride()
         # Shape and stride are given, since torch would take all shards for equal.
@@ -452,7 +482,7 @@ class Runtime:
     def _restore_views(self, served: CallProgram, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Replace outputs by views of tensors that the call changes in place, so that they see later changes, too."""
         step, result = served.program.step, served.graph.result
-        if not result.views or self.only_call is not None or self._has_planned_outputs:
+        if not result.views or self.only_call is not None or self._has_planned_outputs or self._has_local_outputs:
             return
         changed = {border.name for border in step.forward_outputs if border.kind == "mutation"}
         inputs_by_name = {
@@ -468,36 +498,27 @@ class Runtime:
                 outputs[place] = restored
 
     def _with_global_shapes(
-        self, call: tuple[tuple[Any, ...], dict[str, Any]]
+        self, call: tuple[tuple[Any, ...], dict[str, Any]], is_uneven: bool
     ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[int] | None]:
         """Return the call with this rank's shards replaced by meta tensors of global shapes.
 
-        Where the ranks of an axis have unequal shares of the batch, also return the number of rows of each.
+        Where the ranks of an axis have unequal shares of the batch, also return the number of rows of each. Shards of
+        different lengths, or shares, are told by all ranks to each other.
         """
-        leaves, structure = pytree.tree_flatten(call)
-        local = {
-            name or str(place): (place, leaf)
-            for place, (name, leaf) in enumerate(zip(names_of_leaves(self.module, call), leaves, strict=True))
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
-        }
-        local_shapes = {name: leaf.shape for name, (_, leaf) in local.items()}
-        # An input that is in no plan has the placements of the first one.
-        default = next(iter(self.input_placements.values()), Spec.all_replicated(self.mesh.ndim).placements)
-        placements = {name: self.input_placements.get(name, default) for name in local}
-        counts = shares = None
-        if self._takes_uneven_shards():
-            tables = gather_shapes(local_shapes, self.maker.hosts)
+        counts: list[int] | None = None
+
+        def global_shapes(local_shapes: dict[str, tuple[int, ...]]) -> Shapes:
+            nonlocal counts
+            if not is_uneven and self.maker.shares is None:
+                return even_shapes(local_shapes, self.input_placements, self.mesh)
+            tables, shares = gather_shapes(local_shapes, self.maker.hosts), None
             if self.maker.shares is not None:
                 axis = self.maker.shares[0]
-                counts = local_shares(tables, placements, self.device_mesh, axis)
+                counts = local_shares(tables, self.input_placements, self.device_mesh, axis)
                 shares = axis, counts
-            shapes = whole_shapes(tables, placements, self.device_mesh, shares)
-        else:
-            shapes = even_shapes(local_shapes, placements, self.device_mesh)
-        for name, (place, leaf) in local.items():
-            leaves[place] = torch.empty(shapes[name], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return (args, kwargs), counts
+            return whole_shapes(tables, self.input_placements, self.device_mesh, shares)
+
+        return with_global_shapes(self.module, call, global_shapes), counts
 
 
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -141,7 +141,8 @@ class ProgramMaker:
     def option_texts(self) -> dict[str, str]:
         """Return the options and the plan that all ranks must have in common, as texts by their names."""
         plan, options = self.plan, self.target.options
-        wanted = {"inputs": self.target.inputs, "overlap": options.overlap, "mp_policy": options.mp_policy}
+        wanted: dict[str, Any] = {name: getattr(self.target, name) for name in ("inputs", "outputs", "data_axes")}
+        wanted |= {"overlap": options.overlap, "mp_policy": options.mp_policy}
         wanted |= {name: getattr(self.target.settings, name) for name in ("recompute", "method", "effort")}
         return {
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",

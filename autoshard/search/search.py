@@ -59,8 +59,8 @@ def search(
         pipelines: the meshes with a pipeline among the candidates. True or `"outer"`: its axis is the outermost one,
             stages being whole hosts or parts of one host; `"inner"`: the innermost one, so that neighbouring stages
             share a host; False: no pipelines.
-        **keywords: the fields of `autoshard.Options`, without `inputs`, `input_placements`, `output_placements`,
-            `dynamic`, `shares`, `compile` and `overlap`. Three of these have a special meaning here.
+        **keywords: the fields of `autoshard.Options`, without those of inputs and outputs, `dynamic`, `shares`,
+            `compile` and `overlap`. Three of these have a special meaning here.
             `memory_limit`: by default what the smallest device has, and in a pipeline each as much as it has. `hints`:
             axes other than `"pp"` are called `"x"`, `"y"` and `"z"`, the last one over the nearest neighbours; a mesh
             that a hint does not fit is left out. `search.time_limit`: when it is over, the best plan so far is returned
@@ -209,7 +209,7 @@ def auto_mesh(call: BatchCall, target: Target, *, pipelines: bool | str = True) 
         pipelines: as for `search`.
 
     Raises:
-        MeshError: there is no process group.
+        MeshError: there is no process group, or inputs or outputs are local.
         InputError: there is no example call.
         PlanError, BudgetError, CaptureError, HintError: as for `search`, on every rank.
     """
@@ -217,6 +217,11 @@ def auto_mesh(call: BatchCall, target: Target, *, pipelines: bool | str = True) 
         raise MeshError(
             'mesh="auto" lays out the ranks of a running job: call torch.distributed.init_process_group and start the '
             "program with torchrun. To decide without one, call autoshard.search."
+        )
+    if target.inputs == "local" or target.outputs == "local":
+        raise MeshError(
+            'mesh="auto" and local inputs or outputs: the axes that the batch is split over are not known before the '
+            'search. Pass a mesh, or inputs="global" and outputs="global".'
         )
     if not call.args and not call.kwargs:
         raise InputError('mesh="auto" needs an example call to plan for: pass example_args or example_kwargs.')

@@ -85,7 +85,7 @@ def verify(
         raise InputError(f"steps={steps!r}: it is a number of training steps, at least 1.")
     _check_mesh_and_plan(shape, plan)
     module, args, kwargs = _float64_example(model_or_factory, args, kwargs)
-    target = Target.of(collected, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
+    target = Target.of(collected, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape, plan)
     planner = ModulePlanner(module, shape, target)
     with Float64Mode(), torch.autocast("cpu", enabled=False):
         call = planner.capture(args, kwargs, grad=torch.is_grad_enabled())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -36,7 +36,7 @@ class FabricStrategy(Base):
     module that is parallelised already is left as it is.
 
     Args:
-        mesh, plan, data_axes, save_distributed_checkpoint, process_group_backend, timeout, **options: as for the
+        mesh, plan, save_distributed_checkpoint, process_group_backend, timeout, **options: as for the
             strategy of the Trainer.
         example: the arguments of a call of the module, with tensors of global shape: keyword arguments as a mapping,
             positional ones as a tuple or list, or one tensor. By default the module's `example_input_array`.
@@ -52,7 +52,6 @@ class FabricStrategy(Base):
         example: Example | None = None,
         *,
         plan: ShardingPlan | None = None,
-        data_axes: Iterable[str] | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -64,7 +63,7 @@ class FabricStrategy(Base):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._layout = Layout(mesh, example, plan, data_axes, options)
+        self._layout = Layout(mesh, example, plan, options)
         self._saves_shards = save_distributed_checkpoint
 
     @property
