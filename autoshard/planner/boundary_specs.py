@@ -57,7 +57,8 @@ class BoundarySpecs:
         if source.kind == "input" and constraints.local_inputs:
             specs = self._leading_specs(value)
         else:
-            specs = _with_plain_shards(self._open_specs(rule, source.kind == "parameter"))
+            is_open = source.kind == "parameter" or (source.kind == "input" and name in constraints.pinned)
+            specs = _with_plain_shards(self._open_specs(rule, is_open))
             specs = [
                 spec
                 for spec in specs

@@ -23,6 +23,7 @@ from autoshard.specs.layout import canonical, dim_of, padded_segments_of
 from autoshard.specs.spec import Spec, is_shard
 
 PlacementsByName = Mapping[str, tuple[Placement, ...]]
+PinsByName = Mapping[str, Pins]
 
 
 def constraints_for(
@@ -31,7 +32,7 @@ def constraints_for(
     mesh: MeshShape,
     target: Target,
     placed: PlacementsByName | None = None,
-    placed_inputs: PlacementsByName | None = None,
+    input_pins: PinsByName | None = None,
 ) -> Constraints:
     """Return the constraints of a plan.
 
@@ -41,7 +42,7 @@ def constraints_for(
         mesh: the mesh axes.
         target: the options.
         placed: placements of parameters that stay; those of buffers follow from their calls.
-        placed_inputs: placements of local inputs that an earlier call asked for.
+        input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are whole.
 
     Raises:
         HintError: a hint does not fit the module or the mesh.
@@ -68,7 +69,7 @@ def constraints_for(
     if shared is not None:
         # Before the pins of inputs: these are no DTensors, and may lie in shares.
         pinned = {name: _replicate_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}
-    pinned.update(_input_pins(module, graph, mesh, target, placed_inputs or {}, shared))
+    pinned.update(_input_pins(module, graph, mesh, target, input_pins or {}, shared))
     return Constraints(
         pinned=pinned,
         planned_outputs=target.output_placements == "planned",
@@ -123,7 +124,7 @@ def _input_pins(
     graph: JointGraph,
     mesh: MeshShape,
     target: Target,
-    placed: PlacementsByName,
+    given: PinsByName,
     shared: SharedAxis | None,
 ) -> dict[str, Pins]:
     if target.input_placements and target.inputs == "global":
@@ -138,11 +139,11 @@ def _input_pins(
             for dim, size in dims.items()
             if size == shared.whole
         }
-    # The user's placements count more than those of earlier calls, and these more than shares of the batch.
+    # The user's placements count more than those of earlier calls and `DTensor`s, and these more than shares of the batch.
     requested = without_omitted_arguments(module, target.input_placements, shapes)
     return {
         **shares,
-        **{name: placements for name, placements in placed.items() if name in shapes},
+        **{name: pins for name, pins in given.items() if name in shapes},
         **{name: spec.placements for name, spec in _specs_of("input", requested, shapes, mesh).items()},
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import MethodType
@@ -30,12 +30,15 @@ from autoshard.runtime.calls import (
     MOST_PROGRAMS,
     CallSizes,
     NewCall,
+    PinsByName,
+    PlacementsByName,
     check_blocks,
     describe_call,
     even_shapes,
     gather_shapes,
     local_shares,
     names_of_leaves,
+    pins_of,
     whole_shapes,
     without_dynamic_sizes,
     without_numbers,
@@ -46,7 +49,7 @@ from autoshard.runtime.in_place_changes import check_changes, place_constant, wr
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
-from autoshard.runtime.shards import place_buffers, to_mesh_device
+from autoshard.runtime.shards import local_of, place_buffers, to_mesh_device
 from autoshard.runtime.step import RunnableStep
 from autoshard.size import Sizes, at
 from autoshard.specs.layout import is_even
@@ -295,20 +298,46 @@ class Runtime:
                 )
         return {**sizes, **shared.sizes(counts, self.device_mesh.get_local_rank(shared.axis))}
 
-    def _program_for_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[CallProgram, Sizes]:
-        """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes."""
+    def place_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str]) -> PlacementsByName:
+        """Make the program of a call without gradients, and return where it wants some inputs, such as a cache, to lie.
+
+        The first program of the module also places its parameters. All ranks call this together.
+
+        Args:
+            args, kwargs: of the call, with tensors of global shapes, which may be on the meta device.
+            names: the inputs, which are `DTensor`s, however they lie. The plan decides where they are to lie; a program
+                that is there already has decided it.
+
+        Raises:
+            AutoshardError: as for a call.
+        """
+        free = dict.fromkeys(names, (None,) * self.mesh.ndim)
+        with torch.no_grad():
+            pins = pins_of(call_tensors(self.module, args, kwargs), self.device_mesh)
+            served, _ = self._program_for_call(args, kwargs, grad=False, input_pins={**pins, **free})
+        inputs = {border.name: border for border in served.program.step.inputs if border.kind == "input"}
+        return {name: inputs[name].spec.placements for name in names}
+
+    def _program_for_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, input_pins: PinsByName | None = None
+    ) -> tuple[CallProgram, Sizes]:
+        """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes.
+
+        The pins are for a new program, as in `NewCall`.
+        """
         shapes = self._input_shapes(args, kwargs) if self.dynamic else {}
         dynamic = without_omitted_arguments(self.module, self.dynamic, shapes)
         if dynamic and may_be_dynamic(dynamic, shapes):
             masked_args, masked_kwargs = without_dynamic_sizes(self.module, (args, kwargs), dynamic)
             signature = signature_of(self.module, masked_args, masked_kwargs, grad)
-            served = self._serve(NewCall(args, kwargs, grad, signature, True))
+            served = self._serve(NewCall(args, kwargs, grad, signature, True, input_pins=input_pins))
             assert served.graph.dynamic is not None
             sizes = served.graph.dynamic.sizes_of(shapes)
             if served.graph.dynamic.serves(sizes):
                 return served, sizes
         # Calls outside the range of the dynamic graph, such as a batch of one, have graphs of their own.
-        served = self._serve(NewCall(args, kwargs, grad, signature_of(self.module, args, kwargs, grad), False))
+        signature = signature_of(self.module, args, kwargs, grad)
+        served = self._serve(NewCall(args, kwargs, grad, signature, False, input_pins=input_pins))
         return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
 
     def _serve(self, call: NewCall) -> CallProgram:
@@ -342,7 +371,11 @@ class Runtime:
         check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
         programs = dict(self._original_programs.get(call.signature, {}))
         programs |= {served.graph.fingerprint: served.program for served in earlier}
-        graph, program = self.maker.make(call, programs, self.input_placements)
+        if call.input_pins is None:
+            pins = pins_of(call_tensors(self.module, call.args, call.kwargs), self.device_mesh)
+            call = replace(call, input_pins={**(self.input_placements if self.inputs == "local" else {}), **pins})
+        assert call.input_pins is not None
+        graph, program = self.maker.make(call, programs, call.input_pins)
         for border in program.step.inputs:
             if border.kind == "input":
                 self.input_placements[border.name] = border.spec.placements
@@ -431,11 +464,14 @@ class Runtime:
         self._restore_views(served, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
-        return served.graph.result.unflatten(outputs)
+        return served.graph.result.unflatten(outputs, (args, kwargs))
 
     def _input(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         """Return an input as the program takes it: this rank's local tensor, contiguous as in the capture."""
         if isinstance(tensor, DTensor):
+            # Without autograd's part in it, which takes time: a cache is many such inputs of every call.
+            if tensor.placements == border.spec.placements and not tensor.requires_grad:
+                return local_of(tensor).contiguous()
             return tensor.redistribute(self.device_mesh, border.spec.placements).to_local()
         return tensor.contiguous()
 
