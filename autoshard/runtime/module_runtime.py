@@ -413,9 +413,11 @@ class Runtime:
         return {name: tuple(tensor.shape) for name, tensor in call_tensors(self.module, args, kwargs).items()}
 
     def _call_kind(self, call: NewCall) -> Hashable:
-        """Return everything of a call but sizes and plain values."""
+        """Return everything of a call but sizes, other than those of `DTensor`s, and plain values."""
         tensors = call_tensors(self.module, call.args, call.kwargs).items()
-        return call.grad, self.module.training, tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
+        sizes = tuple(tuple(tensor.shape) for _, tensor in tensors if isinstance(tensor, DTensor))
+        kinds = tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
+        return call.grad, self.module.training, kinds, sizes
 
     def _location(self, graph: JointGraph, border: ProgramTensor) -> tuple[dict[str, Any], str] | torch.Tensor | None:
         """Return where to find an input of the program: a table of the module and its key, or the tensor itself."""
