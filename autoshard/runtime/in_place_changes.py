@@ -89,6 +89,9 @@ def write_back(step: LocalStep, border: ProgramTensor, value: Tensor, tensors: S
     for source, tensor in zip(step.inputs, tensors, strict=False):
         if source.name != border.name or source.kind == "tangent":
             continue
+        # The program wrote into it.
+        if value is local_of(tensor):
+            continue
         with torch.no_grad():
             # The caller has placed a `DTensor` that is an input; the program may place it otherwise.
             placed_otherwise = isinstance(tensor, DTensor) and tensor.placements != source.spec.placements

@@ -186,6 +186,7 @@ class ProgramMaker:
             overlap=self.target.options.overlap,
             in_parts=self._later is not None,
             reduced=None if sums is None else self._reduced,
+            in_place=True,
         )
         if self.placed is None:
             self._place(plan)
