@@ -64,6 +64,9 @@ class BoundarySpecs:
                 for spec in specs
                 if is_storage_spec(value, spec, self.mesh) and not self._has_uneven_shares(value, spec)
             ]
+            if source.kind == "input":
+                # Such as a cache, whose rows are written where they lie: shards with padding would be copied.
+                specs = [spec for spec in specs if is_even(value.meta.shape, spec, self.mesh)]
         allowed = [
             spec
             for spec in specs

@@ -198,7 +198,7 @@ def test_a_language_model_that_returns_its_cache() -> None:
 def test_what_graphs_can_hold_is_not_touched() -> None:
     hook = OpaqueOutputs()
     output = (torch.ones(2), {"a": [1, 2.0, None, "b", True]})
-    assert hook.replace(output) is output
+    assert hook.replace(output, {}) is output
     assert hook.replaced == {}
     hook.warn("nothing")
 
@@ -206,5 +206,5 @@ def test_what_graphs_can_hold_is_not_touched() -> None:
 def test_an_output_without_any_tensor_is_left_to_torch() -> None:
     hook = OpaqueOutputs()
     output = Store(torch.ones(2))
-    assert hook.replace(output) is output
+    assert hook.replace(output, {}) is output
     assert hook.replaced == {}
