@@ -149,7 +149,7 @@ _PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, tor
 
 
 class OpaqueOutputs:
-    """Replacement, by None, of objects in an output other than tensors, plain values and known containers.
+    """Replacement, by plain values, of objects in an output other than tensors, plain values and known containers.
 
     Hugging Face models return their key-value cache beside the loss by default. A training step has no use for it, and
     a graph returns tensors alone. A cache that a call was given, and returns with the tensors that it had, is that of
@@ -165,7 +165,7 @@ class OpaqueOutputs:
         self.arguments: dict[str, Argument] = {}
 
     def replace(self, output: Any, passed: Mapping[int, tuple[Argument, list[Any]]]) -> Any:
-        """Return the output with None for such objects; the output itself if no tensor would be left.
+        """Return the output with plain values for such objects; the output itself if no tensor would be left.
 
         Args:
             output: of `forward`.
@@ -182,7 +182,14 @@ class OpaqueOutputs:
         arguments = {name: leaf for name, leaf in opaque.items() if isinstance(leaf, Argument)}
         self.arguments |= arguments
         self.replaced |= {name: type(leaf).__name__ for name, leaf in opaque.items() if name not in arguments}
-        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, recorded)
+
+        def plain(leaf: Any) -> Any:
+            # A text, as outputs of transformers drop what is None. The layout of the result has the argument again.
+            if isinstance(leaf, Argument):
+                return str(leaf.key)
+            return leaf if isinstance(leaf, _PLAIN) else None
+
+        return pytree.tree_map(plain, recorded)
 
     def warn(self, model: str) -> None:
         """Warn of the replaced objects, if there are any."""

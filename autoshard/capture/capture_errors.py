@@ -71,9 +71,9 @@ _ADVICE = (
     ),
     (
         ("<class 'transformers.cache_utils",),
-        "a cache of transformers is no argument of a parallelised model as it is. Call "
-        "autoshard.integrations.generation.prepare_generation(model) before model.generate(...), which then makes caches "
-        "in shards; or pass use_cache=False",
+        "a cache of transformers lies whole on one device. Call "
+        "autoshard.integrations.generation.prepare_generation(model) before model.generate(...), which then makes "
+        "caches in shards; or pass use_cache=False",
     ),
     (
         ("Unsupported input type", "Invalid input type", "pytree"),

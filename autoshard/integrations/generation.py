@@ -53,30 +53,21 @@ class ShardedLayer(StaticLayer):
         cumulative_length: the number of tokens in the cache, an integer tensor without dims, on the ranks' device.
     """
 
+    # `DTensor`s; in a capture, fake tensors.
+    keys: Any
+    values: Any
+
     def __init__(self, keys: Tensor, values: Tensor, cumulative_length: Tensor) -> None:
         # Without that of the base class, which makes tensors.
         self.keys, self.values, self.cumulative_length = keys, values, cumulative_length
         self.is_initialized = True
-
-    @property
-    def max_cache_len(self) -> int:
-        """The number of tokens that fit."""
-        return self.keys.shape[2]
-
-    @property
-    def batch_size(self) -> int:
-        """The number of sequences."""
-        return self.keys.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank's part."""
-        return self.keys.device
+        # A tree may hold other leaves than tensors.
+        if isinstance(keys, Tensor):
+            self.device, (self.batch_size, _, self.max_cache_len, _) = keys.device, keys.shape
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences, as a beam search does."""
         for cached in (self.keys, self.values):
-            assert isinstance(cached, DTensor)
             mesh = cached.device_mesh
             rows = [Replicate() if placement.is_shard(0) else placement for placement in cached.placements]
             chosen = cached.redistribute(mesh, rows).to_local().index_select(0, beam_idx.to(cached.device))
@@ -90,7 +81,7 @@ class ShardedCache(StaticCache):
         layers: those of the model.
     """
 
-    layers: list[ShardedLayer]
+    layers: Any  # a list of `ShardedLayer`s
 
     def __init__(self, layers: list[ShardedLayer]) -> None:
         self.layers = layers
@@ -144,8 +135,8 @@ def prepare_generation(model: nn.Module) -> None:
         )
     if runtime.inputs == "local" or runtime.maker.target.output_placements is not None:
         raise InputError(
-            'generate() reads whole logits of a whole batch on every rank: call autoshard.parallelize with inputs="global" '
-            "and without output_placements, which are the defaults."
+            "generate() reads whole logits of a whole batch on every rank: call autoshard.parallelize with "
+            'inputs="global" and without output_placements, which are the defaults.'
         )
     _check_layers(model.config)
     caches = _Caches(model)
@@ -175,7 +166,7 @@ class _Caches:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self._model: Any = model
         self._longest = 0
 
     def prepare(
@@ -185,8 +176,8 @@ class _Caches:
         kind, given = generation_config.cache_implementation, model_kwargs.get(_CACHE)
         if given is not None and not isinstance(given, ShardedCache):
             raise InputError(
-                f"{_CACHE} is a {type(given).__name__}, which lies whole on one device. Leave it out: generate() makes a "
-                "cache in shards, which generate(..., return_dict_in_generate=True) returns, to go on from."
+                f"{_CACHE} is a {type(given).__name__}, which lies whole on one device. Leave it out: generate() makes "
+                "a cache in shards, and generate(..., return_dict_in_generate=True) returns it, to go on from."
             )
         if given is None and generation_config.use_cache is not False:
             if kind not in (None, "static"):
@@ -244,12 +235,11 @@ def _meta_layer(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh) ->
     return ShardedLayer(tensor(), tensor(), torch.zeros((), dtype=torch.int64, device=mesh.device_type))
 
 
-def _empty_layer(
-    example: ShardedLayer, keys: tuple[Placement, ...], values: tuple[Placement, ...]
-) -> ShardedLayer:
+def _empty_layer(example: ShardedLayer, keys: tuple[Placement, ...], values: tuple[Placement, ...]) -> ShardedLayer:
     """Return a layer like an example, with zeros that lie so on its mesh."""
-    tensors = [
-        zeros(*like.shape, dtype=like.dtype, device_mesh=like.device_mesh, placements=placements)
-        for like, placements in ((example.keys, keys), (example.values, values))
-    ]
-    return ShardedLayer(*tensors, torch.zeros_like(example.cumulative_length))
+
+    def tensor(like: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+        return zeros(*like.shape, dtype=like.dtype, device_mesh=like.device_mesh, placements=placements)
+
+    length = torch.zeros_like(example.cumulative_length)
+    return ShardedLayer(tensor(example.keys, keys), tensor(example.values, values), length)

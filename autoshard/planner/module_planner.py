@@ -68,7 +68,8 @@ class ModulePlanner:
         Args:
             args, kwargs, grad, tangents, dynamic, quiet: as for `capture_with_progress`.
             placed: placements of parameters and buffers that stay; None for the first call.
-            input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are whole.
+            input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are
+                whole.
 
         Raises:
             CaptureError: the call can't be captured.

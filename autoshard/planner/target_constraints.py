@@ -139,7 +139,7 @@ def _input_pins(
             for dim, size in dims.items()
             if size == shared.whole
         }
-    # The user's placements count more than those of earlier calls and `DTensor`s, and these more than shares of the batch.
+    # The user's placements count more than those of earlier calls and of `DTensor`s, and these more than shares.
     requested = without_omitted_arguments(module, target.input_placements, shapes)
     return {
         **shares,

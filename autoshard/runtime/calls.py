@@ -73,7 +73,7 @@ def _describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def pins_of(tensors: Mapping[str, torch.Tensor], device_mesh: DeviceMesh) -> PinsByName:
-    """Return the placements of the `DTensor`s that a program can take as they lie on the mesh: whole, or even shards."""
+    """Return the placements of the `DTensor`s that a program takes as they lie on the mesh: whole, or even shards."""
     mesh, pins = MeshShape.of(device_mesh), {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tensor.device_mesh == device_mesh:

@@ -61,8 +61,8 @@ def prompt(rows: int, length: int, padding: int = 0) -> Call:
 SAMPLING = {"do_sample": True, "temperature": 0.8}
 LENGTHS = {"input_ids": {1: "length"}, "position_ids": {1: "length"}}
 
-# Model, options, the dim of keys in shards, and calls with the number of programs that the model has after each: one for the prompt, and one
-# for a token.
+# Model, options, the dim of keys in shards, and calls with the number of programs that the model has after each: one
+# for the prompt, and one for a token.
 CASES: dict[str, tuple[Callable[[], PreTrainedModel], Mapping[str, Any], int, list[tuple[Call, int]]]] = {
     "heads in shards, and prompts of all lengths": (
         llama,
@@ -82,6 +82,7 @@ CASES: dict[str, tuple[Callable[[], PreTrainedModel], Mapping[str, Any], int, li
             (prompt(2, 4, padding=2), 2),
             ({**prompt(2, 4, padding=1), **SAMPLING}, 2),
             ({**prompt(1, 4), "num_beams": 2}, 3),
+            ({**prompt(2, 4), "prefill_chunk_size": 2}, 5),
         ],
     ),
     "experts": (mixtral, {}, 0, [(prompt(2, 3), 2), (prompt(2, 3), 2)]),
@@ -141,7 +142,12 @@ def _with_preparation(model: Any, call: Call) -> None:
 REFUSED: dict[str, tuple[Callable[[Any, Call], None], Call, type[Exception], str]] = {
     "not prepared": (_without_preparation, {}, CaptureError, r"prepare_generation\(model\) before model.generate"),
     "another kind": (_with_preparation, {"cache_implementation": "dynamic"}, InputError, "'dynamic': .* is static"),
-    "a cache of one device": (_with_preparation, {"past_key_values": DynamicCache()}, InputError, "DynamicCache, which"),
+    "a cache of one device": (
+        _with_preparation,
+        {"past_key_values": DynamicCache()},
+        InputError,
+        "DynamicCache, which",
+    ),
 }
 
 
