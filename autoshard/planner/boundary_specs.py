@@ -56,11 +56,15 @@ class BoundarySpecs:
         pinned_spec = Spec.of(*(placement or Replicate() for placement in pinned))
         if None not in pinned:
             return [pinned_spec]
+        is_open = source.kind == "parameter" or (source.kind == "input" and name in constraints.pinned)
         specs = [
             spec
-            for spec in _with_plain_shards(self._open_specs(rule, source.kind == "parameter"))
+            for spec in _with_plain_shards(self._open_specs(rule, is_open))
             if is_storage_spec(value, spec, self.mesh) and not self._has_uneven_shares(value, spec)
         ]
+        if source.kind == "input":
+            # Such as a cache, whose rows are written where they lie: shards with padding would be copied.
+            specs = [spec for spec in specs if is_even(value.meta.shape, spec, self.mesh)]
         allowed = [
             spec
             for spec in specs

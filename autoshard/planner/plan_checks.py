@@ -196,10 +196,10 @@ class _Checks:
 
     def _input_problem(self, name: str, spec: Spec) -> str:
         """Return why callers do not pass an input with a spec; an empty text if they do."""
-        if not self.constraints.local_inputs:
+        pinned: Sequence[Placement | None] = self.constraints.pinned.get(name, ())
+        if not self.constraints.local_inputs and not pinned:
             whole = 'with inputs="global" every rank passes it whole; was the plan made with inputs="local"?'
             return "" if spec.is_replicated else whole
-        pinned: Sequence[Placement | None] = self.constraints.pinned.get(name, ())
         differs = any(pin is not None and pin != placement for pin, placement in zip(pinned, spec, strict=False))
         return f"it is asked for as {', '.join(map(str, pinned))}" if differs else ""
 

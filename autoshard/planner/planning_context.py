@@ -468,7 +468,8 @@ class PlanningContext(ABC):
     def program(self, flow: Flow, reduced: DeferredReduction | None = None) -> PredictedProgram:
         """Return the calls of the program of some decisions; `reduced` as for `predict_program`."""
         with self.time_phase("account"):
-            return predict_program(flow, self.resharder, self.programs, reduced)
+            in_place = not self.cluster.device.compiled
+            return predict_program(flow, self.resharder, self.programs, reduced, in_place)
 
     def replay(self, program: PredictedProgram, prices: KernelPrices) -> tuple[float, float]:
         """Return the seconds of a step of a program, and those of them in which communication is exposed."""

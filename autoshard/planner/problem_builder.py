@@ -268,6 +268,10 @@ class _Build:
                 seconds += held * summed
                 if self.memory_counts:
                     self._add_parameter_memory(variable, source, value, held)
+        elif source.kind == "input" and len(specs) > 1 and self.memory_counts:
+            # An input that the plan places, such as a cache.
+            variable.life, variable.usage = (0, self.end), spec_list.bytes(value.meta, self.mesh)
+            variable.live_ranges = (LiveRange(variable.usage, *variable.life),)
         return variable
 
     def _add_parameter_memory(self, variable: Variable, source: JointInput, value: Value, held: np.ndarray) -> None:

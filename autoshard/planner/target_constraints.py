@@ -23,6 +23,7 @@ from autoshard.specs.layout import canonical, dim_of, padded_segments_of
 from autoshard.specs.spec import Spec, is_shard
 
 PlacementsByName = Mapping[str, tuple[Placement, ...]]
+PinsByName = Mapping[str, Pins]
 
 
 def constraints_for(
@@ -31,7 +32,7 @@ def constraints_for(
     mesh: MeshShape,
     target: Target,
     placed: PlacementsByName | None = None,
-    placed_inputs: PlacementsByName | None = None,
+    input_pins: PinsByName | None = None,
 ) -> Constraints:
     """Return the constraints of a plan.
 
@@ -41,7 +42,7 @@ def constraints_for(
         mesh: the mesh axes.
         target: the options.
         placed: placements of parameters that stay; those of buffers follow from their calls.
-        placed_inputs: placements of local inputs that an earlier call asked for.
+        input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are whole.
 
     Raises:
         HintError: a hint or a placement of inputs or outputs does not fit the module or the mesh.
@@ -69,7 +70,7 @@ def constraints_for(
         # Before the pins of inputs: these are no DTensors, and may lie in shares.
         pinned = {name: _replicate_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}
     first = placed is None
-    pinned.update(_input_pins(module, graph, mesh, target, placed_inputs or {}, shared, first))
+    pinned.update(_input_pins(module, graph, mesh, target, input_pins or {}, shared, first))
     return Constraints(
         pinned=pinned,
         planned_outputs=target.output_placements == "planned",
@@ -125,14 +126,15 @@ def _input_pins(
     graph: JointGraph,
     mesh: MeshShape,
     target: Target,
-    placed: PlacementsByName,
+    given: PinsByName,
     shared: SharedAxis | None,
     first: bool,
 ) -> dict[str, Pins]:
-    """Return how local inputs lie; nothing for global ones, which the program slices."""
-    if target.inputs == "global":
-        return {}
+    """Return how local inputs lie, and those that are given; the program slices other global ones."""
     shapes = {s.name: tuple(s.node.meta["val"].shape) for s in graph.inputs if s.kind == "input"}
+    given = {name: row for name, row in given.items() if name in shapes}
+    if target.inputs == "global":
+        return dict(given)
     # Labels may be left out, and a later call may lack what the first one had.
     for glob in without_omitted_arguments(module, target.input_placements, ()) if first else ():
         if not names_reached(glob, shapes):
@@ -147,8 +149,7 @@ def _input_pins(
                 row = pins[name]
                 pins[name] = (*row[: shared.axis], Shard(dim), *row[shared.axis + 1 :])
     # The first call decided how an input lies, by the same options; a later batch may be too small to tell.
-    pins |= {name: row for name, row in placed.items() if name in shapes}
-    return {name: _check_spec("input", name, shapes[name], row, mesh).placements for name, row in pins.items()}
+    return {name: _check_spec("input", name, shapes[name], row, mesh).placements for name, row in pins.items()} | given
 
 
 def _output_specs(graph: JointGraph, mesh: MeshShape, target: Target, first: bool) -> dict[str, Spec]:

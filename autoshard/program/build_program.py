@@ -100,6 +100,7 @@ def build_program(
     overlap: str,
     in_parts: bool,
     reduced: DeferredReduction | None,
+    in_place: bool = False,
 ) -> tuple[LocalStep, Halves]:
     """Make the program of a rank.
 
@@ -109,6 +110,8 @@ def build_program(
         home: the device of the program's tensors.
         compile, in_parts, reduced: as for `split`.
         overlap: the passes that arrange collectives, `"own"` or `"torch"`.
+        in_place: True if the program may write into inputs that it changes, as for `split`. Inputs of a graph with
+            checks of its results change after these alone.
 
     Raises:
         PlanError: an operator can't have unequal shares as the plan has it.
@@ -120,4 +123,5 @@ def build_program(
         arrange = TorchArrangement(KernelPrices(planned.cost), groups, dynamic)
     with outside_modes():
         step = size_generic_step(planned.flow, planned.resharder, groups, home, planned.shared)
-        return step, split(step, compile, in_parts=in_parts, reduced=reduced, arrange=arrange)
+        in_place = in_place and not planned.graph.result.checks
+        return step, split(step, compile, in_parts, reduced, arrange, in_place)

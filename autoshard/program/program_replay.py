@@ -46,9 +46,11 @@ def kernel_seconds(cost: CostModel, op: Any, operands: object, results: object, 
     """
     if not hasattr(op, "overloadpacket"):
         return 0.0
-    if makes_view(op):
-        return cost.view()
     written, operands = list(tensors(results)), list(tensors(operands))
+    if op is torch.ops.aten.index_copy_.default:
+        written = operands = operands[-1:]  # rows are written to the memory of another tensor
+    elif makes_view(op):
+        return cost.view()
     work = flops(op, [tensor.shape for tensor in operands], [tensor.shape for tensor in written], args)
     # A kernel that selects reads only what it keeps.
     read = written if op is torch.ops.aten.index_select.default else operands

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import fx
 
 from autoshard.patterns.exchanging import exchange_ops, lower_shifts
 from autoshard.program._torch import compile_graph, split_joint, write_code
+from autoshard.program.aliasing import write_in_place
 from autoshard.program.localize import LocalStep
 from autoshard.program.overlap import Arrangement, arrange_own
 from autoshard.reshard.collective_schedule import propagate_layers
@@ -200,6 +201,7 @@ def split(
     in_parts: bool = False,
     reduced: DeferredReduction | None = None,
     arrange: Arrangement = arrange_own,
+    in_place: bool = False,
 ) -> Halves:
     """Split a local step with torch's partitioner, and join and order its collectives.
 
@@ -210,6 +212,8 @@ def split(
         in_parts: True if gradients of parameters may be wanted later than those of inputs.
         reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
         arrange: joins and orders the collectives of a half.
+        in_place: True if the forward half may write into inputs that the step changes, where there is no backward half,
+            and the program is not compiled.
     """
     joint = step.graph_module
     propagate_layers(joint.graph)
@@ -241,6 +245,8 @@ def split(
         # A compiler would reuse memory that a shift still reads.
         if compile:
             lower_shifts(half.graph)
+    if in_place and backward is None and not compile:
+        write_in_place(_changed_inputs(step, forward))
     forward_sizes = take_sizes(forward.graph)
     backward_sizes = () if backward is None else (*taken, *take_sizes(backward.graph))
     for half in (forward, *backwards):
@@ -280,6 +286,15 @@ def _reduction(
     for half in (last, end):
         write_code(half.graph, take_list=True)
     return GradientReduction(unreduced.places, last, end)
+
+
+def _changed_inputs(step: LocalStep, forward: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the placeholders of inputs and buffers that a step changes, and the nodes of their new values."""
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    sources = {border.name: node for border, node in zip(step.inputs, placeholders, strict=False)}
+    for border, value in zip(step.forward_outputs, _results(forward), strict=False):
+        if border.kind == "mutation":
+            yield sources[border.name], value
 
 
 def _gradients_of(step: LocalStep, kind: str) -> list[int]:

@@ -21,10 +21,12 @@ from autoshard.errors import InputError
 from autoshard.options.target import Target
 from autoshard.runtime.rank_agreement import HostGroups
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import dim_of
-from autoshard.specs.spec import is_shard
+from autoshard.specs.layout import canonical, dim_of, is_even
+from autoshard.specs.spec import Spec, is_shard
 
 PlacementsByName = Mapping[str, tuple[Placement, ...]]
+PinsByName = Mapping[str, tuple[Placement | None, ...]]
+"""Name of an input -> a placement per axis, None where the plan decides."""
 Tangents = Literal["loss", "all"]
 
 
@@ -38,6 +40,7 @@ class NewCall:
         signature: of the call, as `capture.call_layout.signature_of` makes it.
         dynamic: True if the sizes that calls may change are dynamic in the program.
         tangents: the outputs that are differentiated, as for `capture`.
+        input_pins: placements of inputs in the program; None for those that `DTensor`s have.
     """
 
     args: tuple[Any, ...]
@@ -46,6 +49,7 @@ class NewCall:
     signature: Hashable
     dynamic: bool
     tangents: Tangents = "loss"
+    input_pins: PinsByName | None = None
 
 
 def without_numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,17 +73,29 @@ def describe_call(
     """
     tensors = call_tensors(module, args, kwargs)
     split = split or {}
-
-    def shape_text(name: str, tensor: torch.Tensor) -> str:
-        dims = split.get(name, ())
-        return str(tuple("any" if dim in dims else size for dim, size in enumerate(tensor.shape)))
-
     return {
         "whether gradients are wanted": "yes" if grad else "no",
         "whether the module is in training mode": "yes" if module.training else "no",
         "the names of the tensors that are passed": ", ".join(tensors),
-        **{f"the input {name}": f"{tensor.dtype} {shape_text(name, tensor)}" for name, tensor in tensors.items()},
+        **{f"the input {name}": _describe_tensor(tensor, split.get(name, ())) for name, tensor in tensors.items()},
     }
+
+
+def _describe_tensor(tensor: torch.Tensor, split: Collection[int]) -> str:
+    sizes = tuple("any" if dim in split else size for dim, size in enumerate(tensor.shape))
+    text = f"{tensor.dtype} {sizes}"
+    return f"{text}, a DTensor placed as {tensor.placements}" if isinstance(tensor, DTensor) else text
+
+
+def pins_of(tensors: Mapping[str, torch.Tensor], device_mesh: DeviceMesh) -> PinsByName:
+    """Return the placements of the `DTensor`s that a program takes as they lie on the mesh: whole, or even shards."""
+    mesh, pins = MeshShape.of(device_mesh), {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and tensor.device_mesh == device_mesh:
+            spec = Spec.of(*tensor.placements)
+            if not spec.partial_axes and is_even(tuple(tensor.shape), spec, mesh):
+                pins[name] = canonical(tuple(tensor.shape), spec, mesh).placements
+    return pins
 
 
 # No tuple: pytree would take that apart.
@@ -91,6 +107,7 @@ class _TensorSignature:
     shape: tuple[int | None, ...]
     dtype: torch.dtype
     requires_grad: bool
+    is_dtensor: bool
 
 
 def without_dynamic_sizes(
@@ -106,7 +123,7 @@ def without_dynamic_sizes(
         # Users may count dims from the end.
         free = {dim % leaf.ndim for dim in dims}
         shape = tuple(None if dim in free else size for dim, size in enumerate(leaf.shape))
-        return _TensorSignature(shape, leaf.dtype, leaf.requires_grad)
+        return _TensorSignature(shape, leaf.dtype, leaf.requires_grad, isinstance(leaf, DTensor))
 
     args, kwargs = pytree.tree_map(mask_sizes, call)
     return args, kwargs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import MethodType
@@ -31,12 +31,15 @@ from autoshard.runtime.calls import (
     MOST_PROGRAMS,
     CallSizes,
     NewCall,
+    PinsByName,
+    PlacementsByName,
     Shapes,
     check_blocks,
     describe_call,
     even_shapes,
     gather_shapes,
     local_shares,
+    pins_of,
     split_dims,
     whole_shapes,
     with_global_shapes,
@@ -49,7 +52,7 @@ from autoshard.runtime.in_place_changes import check_changes, place_constant, wr
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
-from autoshard.runtime.shards import place_buffers, to_mesh_device
+from autoshard.runtime.shards import local_of, place_buffers, to_mesh_device
 from autoshard.runtime.step import RunnableStep
 from autoshard.size import Sizes, at
 
@@ -241,7 +244,7 @@ class Runtime:
         if self.only_call is not None:
             whole_args, whole_kwargs = self.only_call
         elif self.inputs == "local":
-            self._place_inputs(args, kwargs)
+            self._decide_input_placements(args, kwargs)
             is_uneven = self._compare_sizes(args, kwargs, grad)
             (whole_args, whole_kwargs), counts = self._with_global_shapes((args, kwargs), is_uneven)
         elif self.dynamic:
@@ -251,7 +254,7 @@ class Runtime:
             self._compare(served, args, kwargs)
         return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
 
-    def _place_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _decide_input_placements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide how the local inputs lie that no call had before."""
         shapes = self._input_shapes(args, kwargs)
         if shapes.keys() <= self.input_placements.keys():
@@ -314,20 +317,46 @@ class Runtime:
                 )
         return {**sizes, **shared.sizes(counts, self.device_mesh.get_local_rank(shared.axis))}
 
-    def _program_for_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[CallProgram, Sizes]:
-        """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes."""
+    def place_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str]) -> PlacementsByName:
+        """Make the program of a call without gradients, and return where it wants some inputs, such as a cache, to lie.
+
+        The first program of the module also places its parameters. All ranks call this together.
+
+        Args:
+            args, kwargs: of the call, with tensors of global shapes, which may be on the meta device.
+            names: the inputs, which are `DTensor`s, however they lie. The plan decides where they are to lie; a program
+                that is there already has decided it.
+
+        Raises:
+            AutoshardError: as for a call.
+        """
+        free = dict.fromkeys(names, (None,) * self.mesh.ndim)
+        with torch.no_grad():
+            pins = pins_of(call_tensors(self.module, args, kwargs), self.device_mesh)
+            served, _ = self._program_for_call(args, kwargs, grad=False, input_pins={**pins, **free})
+        inputs = {border.name: border for border in served.program.step.inputs if border.kind == "input"}
+        return {name: inputs[name].spec.placements for name in names}
+
+    def _program_for_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, input_pins: PinsByName | None = None
+    ) -> tuple[CallProgram, Sizes]:
+        """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes.
+
+        The pins are for a new program, as in `NewCall`.
+        """
         shapes = self._input_shapes(args, kwargs) if self.dynamic else {}
         dynamic = without_omitted_arguments(self.module, self.dynamic, shapes)
         if dynamic and may_be_dynamic(dynamic, shapes):
             masked_args, masked_kwargs = without_dynamic_sizes(self.module, (args, kwargs), dynamic)
             signature = signature_of(self.module, masked_args, masked_kwargs, grad)
-            served = self._serve(NewCall(args, kwargs, grad, signature, True))
+            served = self._serve(NewCall(args, kwargs, grad, signature, True, input_pins=input_pins))
             assert served.graph.dynamic is not None
             sizes = served.graph.dynamic.sizes_of(shapes)
             if served.graph.dynamic.serves(sizes):
                 return served, sizes
         # Calls outside the range of the dynamic graph, such as a batch of one, have graphs of their own.
-        served = self._serve(NewCall(args, kwargs, grad, signature_of(self.module, args, kwargs, grad), False))
+        signature = signature_of(self.module, args, kwargs, grad)
+        served = self._serve(NewCall(args, kwargs, grad, signature, False, input_pins=input_pins))
         return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
 
     def _serve(self, call: NewCall) -> CallProgram:
@@ -361,7 +390,11 @@ class Runtime:
         check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
         programs = dict(self._original_programs.get(call.signature, {}))
         programs |= {served.graph.fingerprint: served.program for served in earlier}
-        graph, program = self.maker.make(call, programs, self.input_placements)
+        if call.input_pins is None:
+            pins = pins_of(call_tensors(self.module, call.args, call.kwargs), self.device_mesh)
+            call = replace(call, input_pins={**(self.input_placements if self.inputs == "local" else {}), **pins})
+        assert call.input_pins is not None
+        graph, program = self.maker.make(call, programs, call.input_pins)
         for border in program.step.inputs:
             if border.kind == "input":
                 self.input_placements[border.name] = border.spec.placements
@@ -398,9 +431,11 @@ class Runtime:
         return {name: tuple(tensor.shape) for name, tensor in call_tensors(self.module, args, kwargs).items()}
 
     def _call_kind(self, call: NewCall) -> Hashable:
-        """Return everything of a call but sizes and plain values."""
+        """Return everything of a call but sizes, other than those of `DTensor`s, and plain values."""
         tensors = call_tensors(self.module, call.args, call.kwargs).items()
-        return call.grad, self.module.training, tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
+        sizes = tuple(tuple(tensor.shape) for _, tensor in tensors if isinstance(tensor, DTensor))
+        kinds = tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
+        return call.grad, self.module.training, kinds, sizes
 
     def _location(self, graph: JointGraph, border: ProgramTensor) -> tuple[dict[str, Any], str] | torch.Tensor | None:
         """Return where to find an input of the program: a table of the module and its key, or the tensor itself."""
@@ -449,11 +484,14 @@ class Runtime:
         self._restore_views(served, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
-        return served.graph.result.unflatten(outputs)
+        return served.graph.result.unflatten(outputs, (args, kwargs))
 
     def _input(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         """Return an input as the program takes it: this rank's local tensor, contiguous as in the capture."""
         if isinstance(tensor, DTensor):
+            # Without autograd's part in it, which takes time: a cache is many such inputs of every call.
+            if tensor.placements == border.spec.placements and not tensor.requires_grad:
+                return local_of(tensor).contiguous()
             return tensor.redistribute(self.device_mesh, border.spec.placements).to_local()
         return tensor.contiguous()
 

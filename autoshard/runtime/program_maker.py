@@ -23,7 +23,7 @@ from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph, build_program
 from autoshard.reshard.reductions import DeferredReduction
-from autoshard.runtime.calls import NewCall, PlacementsByName, Tangents, without_numbers
+from autoshard.runtime.calls import NewCall, PinsByName, PlacementsByName, Tangents, without_numbers
 from autoshard.runtime.in_place_changes import check_constants
 from autoshard.runtime.optimizers import replace_in_optimizers
 from autoshard.runtime.rank_agreement import (
@@ -63,7 +63,7 @@ class CallPlanner(Protocol):
         dynamic: bool,
         quiet: bool,
         placed: PlacementsByName | None,
-        placed_inputs: PlacementsByName,
+        input_pins: PinsByName,
     ) -> Call: ...
 
     def check(self, call: Any) -> None: ...
@@ -159,16 +159,16 @@ class ProgramMaker:
         self.module.sharding_plan = None  # type: ignore[assignment]
 
     def make(
-        self, call: NewCall, programs: Mapping[str, RunnableStep], placed_inputs: PlacementsByName
+        self, call: NewCall, programs: Mapping[str, RunnableStep], input_pins: PinsByName
     ) -> tuple[JointGraph, RunnableStep]:
         """Capture a call, plan it, and return its graph and program; all ranks call this together.
 
         Args:
             call: the call.
             programs: those of the call's signature in other states of the module, by the fingerprints of their graphs.
-            placed_inputs: the placements that earlier programs have for inputs, by name.
+            input_pins: the placements of inputs in the program, as far as they are known.
         """
-        captured = on_all_ranks(self.device_mesh, lambda: self._capture(call, placed_inputs))
+        captured = on_all_ranks(self.device_mesh, lambda: self._capture(call, input_pins))
         graph = captured.graph
         # Before planning: a module that alternates between two states would be planned at every change.
         program = self._program_of_equal_graph(graph, programs)
@@ -187,6 +187,7 @@ class ProgramMaker:
             overlap=self.target.options.overlap,
             in_parts=self._later is not None,
             reduced=None if sums is None else self._reduced,
+            in_place=True,
         )
         if self.placed is None:
             self._place(plan)
@@ -207,10 +208,10 @@ class ProgramMaker:
         check_ranks_agree(self.device_mesh, texts, "Have the module in the same state on all ranks.")
         return programs.get(graph.fingerprint)
 
-    def _capture(self, call: NewCall, placed_inputs: PlacementsByName) -> Call:
+    def _capture(self, call: NewCall, input_pins: PinsByName) -> Call:
         """Capture a call, and check that the options fit it."""
-        args, kwargs, local = call.args, call.kwargs, self.target.inputs == "local"
-        if local:
+        args, kwargs = call.args, call.kwargs
+        if self.target.inputs == "local":
             # No rank knows the numbers of the whole batch.
             args, kwargs = pytree.tree_map_only(torch.Tensor, without_numbers, (args, kwargs))
         captured = self.planner.capture(
@@ -221,7 +222,7 @@ class ProgramMaker:
             dynamic=call.dynamic,
             quiet=not is_first_rank(self.device_mesh),
             placed=self._current_placements(),
-            placed_inputs=placed_inputs if local else {},
+            input_pins=input_pins,
         )
         check_constants(captured.graph, self.module)
         self.planner.check(captured)
