@@ -153,6 +153,10 @@ class Options:
         input_placements: input path -> placements, for local inputs.
         output_placements: None: outputs come back whole; `"planned"`: as they lie, as DTensors; or a mapping of output
             paths to placements.
+        accumulate: backwards for every step of the optimizer, all but the last of which run in `autoshard.no_sync`. The
+            predicted step is one run, with its part of the reductions; memory counts the sums of the runs before, most
+            of which have the size of gradients before their reduction. Plans of more runs shard less over axes that
+            split the batch. Not for pipelines, which add up their microbatches, nor for `frontier` and `search`.
         compile: compile the local forward and backward programs by inductor. The plan counts what the compiler fuses as
             one kernel.
         overlap: only for `parallelize`: the code that joins the program's collectives and orders them among its
@@ -179,6 +183,7 @@ class Options:
     inputs: str = "global"
     input_placements: Mapping[str, Any] | None = None
     output_placements: Placements = None
+    accumulate: int = 1
     compile: bool = False
     overlap: str = "own"
     search: Search = field(default_factory=Search)
@@ -201,6 +206,11 @@ class Options:
                     f"{name}={getattr(self, name)!r}: pass an autoshard.{group.__name__}, such as "
                     f"autoshard.{group.__name__}({', '.join(f'{item.name}=...' for item in fields(group)[:2])})."
                 )
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise PlanError(
+                f"accumulate={self.accumulate!r}: it is the number of backwards for every step of the optimizer, a "
+                "whole number from 1 up."
+            )
         # Parsed for its errors: a wrong unit is reported before the module is captured.
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
@@ -230,6 +240,7 @@ class OptionKeywords(TypedDict, total=False):
     inputs: str
     input_placements: Mapping[str, Any] | None
     output_placements: Placements
+    accumulate: int
     compile: bool
     overlap: str
     search: Search
@@ -277,16 +288,19 @@ _ENTRY_POINTS = {
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
-        frozenset({"memory_limit", "shares", "compile", "overlap", "pipeline"}),
+        frozenset({"memory_limit", "shares", "accumulate", "compile", "overlap", "pipeline"}),
     ),
     "search": _EntryPoint(
         120.0,
         {"shares": None},
-        frozenset({"inputs", "input_placements", "output_placements", "dynamic", "shares", "compile", "overlap"}),
+        frozenset(
+            {"inputs", "input_placements", "output_placements", "dynamic", "shares", "accumulate", "compile", "overlap"}
+        ),
     ),
     # The programs run in float64, operator by operator, on equal ranks.
     "verify": _EntryPoint(
-        defaults={"shares": None}, refused=frozenset({"mp_policy", "shares", "compile", "overlap", "pipeline"})
+        defaults={"shares": None},
+        refused=frozenset({"mp_policy", "shares", "accumulate", "compile", "overlap", "pipeline"}),
     ),
 }
 

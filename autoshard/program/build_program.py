@@ -91,15 +91,22 @@ class PlannedGraph:
     shared: SharedAxis | None
 
 
+def arrangement_of(planned: PlannedGraph, groups: Sequence[str], overlap: str) -> Arrangement:
+    """Return the arrangement of collectives for the option `overlap`, `"own"` or `"torch"`."""
+    if overlap == "own":
+        return arrange_own
+    return TorchArrangement(KernelPrices(planned.cost), groups, planned.graph.dynamic is not None)
+
+
 def build_program(
     planned: PlannedGraph,
     groups: Sequence[str],
     home: torch.device,
     *,
     compile: bool,
-    overlap: str,
     in_parts: bool,
     reduced: DeferredReduction | None,
+    arrange: Arrangement = arrange_own,
 ) -> tuple[LocalStep, Halves]:
     """Make the program of a rank.
 
@@ -107,17 +114,18 @@ def build_program(
         planned: the graph and the decisions.
         groups: for every mesh axis, the name of the process group of this rank's line along it.
         home: the device of the program's tensors.
-        compile, in_parts, reduced: as for `split`.
-        overlap: the passes that arrange collectives, `"own"` or `"torch"`.
+        compile, in_parts, reduced, arrange: as for `split`.
 
     Raises:
         PlanError: an operator can't have unequal shares as the plan has it.
         RuleError: the program would be another one at other sizes.
     """
-    arrange: Arrangement = arrange_own
-    if overlap == "torch":
-        dynamic = planned.graph.dynamic is not None
-        arrange = TorchArrangement(KernelPrices(planned.cost), groups, dynamic)
     with outside_modes():
         step = size_generic_step(planned.flow, planned.resharder, groups, home, planned.shared)
         return step, split(step, compile, in_parts=in_parts, reduced=reduced, arrange=arrange)
+
+
+def split_unreduced(step: LocalStep, compile: bool, arrange: Arrangement) -> Halves:
+    """Split a program anew, so that gradients are added up over several runs before they are reduced."""
+    with outside_modes():
+        return split(step, compile, reduced="step", arrange=arrange)

@@ -18,7 +18,7 @@ from autoshard.capture.call_layout import call_tensors
 from autoshard.errors import InputError
 from autoshard.names import suggestion
 from autoshard.options.target import Target
-from autoshard.runtime.module_runtime import RUNTIME, Runtime
+from autoshard.runtime.module_runtime import Runtime, runtime_of
 from autoshard.runtime.program_maker import CallPlanner, ProgramMaker
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
@@ -47,12 +47,7 @@ def register_method(module: nn.Module, path: str, make_planner: PlannerMaker) ->
     Raises:
         InputError: as for `autoshard.register_forward_method`.
     """
-    runtime = module.__dict__.get(RUNTIME)
-    if not isinstance(runtime, Runtime):
-        raise InputError(
-            f"{type(module).__name__} is not parallelised, or is a pipeline: register_forward_method is for the module "
-            "that autoshard.parallelize returned for a mesh without a pipeline axis. Call parallelize first."
-        )
+    runtime = runtime_of(module, "register_forward_method")
     owner, name = _find_method(module, path)
     if any(owner is known and name == known_name for known, known_name, _ in runtime.methods_before):
         return
@@ -147,7 +142,7 @@ class _MethodRuntime:
         maker = ProgramMaker(self._caller, main.device_mesh, self._make_planner(self._caller, main.mesh, target), None)
         maker.placed = {f"{_CHILD}.{name}": placements for name, placements in main.maker.placed.items()}
         runtime = Runtime(maker)
-        runtime.uneven_inputs = main.uneven_inputs
+        runtime.uneven_inputs, runtime.accumulation = main.uneven_inputs, main.accumulation
         return runtime
 
     def _place_inputs(self, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

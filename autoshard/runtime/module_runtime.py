@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ from autoshard.runtime.calls import (
 )
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.copies import bound_forward, pickle_error, share_specs
+from autoshard.runtime.gradient_sums import Accumulation
 from autoshard.runtime.in_place_changes import check_changes, place_constant, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
 from autoshard.runtime.program_maker import ProgramMaker
@@ -74,6 +76,7 @@ class CallProgram:
         locations: for every input of the program, a table of the module and its key, a tensor, or None for arguments.
         compared: True if the ranks have compared the inputs of the first call.
         others: programs of the signature for other flags, numbers, submodules or hooks of the module.
+        with_sums: the program whose backwards add up gradients; None before the first call in `autoshard.no_sync`.
     """
 
     graph: JointGraph
@@ -81,6 +84,16 @@ class CallProgram:
     locations: tuple[tuple[dict[str, Any], str] | torch.Tensor | None, ...]
     compared: bool = False
     others: tuple[CallProgram, ...] = ()
+    with_sums: RunnableStep | None = None
+
+    def accumulating_program(self, active: bool) -> RunnableStep:
+        """Return the program to run: in `autoshard.no_sync`, or with sums, the one whose backwards add up gradients."""
+        if self.with_sums is None:
+            if not active:
+                return self.program
+            self.with_sums = self.program.with_sums()
+        sums = self.with_sums.sums
+        return self.with_sums if active or (sums is not None and not sums.is_empty) else self.program
 
     def candidates(self) -> tuple[CallProgram, ...]:
         """Return all programs of the signature."""
@@ -108,6 +121,7 @@ class Runtime:
             shapes. Shapes are not exchanged then, and outputs are local tensors.
         input_placements: the placements of inputs in programs, which local inputs have in other calls, too.
         owners: the modules that hold the parameters that were placed, by the parameters' names.
+        accumulation: the gradients that were added up in `autoshard.no_sync`.
     """
 
     def __init__(self, maker: ProgramMaker) -> None:
@@ -119,6 +133,7 @@ class Runtime:
         self.methods_before: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.owners: dict[str, nn.Module] = {}
+        self.accumulation = Accumulation()
         self.maker = maker
         self._has_planned_outputs = maker.target.output_placements is not None
         # Of hooks for all modules.
@@ -154,7 +169,7 @@ class Runtime:
         # Parameters that are left are held by somebody else, such as an optimizer that was made before.
         left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
         replace_in_optimizers(left)
-        prepare_optimizers(self.module)
+        prepare_optimizers(self.module, self.accumulation.check_reduced)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copy of the module, which shares plan, programs, planner and process groups."""
@@ -188,7 +203,7 @@ class Runtime:
         copied.owners = {name: memo[id(owner)] for name, owner in self.owners.items() if id(owner) in memo}
         copied._has_warned = self._has_warned
         copied._original_programs = self._programs_by_fingerprint()
-        prepare_optimizers(module)
+        prepare_optimizers(module, copied.accumulation.check_reduced)
         return copied
 
     def _programs_by_fingerprint(self) -> dict[Hashable, dict[str, RunnableStep]]:
@@ -214,6 +229,11 @@ class Runtime:
         for name, part in self.module.named_modules():
             if callable(getattr(part, _RESIZE, None)):
                 part.__dict__[_RESIZE] = partial(_refuse_resize, name)
+
+    def counted_no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of `autoshard.no_sync` if the plan counts the sums, else one that changes nothing."""
+        counted = self.maker.target.options.accumulate > 1
+        return self.accumulation.without_reductions() if counted else contextlib.nullcontext()
 
     def replace_method(self, owner: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
         """Replace a method of the module or of a submodule; captures run the one before."""
@@ -350,7 +370,7 @@ class Runtime:
         if not earlier and self.only_call is None:
             shapes = self._input_shapes(call.args, call.kwargs)
             self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
-        program = replace(program, general=self._general_program(call, graph))
+        program = replace(program, general=self._general_program(call, graph), accumulation=self.accumulation)
         locations = tuple(self._location(graph, border) for border in program.step.inputs)
         # A program for the same state was made for fewer gradients, and goes.
         others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
@@ -396,7 +416,8 @@ class Runtime:
         return None
 
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        program, step = served.program, served.program.step
+        program = served.accumulating_program(self.accumulation.active)
+        step = program.step
         leaves = iter(served.graph.call.flatten(args, kwargs))
         # The tensors that the user knows, in the order of the program's inputs.
         sources = []
@@ -498,6 +519,17 @@ class Runtime:
             leaves[place] = torch.empty(shapes[name], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return (args, kwargs), counts
+
+
+def runtime_of(module: nn.Module, function: str) -> Runtime:
+    """Return the runtime of a parallelised module; raise an `InputError` that names the function for another one."""
+    runtime = module.__dict__.get(RUNTIME)
+    if not isinstance(runtime, Runtime):
+        raise InputError(
+            f"{type(module).__name__} is not parallelised, or is a pipeline: {function} is for the module that "
+            "autoshard.parallelize returned for a mesh without a pipeline axis. Call parallelize first."
+        )
+    return runtime
 
 
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

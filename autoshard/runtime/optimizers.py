@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,11 +90,15 @@ def _replacement(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKey
     return new
 
 
-def prepare_optimizers(module: nn.Module) -> None:
+def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -> None:
     """Prepare optimizers of a module's `DTensor` parameters at their first step.
 
     From then on checkpoints of their state are right (`torch.distributed.checkpoint.state_dict` has an optimizer
     without state take a step first). Those that can't step on shards raise an `InputError` in `step` first.
+
+    Args:
+        module: the module.
+        check_gradients: called before every step; raises an `InputError` if gradients are not ready.
     """
     watched = weakref.ref(module)
     # The count of parameters at the last look: an optimizer is checked again where groups were added.
@@ -102,6 +106,8 @@ def prepare_optimizers(module: nn.Module) -> None:
     ready: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if optimizer in ready:
+            check_gradients()
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         module = watched()
         if checked_counts.get(optimizer) == count or module is None:
@@ -111,6 +117,7 @@ def prepare_optimizers(module: nn.Module) -> None:
         for parameter in held:
             _check_steps(optimizer, ours[id(parameter)], parameter)
         if held and optimizer not in ready:
+            check_gradients()
             ready.add(optimizer)
             checkpointable(optimizer)
             optimizer.register_step_post_hook(_count_changes)

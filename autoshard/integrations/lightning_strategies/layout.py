@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from autoshard.errors import InputError, MeshError, PipelineError, PlanError
 from autoshard.options import Options, Pipeline, collect_options
 from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.module_runtime import RUNTIME, Runtime
 from autoshard.search.search import auto_mesh
 
 Mesh = DeviceMesh | Mapping[str, int] | Literal["auto"]
@@ -248,6 +250,22 @@ class _RowsOfOutputs:
 def parallelized_mesh(module: nn.Module) -> DeviceMesh | None:
     """Return the mesh of the `DTensor` parameters of a module; None if there are no such parameters."""
     return next((value.device_mesh for value in module.parameters() if isinstance(value, DTensor)), None)
+
+
+@contextlib.contextmanager
+def no_backward_sync(root: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Context in which backwards of the parallelised modules in `root` reduce no gradients, if their plans count that.
+
+    Args:
+        root: the module, or one that it is part of.
+        enabled: False to change nothing.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in root.modules():
+            runtime = part.__dict__.get(RUNTIME)
+            if enabled and isinstance(runtime, Runtime):
+                stack.enter_context(runtime.counted_no_sync())
+        yield
 
 
 def check_all_placed(root: nn.Module, name: str) -> None:
