@@ -7,7 +7,7 @@ import copy
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -44,6 +44,7 @@ from autoshard.runtime.calls import (
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.copies import bound_forward, pickle_error, share_specs
 from autoshard.runtime.gradient_sums import Accumulation
+from autoshard.runtime.hub_methods import replace_hub_methods
 from autoshard.runtime.in_place_changes import check_changes, place_constant, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
 from autoshard.runtime.program_maker import ProgramMaker
@@ -226,9 +227,7 @@ class Runtime:
         self.module.forward = self._forward
         self.module.__dict__[RUNTIME] = self
         _torch.support_anomaly_detection()
-        for name, part in self.module.named_modules():
-            if callable(getattr(part, _RESIZE, None)):
-                part.__dict__[_RESIZE] = partial(_refuse_resize, name)
+        replace_hub_methods(self.module)
 
     def counted_no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of `autoshard.no_sync` if the plan counts the sums, else one that changes nothing."""
@@ -562,18 +561,6 @@ def _meta_tensor_error(borders: Sequence[ProgramTensor], tensors: Sequence[torch
     return InputError(
         f"the {border.kind} {border.name} is on the meta device and has no numbers: call autoshard.materialize(model), "
         "or autoshard.load_safetensors, first."
-    )
-
-
-# The method of Hugging Face's language models that changes the size of their vocabulary.
-_RESIZE = "resize_token_embeddings"
-
-
-def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> None:
-    path = f"{name}.{_RESIZE}" if name else _RESIZE
-    raise InputError(
-        f"{path}: the embeddings of a parallelised module lie on its mesh, and its programs are made for their sizes. "
-        f"Call {_RESIZE} before autoshard.parallelize."
     )
 
 
