@@ -47,6 +47,7 @@ from autoshard.runtime.gradient_sums import Accumulation
 from autoshard.runtime.hub_methods import replace_hub_methods
 from autoshard.runtime.in_place_changes import check_changes, place_constant, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
+from autoshard.runtime.part_calls import check_part_calls, checks_of
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
 from autoshard.runtime.shards import place_buffers, to_mesh_device
@@ -160,10 +161,15 @@ class Runtime:
             {"whether an example call is given": given, **self.maker.option_texts()},
             "Call parallelize with the same arguments on all ranks.",
         )
-        if args or kwargs:
-            self._program_for_call(args, kwargs, _wants_gradient(self.module, args, kwargs))
-        else:
-            self.maker.replicate_parameters()
+        with contextlib.ExitStack() as undo:
+            # Before the capture, which compares hooks at every call.
+            for handle in check_part_calls(self.module):
+                undo.callback(handle.remove)
+            if args or kwargs:
+                self._program_for_call(args, kwargs, _wants_gradient(self.module, args, kwargs))
+            else:
+                self.maker.replicate_parameters()
+            undo.pop_all()
         place_buffers(self.module, self.device_mesh)
         install_hooks(self.module)
         self.install()
@@ -244,6 +250,9 @@ class Runtime:
 
         self.methods_before.append((owner, name, before))
         setattr(owner, name, method)
+        if name == "forward":
+            for check in checks_of(owner):
+                check.allowed = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = _wants_gradient(self.module, args, kwargs)
