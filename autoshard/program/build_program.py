@@ -125,7 +125,7 @@ def build_program(
         return step, split(step, compile, in_parts=in_parts, reduced=reduced, arrange=arrange)
 
 
-def split_unreduced(step: LocalStep, compile: bool, arrange: Arrangement) -> Halves:
-    """Split a program anew, so that gradients are added up over several runs before they are reduced."""
+def split_again(step: LocalStep, arrange: Arrangement, compile: bool, reduced: DeferredReduction | None) -> Halves:
+    """Split a program anew, with arguments as for `split`: to compile it, or to add up gradients over several runs."""
     with outside_modes():
-        return split(step, compile, reduced="step", arrange=arrange)
+        return split(step, compile, reduced=reduced, arrange=arrange)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoshard.capture.call_layout import call_tensors
@@ -123,13 +124,22 @@ class _MethodRuntime:
         self._runtime: Runtime | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._prepare(args, kwargs)(*args, **kwargs)
+
+    @torch.compiler.disable(reason="the programs of a parallelised module are compiled one by one")
+    def call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in code that `torch.compile` traces."""
+        return self._prepare(args, kwargs).call_compiled(*args, **kwargs)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
+        """Return the runtime, ready for a call."""
         # Made by the first call: the shares of ranks and the placements are decided by then.
         if self._runtime is None:
             self._runtime = self._start()
         self._caller.training = self._main.module.training
         if self._runtime.inputs == "local":
             self._place_inputs(self._runtime, args, kwargs)
-        return self._runtime(*args, **kwargs)
+        return self._runtime
 
     def _start(self) -> Runtime:
         main = self._main

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -109,6 +109,15 @@ class CallProgram:
         return self
 
 
+class Replacement(Protocol):
+    """Runs a method of a parallelised module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in code that `torch.compile` traces."""
+
+
 class Runtime:
     """Runs a parallelised module.
 
@@ -137,6 +146,7 @@ class Runtime:
         self.owners: dict[str, nn.Module] = {}
         self.accumulation = Accumulation()
         self.maker = maker
+        self._compiles = False
         self._has_planned_outputs = maker.target.output_placements is not None
         # Of hooks for all modules.
         self._has_warned = False
@@ -240,12 +250,14 @@ class Runtime:
         counted = self.maker.target.options.accumulate > 1
         return self.accumulation.without_reductions() if counted else contextlib.nullcontext()
 
-    def replace_method(self, owner: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
+    def replace_method(self, owner: nn.Module, name: str, replacement: Replacement) -> None:
         """Replace a method of the module or of a submodule; captures run the one before."""
         before = getattr(owner, name)
 
         @wraps(before)
         def method(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return replacement.call_compiled(*args, **kwargs)
             return replacement(*args, **kwargs)
 
         self.methods_before.append((owner, name, before))
@@ -274,6 +286,13 @@ class Runtime:
         if not served.compared:
             self._compare(served, args, kwargs)
         return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
+
+    # Dynamo would trace the runtime, exchanges between ranks included, and fail.
+    @torch.compiler.disable(reason="the programs of a parallelised module are compiled one by one")
+    def call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in code that `torch.compile` traces: programs are compiled from now on, as by `compile=True`."""
+        self._compiles = True
+        return self(*args, **kwargs)
 
     def _compare_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> None:
         """Raise an `InputError` on every rank if ranks pass other sizes that need no new program."""
@@ -424,6 +443,8 @@ class Runtime:
         return None
 
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._compiles and not served.program.compiled:
+            served.program, served.with_sums = served.program.with_compiler(), None
         program = served.accumulating_program(self.accumulation.active)
         step = program.step
         leaves = iter(served.graph.call.flatten(args, kwargs))

@@ -22,7 +22,7 @@ from autoshard.capture.fake_module import check_parameters
 from autoshard.capture.joint import JointGraph
 from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.program.build_program import PlannedGraph, arrangement_of, build_program, split_unreduced
+from autoshard.program.build_program import PlannedGraph, arrangement_of, build_program, split_again
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime.calls import NewCall, PlacementsByName, Tangents, without_numbers
 from autoshard.runtime.gradient_sums import GradientSums
@@ -198,11 +198,11 @@ class ProgramMaker:
             self._place_new(plan)
         # Tables of prices are large, and the next call may never need a plan.
         self.planner.forget()
-        # Who differentiates more than the loss, and pipelines, have no use for it.
-        unreduced = None
+        # Programs of pipelines are made as they run; nobody asks for more of one that differentiates all outputs.
+        split = None
         if sums is None and call.tangents == "loss":
-            unreduced = functools.partial(split_unreduced, step, compile, arrange)
-        program = RunnableStep(step, halves, ranks, later=self._later, sums=sums, split_unreduced=unreduced)
+            split = functools.partial(split_again, step, arrange)
+        program = RunnableStep(step, halves, ranks, later=self._later, sums=sums, split=split, compiled=compile)
         return planned.graph, program
 
     def _program_of_equal_graph(self, graph: JointGraph, programs: Mapping[str, RunnableStep]) -> RunnableStep | None:

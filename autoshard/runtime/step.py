@@ -18,6 +18,7 @@ from autoshard.capture._torch import storage_of
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.program.split import Halves
+from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime._torch import is_view, local_tensors, per_rank
 from autoshard.runtime.gradient_sums import Accumulation, GradientSums, OpenSums
 from autoshard.runtime.rank_agreement import Seeds, coordinates_on
@@ -78,7 +79,8 @@ class RunnableStep:
         later: a list to which a backward appends the function that computes gradients of parameters, if these are
             computed later; the halves have parts then.
         sums: the sums of gradients that are added up over several backwards before they are reduced, if any.
-        split_unreduced: makes the halves for such sums.
+        split: makes other halves of the step, by `compile` and `reduced` of `split_again`; None if there are no others.
+        compiled: True if the halves are compiled.
         accumulation: what the module's backwards in `autoshard.no_sync` add up; None if its programs are run otherwise.
     """
 
@@ -88,15 +90,22 @@ class RunnableStep:
     general: Callable[[], RunnableStep] | None = None
     later: list[Callable[[], None]] | None = None
     sums: GradientSums | None = None
-    split_unreduced: Callable[[], Halves] | None = None
+    split: Callable[[bool, DeferredReduction | None], Halves] | None = None
+    compiled: bool = False
     accumulation: Accumulation | None = None
 
     def with_sums(self) -> RunnableStep:
         """Return the program whose backwards add up gradients in `autoshard.no_sync`; itself if it reduces none."""
-        if self.halves.backward is None or self.split_unreduced is None or self.accumulation is None:
+        if self.halves.backward is None or self.split is None or self.accumulation is None:
             return self
-        halves = self.split_unreduced()
+        halves = self.split(self.compiled, "step")
         return self if halves.reduction is None else replace(self, halves=halves, sums=OpenSums(self.accumulation))
+
+    def with_compiler(self) -> RunnableStep:
+        """Return the program with compiled halves."""
+        if self.compiled or self.split is None:
+            return self
+        return replace(self, halves=self.split(True, None), compiled=True)
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         """Run the forward half under autograd, and return its local outputs in the order of the step.
