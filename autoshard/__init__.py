@@ -34,6 +34,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.adafactor import Adafactor
 from autoshard.runtime.checkpoint import checkpointable
 from autoshard.search.result import SearchResult
 from autoshard.search.search import search
@@ -42,6 +43,7 @@ from autoshard.verify.verify import verify
 from autoshard.version import __version__
 
 __all__ = [
+    "Adafactor",
     "AutoshardError",
     "BudgetError",
     "CaptureError",

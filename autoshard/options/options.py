@@ -111,7 +111,8 @@ class Options:
             `autoshard.replicate(n)` or `autoshard.split(n)`. See docs/hints.md.
         memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach. Not for `frontier`.
         optimizer: the optimizer that will train the model: an optimizer, its class, or a name such as `"adamw"` (the
-            default), `"sgd"`, `"momentum"` or `"adafactor"`. Its state, and its temporary tensors, are memory.
+            default), `"sgd"`, `"momentum"` or `"adafactor"` (`autoshard.Adafactor`: torch's takes whole parameters
+            alone). Its state, and its temporary tensors, are memory.
         optimizer_bytes_per_element: of an optimizer that is none of these, the state that it keeps for every element
             of a trained parameter.
         cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh, the
