@@ -6,6 +6,7 @@ from autoshard.api import (
     load_full_state_dict,
     load_safetensors,
     materialize,
+    no_sync,
     parallelize,
     plan,
     register_forward_method,
@@ -35,6 +36,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.adafactor import Adafactor
 from autoshard.runtime.checkpoint import checkpointable
 from autoshard.search.result import SearchResult
 from autoshard.search.search import search
@@ -43,6 +45,7 @@ from autoshard.verify.verify import verify
 from autoshard.version import __version__
 
 __all__ = [
+    "Adafactor",
     "AutoshardError",
     "BudgetError",
     "CaptureError",
@@ -72,6 +75,7 @@ __all__ = [
     "load_full_state_dict",
     "load_safetensors",
     "materialize",
+    "no_sync",
     "parallelize",
     "plan",
     "register_forward_method",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import contextlib
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Literal, Unpack
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from autoshard.errors import InputError, PlanError
-from autoshard.options import OptionKeywords, Pipeline, collect_options
+from autoshard.options import OptionKeywords, Options, Pipeline, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
@@ -41,7 +42,7 @@ from autoshard.runtime.data_loader import BatchPart, ShardedDataLoader
 from autoshard.runtime.forward_methods import register_method
 from autoshard.runtime.full_state import gather_state, load_state
 from autoshard.runtime.materialize import Initializer, Model, materialize_module
-from autoshard.runtime.module_runtime import RUNTIME, Runtime
+from autoshard.runtime.module_runtime import RUNTIME, Runtime, runtime_of
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.search.search import auto_mesh, device_type_of_job
@@ -85,6 +86,7 @@ def plan(
     shape = MeshShape.of(mesh)
     options = collect_options("plan", keywords)
     pipeline = resolve_pipeline(shape, options.pipeline)
+    _check_accumulate(options, pipeline is not None)
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     if pipeline is not None:
         return plan_with_options(BatchCall(module, args, kwargs, pipeline.batch_dims), shape, pipeline, target)
@@ -189,11 +191,13 @@ def parallelize(
     call = BatchCall(module, args, kwargs, options.pipeline.batch_dims)
     pipeline: Pipeline | None
     if isinstance(mesh, str):
+        _check_accumulate(options, True)
         if plan is not None:
             raise PlanError('mesh="auto" and a plan: a plan is for one mesh, pass that.')
         mesh, pipeline, plan = auto_mesh(call, target)
     else:
         pipeline = resolve_pipeline(MeshShape.of(mesh), options.pipeline)
+        _check_accumulate(options, pipeline is not None)
     if pipeline is not None:
         return parallelize_pipeline(call, mesh, pipeline, target, plan=plan)
     shape = MeshShape.of(mesh)
@@ -282,6 +286,40 @@ def _data_axes_of(model: nn.Module) -> tuple[DeviceMesh, tuple[str, ...]]:
     if not isinstance(runtime, Runtime):
         raise InputError(f"{type(model).__name__} is not parallelised: call autoshard.parallelize first.")
     return runtime.device_mesh, runtime.data_axes if runtime.inputs == "local" else ()
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Context in which backwards of a parallelised module add up gradients on each rank, and reduce none.
+
+    The first backward outside of it adds its own gradients and reduces the sums, once for all microbatches of a step:
+
+        for x in microbatches[:-1]:
+            with autoshard.no_sync(model):
+                model(x).backward()
+        model(microbatches[-1]).backward()
+        optimizer.step()
+
+    The numbers are those of `backward` without it. The forward runs in the context, too; one that ran before it reduces
+    gradients as always. Until they are reduced, sums are not in `.grad`, which one small parameter alone has, as zeros;
+    `zero_grad()`, which sets it to None, drops them. Gradients that `torch.autograd.grad` asks for need the last
+    backward.
+
+    A sum has the size of the gradient before its reduction: where a parameter is sharded over the axis that splits the
+    batch, that of the whole parameter on this axis. A plan counts it with the option `accumulate`. Gradients that are
+    reduced in another dtype than the parameter's are reduced by every backward.
+
+    Args:
+        module: the result of `parallelize`; not a `PipelineModule`, whose `train_step` adds up its microbatches. All
+            ranks enter and leave together.
+
+    Raises:
+        InputError: the module is not parallelised, or is a pipeline. Later, `optimizer.step()` raises it if gradients
+            are not reduced.
+    """
+    check_module(module)
+    with runtime_of(module, "no_sync").accumulation.without_reductions():
+        yield
 
 
 def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:
@@ -396,6 +434,14 @@ def load_full_state_dict(
     """
     _check_no_pipeline(model, "load_full_state_dict")
     return load_state(model, state, strict, device)
+
+
+def _check_accumulate(options: Options, may_have_pipeline: bool) -> None:
+    if options.accumulate > 1 and may_have_pipeline:
+        raise PlanError(
+            f"accumulate={options.accumulate}: a pipeline adds up the gradients of its microbatches itself. Pass the "
+            "whole batch, with pipeline=autoshard.Pipeline(microbatches=...); or a mesh without a pipeline axis."
+        )
 
 
 def _check_no_pipeline(model: nn.Module, function: str) -> None:

@@ -107,6 +107,15 @@ class AutoshardAccelerator(Accelerator):
         check_parallelised(model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Context in which backwards reduce no gradients, if the module's plan counts the sums (`accumulate=`).
+
+        Otherwise every backward reduces: sums may need more memory than the plan's limit. `accumulate` uses it, too.
+        """
+        with check_parallelised(model).counted_no_sync():
+            yield
+
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Wrap an optimizer as accelerate does; its state lies where its parameters do."""
         return super().prepare_optimizer(optimizer, device_placement=False)

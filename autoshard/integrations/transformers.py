@@ -8,11 +8,10 @@ from are shards that `torch.distributed.checkpoint` saves.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +39,7 @@ from autoshard.specs.axes import MeshShape
 try:
     from accelerate import DataLoaderConfiguration
     from accelerate.utils import GradientAccumulationPlugin
-    from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
     from autoshard.integrations.accelerate import (
         SHARDS,
@@ -253,8 +252,7 @@ class AutoshardTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Gather the whole tensors, by all ranks, and write them, by the first one."""
         state = _state_to_save(self.model) if state_dict is None else state_dict
-        with _unchanged_configs(self.model):
-            super()._save(output_dir, state)
+        super()._save(output_dir, state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the shards of model and optimizer, by all ranks, and the scheduler."""
@@ -315,9 +313,6 @@ class AutoshardTrainer(Trainer):
 def save_pretrained(model: nn.Module, folder: str | Path, **keywords: Any) -> None:
     """Save a parallelised model, or its adapters, to files that `from_pretrained` reads; all ranks call it together.
 
-    The model's own `save_pretrained` writes into its configuration, on the rank that calls it. `forward` reads that, so
-    the next call would be a new one on this rank alone. This function leaves the configuration as it was.
-
     Args:
         model: a parallelised `PreTrainedModel` or `PeftModel`.
         folder: for the files; on the machine of the first rank.
@@ -330,8 +325,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, **keywords: Any) -> No
     state = _state_to_save(model)
 
     def save() -> str:
-        with _unchanged_configs(model):
-            cast(Any, model).save_pretrained(folder, state_dict=state, **keywords)
+        cast(Any, model).save_pretrained(folder, state_dict=state, **keywords)
         return ""
 
     # The other ranks wait for the files.
@@ -357,22 +351,6 @@ def _adapters(model: nn.Module) -> Mapping[str, Any]:
     """Return the configurations of a `PeftModel`'s adapters, by their names; none of another model."""
     configs: Mapping[str, Any] = {} if isinstance(model, PreTrainedModel) else getattr(model, "peft_config", {})
     return configs
-
-
-@contextlib.contextmanager
-def _unchanged_configs(model: nn.Module) -> Iterator[None]:
-    """Undo what `save_pretrained` writes into configs: `forward` reads them, and the first rank alone writes."""
-    configs = [
-        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
-    ]
-    configs += _adapters(model).values()
-    before = {id(config): (config, dict(vars(config))) for config in configs}
-    try:
-        yield
-    finally:
-        for config, values in before.values():
-            vars(config).clear()
-            vars(config).update(values)
 
 
 def _check_one_way(model: nn.Module, mesh: DeviceMesh | None, others: Sequence[Any]) -> None:

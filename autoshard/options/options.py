@@ -112,7 +112,8 @@ class Options:
             `autoshard.replicate(n)` or `autoshard.split(n)`. See docs/hints.md.
         memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach. Not for `frontier`.
         optimizer: the optimizer that will train the model: an optimizer, its class, or a name such as `"adamw"` (the
-            default), `"sgd"`, `"momentum"` or `"adafactor"`. Its state, and its temporary tensors, are memory.
+            default), `"sgd"`, `"momentum"` or `"adafactor"` (`autoshard.Adafactor`: torch's takes whole parameters
+            alone). Its state, and its temporary tensors, are memory.
         optimizer_bytes_per_element: of an optimizer that is none of these, the state that it keeps for every element
             of a trained parameter.
         cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh, the
@@ -164,6 +165,10 @@ class Options:
         output_placements: None: as `outputs` says; `"planned"`: as they lie, as DTensors; or globs over names of
             outputs -> placements, in which these come back as DTensors, or as local tensors with `outputs="local"`.
             Axes that are left open are whole, with `outputs="local"` rows on the data axes.
+        accumulate: backwards for every step of the optimizer, all but the last of which run in `autoshard.no_sync`. The
+            predicted step is one run, with its part of the reductions; memory counts the sums of the runs before, most
+            of which have the size of gradients before their reduction. Plans of more runs shard less over axes that
+            split the batch. Not for pipelines, which add up their microbatches, nor for `frontier` and `search`.
         compile: compile the local forward and backward programs by inductor. The plan counts what the compiler fuses as
             one kernel.
         overlap: only for `parallelize`: the code that joins the program's collectives and orders them among its
@@ -193,6 +198,7 @@ class Options:
     example_inputs: str = "global"
     input_placements: Mapping[str, Any] | None = None
     output_placements: Placements = None
+    accumulate: int = 1
     compile: bool = False
     overlap: str = "own"
     search: Search = field(default_factory=Search)
@@ -208,6 +214,11 @@ class Options:
                     f"{name}={getattr(self, name)!r}: pass an autoshard.{group.__name__}, such as "
                     f"autoshard.{group.__name__}({', '.join(f'{item.name}=...' for item in fields(group)[:2])})."
                 )
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise PlanError(
+                f"accumulate={self.accumulate!r}: it is the number of backwards for every step of the optimizer, a "
+                "whole number from 1 up."
+            )
         # Parsed for its errors: a wrong unit is reported before the module is captured.
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
@@ -240,6 +251,7 @@ class OptionKeywords(TypedDict, total=False):
     example_inputs: str
     input_placements: Mapping[str, Any] | None
     output_placements: Placements
+    accumulate: int
     compile: bool
     overlap: str
     search: Search
@@ -287,7 +299,7 @@ _ENTRY_POINTS = {
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
-        frozenset({"memory_limit", "shares", "compile", "overlap", "pipeline"}),
+        frozenset({"memory_limit", "shares", "accumulate", "compile", "overlap", "pipeline"}),
     ),
     "search": _EntryPoint(
         120.0,
@@ -295,14 +307,14 @@ _ENTRY_POINTS = {
         frozenset(
             {
                 *("inputs", "outputs", "data_axes", "example_inputs", "input_placements", "output_placements"),
-                *("dynamic", "shares", "compile", "overlap"),
+                *("dynamic", "shares", "accumulate", "compile", "overlap"),
             }
         ),
     ),
     # The programs run in float64, operator by operator, on equal ranks.
     "verify": _EntryPoint(
         defaults={"shares": None},
-        refused=frozenset({"mp_policy", "shares", "compile", "overlap", "pipeline", "example_inputs"}),
+        refused=frozenset({"mp_policy", "shares", "accumulate", "compile", "overlap", "pipeline", "example_inputs"}),
     ),
 }
 

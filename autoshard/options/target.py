@@ -40,6 +40,7 @@ class Settings:
             its saved tensors.
         reduced: the gradients that are reduced once for several runs; others are reduced with every run, and count in
             full.
+        holds_sums: True if the sums of the runs before are held in a run, and are no part of another account.
     """
 
     memory_limit: int | None = None
@@ -52,6 +53,7 @@ class Settings:
     gradient_steps: int = 1
     under_way: int = 1
     reduced: DeferredReduction = "step"
+    holds_sums: bool = False
 
     @property
     def left_unreduced(self) -> DeferredReduction | None:
@@ -123,6 +125,8 @@ class Target:
                 recompute=options.recompute,
                 effort=search.effort,
                 work_limit=search.work_limit,
+                gradient_steps=options.accumulate,
+                holds_sums=options.accumulate > 1,
             ),
             hints=options.hints,
             inputs=options.inputs,  # type: ignore[arg-type]

@@ -294,7 +294,7 @@ _PER_RUN_KINDS: frozenset[AllocationKind] = frozenset({"saved", "gathered", "com
 
 
 def allocations(
-    flow: Flow, program: PredictedProgram, optimizer: OptimizerMemory, under_way: int = 1
+    flow: Flow, program: PredictedProgram, optimizer: OptimizerMemory, under_way: int = 1, holds_sums: bool = False
 ) -> Iterator[Allocation]:
     """Return the allocations of one device, in positions of the program; the last moment is the optimizer's step.
 
@@ -307,8 +307,11 @@ def allocations(
         program: their program.
         optimizer: the memory of the optimizer.
         under_way: runs of the step that are under way at once, each of which holds its saved tensors.
+        holds_sums: True if the sums of earlier runs' gradients are held through the run, each as large as the gradient.
     """
     memory = _ProgramMemory(flow, program, optimizer)
+    if holds_sums:
+        yield from memory.sums_before()
     for allocation in memory.run():
         yield allocation
         if under_way > 1 and allocation.kind in _PER_RUN_KINDS and allocation.start < memory.border < allocation.end:
@@ -346,6 +349,19 @@ class _ProgramMemory:
                 until = self.end if end > len(self.order) else positions[last - 1] + 1
                 name = gradients[root] if root in gradients else self._name(root)
                 yield Allocation(name, held, positions[first], until, self._kind(root, end, gradients))
+
+    def sums_before(self) -> Iterator[Allocation]:
+        """Yield the sums of the gradients of parameters that earlier runs made, until the last reduction."""
+        parameters = {source.name for source in self.graph.parameters}
+        gradients = [(name, node) for (kind, name), node in self.program.outputs.items() if kind == "gradient"]
+        gradients = [(name, node) for name, node in gradients if name in parameters]
+        before = 0
+        for name, node in sorted(gradients, key=lambda pair: pair[1].meta["position"]):
+            size, position = node.meta["val"].nbytes, min(node.meta["position"], self.end - 2)
+            yield Allocation(f"sum of {name}", size, 0, self.end - 1, "gradient")
+            # The last run adds out of place, and frees the sums to which it has added.
+            yield Allocation(f"new sum of {name}", max(0, size - before), position, position + 1, "temporary")
+            before += size
 
     def _name(self, root: fx.Node) -> str:
         """Return the path of the module, and the key of the value or copy that the memory is for."""

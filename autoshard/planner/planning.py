@@ -248,6 +248,8 @@ def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float
     }
     if isinstance(target.shares, Mapping):
         options["shares"] = {axis: list(counts) for axis, counts in target.shares.items()}
+    if target.options.accumulate > 1:
+        options["accumulate"] = target.options.accumulate
     return replace(
         plan,
         timings={"capture": capture_seconds, **plan.timings},

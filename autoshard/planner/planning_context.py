@@ -71,7 +71,9 @@ class ProgramEstimate:
         """Bytes of one device, and those at every moment of the step."""
         program, context, settings = self._take_program(), self._context, self._context.settings
         with context.time_phase("account"):
-            allocated = list(allocations(self._flow, program, settings.optimizer, settings.under_way))
+            allocated = list(
+                allocations(self._flow, program, settings.optimizer, settings.under_way, settings.holds_sums)
+            )
             held = live_bytes(allocated, len(context.rules.operators) + 1)
             return Memory.of(allocated, context.operation_at), held
 

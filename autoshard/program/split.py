@@ -154,11 +154,13 @@ class GradientReduction:
         places: the places of these gradients among all gradients of the step.
         last: replaces the backward half, or its second part, in the last run. Its last arguments are the sums of the
             runs before; its last results are the arguments of `end`.
+        alone: takes these gradients, or sums of them, as a list, and returns them reduced.
         end: awaits the rest of the reductions and returns those gradients; None if `last` returns all.
     """
 
     places: tuple[int, ...]
     last: GraphPart
+    alone: fx.GraphModule
     end: GraphPart | None
 
 
@@ -220,7 +222,7 @@ def split(
     compile = compile and not _is_sized_by_data(joint)
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
-    forward, backward = joint, None
+    forward, backward = fx.GraphModule(joint, _copy(joint.graph)), None
     if step.gradients:
         # The partitioner that recomputes cheap operators first merges equal ones, also those that the plan repeats.
         cheap = compile and not step.repeats
@@ -265,6 +267,14 @@ def split(
     return Halves(forward, backward, saved, draws, forward_sizes, backward_sizes, parts, reduction)
 
 
+def _copy(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph: what is done to a half leaves the step as it is, which may be split again."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    copied.output_node().meta = dict(graph.output_node().meta)
+    return copied
+
+
 def _reduction(
     unreduced: PendingReductions, ends: fx.GraphModule | GraphPart, compile: bool, dynamic: bool
 ) -> GradientReduction:
@@ -274,18 +284,21 @@ def _reduction(
     else:
         whole, makes = ends, tuple(range(len(ends.graph.output_node().args[0])))  # type: ignore[arg-type]
     places = [makes.index(place) for place in unreduced.places]
+    alone = fx.GraphModule(whole, unreduced.scheduled_graph())
+    write_code(alone, take_list=True)
     graph = fx.GraphModule(whole, reduce_with_sums(whole.graph, unreduced, places))
     if compile:
         # Compiled code is not split at waits: `last` does everything.
         lower_shifts(graph.graph)
         graph.recompile()
         takes = tuple(range(len(graph.graph.find_nodes(op="placeholder"))))
-        return GradientReduction(unreduced.places, GraphPart(compile_graph(graph, dynamic=dynamic), takes, makes), None)
+        last = GraphPart(compile_graph(graph, dynamic=dynamic), takes, makes)
+        return GradientReduction(unreduced.places, last, alone, None)
     parts = split_at_waits(graph, places)
     last, end = (replace(part, makes=tuple(makes[place] for place in part.makes)) for part in parts)
     for half in (last, end):
         write_code(half.graph, take_list=True)
-    return GradientReduction(unreduced.places, last, end)
+    return GradientReduction(unreduced.places, last, alone, end)
 
 
 def _changed_inputs(step: LocalStep, forward: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -48,8 +49,11 @@ from autoshard.runtime.calls import (
 )
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.copies import bound_forward, pickle_error, share_specs
+from autoshard.runtime.gradient_sums import Accumulation
+from autoshard.runtime.hub_methods import replace_hub_methods
 from autoshard.runtime.in_place_changes import check_changes, place_constant, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
+from autoshard.runtime.part_calls import check_part_calls, checks_of
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
 from autoshard.runtime.shards import local_of, place_buffers, to_mesh_device
@@ -78,6 +82,7 @@ class CallProgram:
         locations: for every input of the program, a table of the module and its key, a tensor, or None for arguments.
         compared: True if the ranks have compared the inputs of the first call.
         others: programs of the signature for other flags, numbers, submodules or hooks of the module.
+        with_sums: the program whose backwards add up gradients; None before the first call in `autoshard.no_sync`.
     """
 
     graph: JointGraph
@@ -85,6 +90,16 @@ class CallProgram:
     locations: tuple[tuple[dict[str, Any], str] | torch.Tensor | None, ...]
     compared: bool = False
     others: tuple[CallProgram, ...] = ()
+    with_sums: RunnableStep | None = None
+
+    def accumulating_program(self, active: bool) -> RunnableStep:
+        """Return the program to run: in `autoshard.no_sync`, or with sums, the one whose backwards add up gradients."""
+        if self.with_sums is None:
+            if not active:
+                return self.program
+            self.with_sums = self.program.with_sums()
+        sums = self.with_sums.sums
+        return self.with_sums if active or (sums is not None and not sums.is_empty) else self.program
 
     def candidates(self) -> tuple[CallProgram, ...]:
         """Return all programs of the signature."""
@@ -96,6 +111,15 @@ class CallProgram:
         for served in self.others:
             served.others = ()
         return self
+
+
+class Replacement(Protocol):
+    """Runs a method of a parallelised module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in code that `torch.compile` traces."""
 
 
 class Runtime:
@@ -112,6 +136,7 @@ class Runtime:
             shapes. Shapes are not exchanged then, and outputs are local tensors.
         input_placements: the placements of inputs in programs, which local inputs have in other calls, too.
         owners: the modules that hold the parameters that were placed, by the parameters' names.
+        accumulation: the gradients that were added up in `autoshard.no_sync`.
     """
 
     def __init__(self, maker: ProgramMaker) -> None:
@@ -122,7 +147,9 @@ class Runtime:
         self.methods_before: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.owners: dict[str, nn.Module] = {}
+        self.accumulation = Accumulation()
         self.maker = maker
+        self._compiles = False
         self._has_local_outputs = maker.target.outputs == "local"
         self._has_planned_outputs = maker.target.output_placements is not None
         # Of hooks for all modules.
@@ -148,17 +175,22 @@ class Runtime:
             {"whether an example call is given": given, **self.maker.option_texts()},
             "Call parallelize with the same arguments on all ranks.",
         )
-        if args or kwargs:
-            self._program_for_call(args, kwargs, _wants_gradient(self.module, args, kwargs))
-        else:
-            self.maker.replicate_parameters()
+        with contextlib.ExitStack() as undo:
+            # Before the capture, which compares hooks at every call.
+            for handle in check_part_calls(self.module):
+                undo.callback(handle.remove)
+            if args or kwargs:
+                self._program_for_call(args, kwargs, _wants_gradient(self.module, args, kwargs))
+            else:
+                self.maker.replicate_parameters()
+            undo.pop_all()
         place_buffers(self.module, self.device_mesh)
         install_hooks(self.module)
         self.install()
         # Parameters that are left are held by somebody else, such as an optimizer that was made before.
         left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
         replace_in_optimizers(left)
-        prepare_optimizers(self.module)
+        prepare_optimizers(self.module, self.accumulation.check_reduced)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copy of the module, which shares plan, programs, planner and process groups."""
@@ -192,7 +224,7 @@ class Runtime:
         copied.owners = {name: memo[id(owner)] for name, owner in self.owners.items() if id(owner) in memo}
         copied._has_warned = self._has_warned
         copied._original_programs = self._programs_by_fingerprint()
-        prepare_optimizers(module)
+        prepare_optimizers(module, copied.accumulation.check_reduced)
         return copied
 
     def _programs_by_fingerprint(self) -> dict[Hashable, dict[str, RunnableStep]]:
@@ -215,20 +247,28 @@ class Runtime:
         self.module.forward = self._forward
         self.module.__dict__[RUNTIME] = self
         _torch.support_anomaly_detection()
-        for name, part in self.module.named_modules():
-            if callable(getattr(part, _RESIZE, None)):
-                part.__dict__[_RESIZE] = partial(_refuse_resize, name)
+        replace_hub_methods(self.module)
 
-    def replace_method(self, owner: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
+    def counted_no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of `autoshard.no_sync` if the plan counts the sums, else one that changes nothing."""
+        counted = self.maker.target.options.accumulate > 1
+        return self.accumulation.without_reductions() if counted else contextlib.nullcontext()
+
+    def replace_method(self, owner: nn.Module, name: str, replacement: Replacement) -> None:
         """Replace a method of the module or of a submodule; captures run the one before."""
         before = getattr(owner, name)
 
         @wraps(before)
         def method(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return replacement.call_compiled(*args, **kwargs)
             return replacement(*args, **kwargs)
 
         self.methods_before.append((owner, name, before))
         setattr(owner, name, method)
+        if name == "forward":
+            for check in checks_of(owner):
+                check.allowed = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = _wants_gradient(self.module, args, kwargs)
@@ -253,6 +293,13 @@ class Runtime:
         if not served.compared:
             self._compare(served, args, kwargs)
         return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
+
+    # Dynamo would trace the runtime, exchanges between ranks included, and fail.
+    @torch.compiler.disable(reason="the programs of a parallelised module are compiled one by one")
+    def call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in code that `torch.compile` traces: programs are compiled from now on, as by `compile=True`."""
+        self._compiles = True
+        return self(*args, **kwargs)
 
     def _decide_input_placements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide how the local inputs lie that no call had before."""
@@ -401,7 +448,7 @@ class Runtime:
         if not earlier and self.only_call is None:
             shapes = self._input_shapes(call.args, call.kwargs)
             self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
-        program = replace(program, general=self._general_program(call, graph))
+        program = replace(program, general=self._general_program(call, graph), accumulation=self.accumulation)
         locations = tuple(self._location(graph, border) for border in program.step.inputs)
         # A program for the same state was made for fewer gradients, and goes.
         others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
@@ -449,7 +496,10 @@ class Runtime:
         return None
 
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        program, step = served.program, served.program.step
+        if self._compiles and not served.program.compiled:
+            served.program, served.with_sums = served.program.with_compiler(), None
+        program = served.accumulating_program(self.accumulation.active)
+        step = program.step
         leaves = iter(served.graph.call.flatten(args, kwargs))
         # The tensors that the user knows, in the order of the program's inputs.
         sources = []
@@ -559,6 +609,17 @@ class Runtime:
         return with_global_shapes(self.module, call, global_shapes), counts
 
 
+def runtime_of(module: nn.Module, function: str) -> Runtime:
+    """Return the runtime of a parallelised module; raise an `InputError` that names the function for another one."""
+    runtime = module.__dict__.get(RUNTIME)
+    if not isinstance(runtime, Runtime):
+        raise InputError(
+            f"{type(module).__name__} is not parallelised, or is a pipeline: {function} is for the module that "
+            "autoshard.parallelize returned for a mesh without a pipeline axis. Call parallelize first."
+        )
+    return runtime
+
+
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names of parameters and the modules that hold them."""
     for path, part in module.named_modules():
@@ -589,18 +650,6 @@ def _meta_tensor_error(borders: Sequence[ProgramTensor], tensors: Sequence[torch
     return InputError(
         f"the {border.kind} {border.name} is on the meta device and has no numbers: call autoshard.materialize(model), "
         "or autoshard.load_safetensors, first."
-    )
-
-
-# The method of Hugging Face's language models that changes the size of their vocabulary.
-_RESIZE = "resize_token_embeddings"
-
-
-def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> None:
-    path = f"{name}.{_RESIZE}" if name else _RESIZE
-    raise InputError(
-        f"{path}: the embeddings of a parallelised module lie on its mesh, and its programs are made for their sizes. "
-        f"Call {_RESIZE} before autoshard.parallelize."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 import math
@@ -21,9 +22,10 @@ from autoshard.capture.fake_module import check_parameters
 from autoshard.capture.joint import JointGraph
 from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.program.build_program import PlannedGraph, build_program
+from autoshard.program.build_program import PlannedGraph, arrangement_of, build_program, split_again
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime.calls import NewCall, PinsByName, PlacementsByName, Tangents, without_numbers
+from autoshard.runtime.gradient_sums import GradientSums
 from autoshard.runtime.in_place_changes import check_constants
 from autoshard.runtime.optimizers import replace_in_optimizers
 from autoshard.runtime.rank_agreement import (
@@ -35,7 +37,7 @@ from autoshard.runtime.rank_agreement import (
     on_all_ranks,
 )
 from autoshard.runtime.shards import check_fits, place_buffers, replace_parameters
-from autoshard.runtime.step import GradientSums, Ranks, RunnableStep
+from autoshard.runtime.step import Ranks, RunnableStep
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
@@ -148,6 +150,7 @@ class ProgramMaker:
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
             "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
             **{f"the option {name}": str(value) for name, value in wanted.items()},
+            "the option accumulate": str(options.accumulate),
             "the option compile": str(options.compile),
         }
 
@@ -179,14 +182,16 @@ class ProgramMaker:
         ranks = Ranks(self.device_mesh, torch.device(self.device_mesh.device_type), self._part, self._seeds)
         # Who differentiates more than the loss is given reduced gradients at once.
         sums = self._sums if call.tangents == "loss" else None
+        compile = self.target.options.compile
+        arrange = arrangement_of(planned, ranks.groups, self.target.options.overlap)
         step, halves = build_program(
             planned,
             ranks.groups,
             ranks.device,
-            compile=self.target.options.compile,
-            overlap=self.target.options.overlap,
+            compile=compile,
             in_parts=self._later is not None,
             reduced=None if sums is None else self._reduced,
+            arrange=arrange,
             in_place=True,
         )
         if self.placed is None:
@@ -195,7 +200,12 @@ class ProgramMaker:
             self._place_new(plan)
         # Tables of prices are large, and the next call may never need a plan.
         self.planner.forget()
-        return planned.graph, RunnableStep(step, halves, ranks, later=self._later, sums=sums)
+        # Programs of pipelines are made as they run; nobody asks for more of one that differentiates all outputs.
+        split = None
+        if sums is None and call.tangents == "loss":
+            split = functools.partial(split_again, step, arrange)
+        program = RunnableStep(step, halves, ranks, later=self._later, sums=sums, split=split, compiled=compile)
+        return planned.graph, program
 
     def _program_of_equal_graph(self, graph: JointGraph, programs: Mapping[str, RunnableStep]) -> RunnableStep | None:
         """Return the program of another state of the module in which the graph was equal, such as before an attribute

@@ -132,7 +132,7 @@ def trainer(strategy: Any = "auto", epochs: int = 1, double: bool = True, **keyw
 
 
 def strategy(mesh: Any, **keywords: Any) -> AutoshardStrategy:
-    return AutoshardStrategy(mesh, **{"example": example(), "cluster": fast_links()} | keywords)
+    return AutoshardStrategy(mesh, **{"example": example(), "cluster": fast_links(), "accumulate": 2} | keywords)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

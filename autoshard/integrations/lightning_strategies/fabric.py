@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -18,6 +19,7 @@ from autoshard.integrations.lightning_strategies.layout import (
     Layout,
     Mesh,
     check_all_placed,
+    no_backward_sync,
     parallelized_mesh,
 )
 from autoshard.options import OptionKeywords
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
     from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as Base
 else:
     Base = object
+
+
+class _BackwardSync:
+    """The control that `fabric.no_backward_sync(module)` asks for a context."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return no_backward_sync(module, enabled)
 
 
 class FabricStrategy(Base):
@@ -63,6 +72,7 @@ class FabricStrategy(Base):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self._backward_sync_control: Any = _BackwardSync()
         self._layout = Layout(mesh, example, plan, options)
         self._saves_shards = save_distributed_checkpoint
 

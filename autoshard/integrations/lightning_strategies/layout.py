@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.data_loader import BatchPart
+from autoshard.runtime.module_runtime import RUNTIME, Runtime
 from autoshard.search.search import auto_mesh
 from autoshard.specs.axes import MeshShape
 
@@ -185,6 +187,22 @@ class Layout:
 def parallelized_mesh(module: nn.Module) -> DeviceMesh | None:
     """Return the mesh of the `DTensor` parameters of a module; None if there are no such parameters."""
     return next((value.device_mesh for value in module.parameters() if isinstance(value, DTensor)), None)
+
+
+@contextlib.contextmanager
+def no_backward_sync(root: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Context in which backwards of the parallelised modules in `root` reduce no gradients, if their plans count that.
+
+    Args:
+        root: the module, or one that it is part of.
+        enabled: False to change nothing.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in root.modules():
+            runtime = part.__dict__.get(RUNTIME)
+            if enabled and isinstance(runtime, Runtime):
+                stack.enter_context(runtime.counted_no_sync())
+        yield
 
 
 def check_all_placed(root: nn.Module, name: str) -> None:

@@ -20,6 +20,7 @@ from autoshard.integrations.lightning_strategies.layout import (
     Layout,
     Mesh,
     check_all_placed,
+    no_backward_sync,
     parallelized_mesh,
 )
 from autoshard.options import OptionKeywords
@@ -184,6 +185,14 @@ class TrainerStrategy(Base):
                 "tried with 2.6.6."
             )
         root._device_mesh = self._layout.device_mesh
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Context of backwards whose gradients are accumulated, as `accumulate_grad_batches` asks for."""
+        root = self.lightning_module
+        assert root is not None
+        with no_backward_sync(root):
+            yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the module; whole tensors, on rank 0, for a checkpoint in one file."""

@@ -160,7 +160,8 @@ class PipelineModule(nn.Module):
         self._tied_parameters = TiedParameters(self, first.stages, plan.schedule.placement, call_cache.group)
         self._tied_parameters.broadcast_values()
         install_hooks(self)
-        prepare_optimizers(self)
+        # `train_step` leaves no gradient unreduced.
+        prepare_optimizers(self, lambda: None)
 
     def add_call(self, prepared: PreparedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Add a prepared kind of call, with gradients, with an example of it."""
