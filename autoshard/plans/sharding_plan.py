@@ -50,6 +50,7 @@ class ShardingPlan(PlanContents):
             in the backward half (ZeRO-3); `"once"` if they are kept for it, or if one half alone gathers it; parameters
             that are used as they lie are not listed.
         recomputed: names of the layers that the backward half runs again, instead of keeping their activations.
+        step_replay: the predicted step, call by call, for pictures; empty in the files of older versions.
     """
 
     def __repr__(self) -> str:
