@@ -19,7 +19,7 @@ from autoshard.cli.arguments import (
     usage_errors,
 )
 from autoshard.cli.calibration import add_calibrate
-from autoshard.cli.plan_files import explanation, html_page, plan_tables, read_plan, read_saved
+from autoshard.cli.plan_files import explanation, plan_tables, read_plan, read_saved
 from autoshard.cli.planning import add_planning_verbs
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.cluster.cluster import Cluster
@@ -96,7 +96,8 @@ def _add_saved_plan_verbs(verbs: Verbs) -> None:
         "html",
         _html,
         summary="write a saved plan as a self-contained web page",
-        details="Write a saved plan, or plan of a pipeline, as a web page that loads nothing else.",
+        details="Write a saved plan, plan of a pipeline, or frontier as a web page that loads nothing else.\n"
+        "Its charts need plotly: pip install 'autoshard[html]'.",
         example="autoshard html plan.json plan.html",
     )
     for verb in (show, explain, html):
@@ -115,7 +116,7 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _html(options: argparse.Namespace) -> None:
     check_output("OUT.html", options.output)
-    options.output.write_text(html_page(read_plan(options.plan)), "utf-8")
+    read_saved(options.plan).to_html(options.output)
     print_line(f"wrote {options.output}")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
+from autoshard.memory.footprint import AllocationKind
 from autoshard.plans.step_replay import CollectiveSpan, ComputeSpan, HeldBytes, StepReplay
 from autoshard.program.program_replay import COLLECTIVE_KINDS, collective_call
 from autoshard.simulate.events import COMPUTE, Operation, Timeline
@@ -55,9 +56,10 @@ class CallTimes:
                 span = (moment, round(start, _DIGITS), round(end, _DIGITS))
                 collectives.append(CollectiveSpan(*span, call.kind, groups[call.axis], call.bytes))
         array = np.array(compute, dtype=np.float64).reshape(-1, 3)
-        return CallTimes(array, tuple(collectives), timeline.exposed, timeline.hidden)
+        seconds = (round(amount, _DIGITS) for amount in (timeline.exposed, timeline.hidden))
+        return CallTimes(array, tuple(collectives), *seconds)
 
-    def step_replay(self, held: Mapping[str, np.ndarray], operators: int) -> StepReplay:
+    def step_replay(self, held: Mapping[AllocationKind, np.ndarray], operators: int) -> StepReplay:
         """Return the record for a plan.
 
         Args:

@@ -77,7 +77,8 @@ class StepReplay:
     @property
     def seconds(self) -> float:
         """Seconds from the beginning to the end of the last call."""
-        return max((span.end for span in (*self.compute, *self.collectives)), default=0.0)
+        ends = [span.end for span in self.compute] + [span.end for span in self.collectives]
+        return max(ends, default=0.0)
 
     def bytes_by_kind(self, moments: int) -> dict[str, list[int]]:
         """Return for every kind of memory the bytes that are held at each of the moments `0` to `moments - 1`."""

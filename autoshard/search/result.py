@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from html import escape
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Group
@@ -17,15 +18,18 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape
 from autoshard.planner.planner import Planner
+from autoshard.plans.candidate_figures import CandidateRow, candidates_figure
+from autoshard.plans.html import Figure, HasPage, Section, View, cards, document, text_table
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.shapes import Shape
 from autoshard.solver.candidate_search import Candidate
 from autoshard.specs.axes import MeshShape
-from autoshard.units import format_bytes, format_seconds
+from autoshard.units import format_bytes, format_seconds, second_unit
 
 Option = Literal["mini-time", "mini-parallelism", "profiling"]
 
 BEST = "best"
+_LABELS = ("devices", "mesh", "step", "at least", "peak", "at least", "verdict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +59,14 @@ class MeshCandidate:
         """The number of devices."""
         return self.shape.mesh.size
 
+    @property
+    def text(self) -> str:
+        """The mesh as text, with the name of its pipeline axis."""
+        return f"{self.shape} (pipeline {self.shape.axis})" if self.shape.axis else str(self.shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
+class SearchResult(HasPage):
     """The result of `autoshard.search`.
 
     Attributes:
@@ -117,6 +126,82 @@ class SearchResult:
     def _repr_html_(self) -> str:
         return display.html(self.table())
 
+    def _page(self) -> str:
+        plan, counts = self.plan, sorted({candidate.devices for candidate in self.candidates})
+        lead = cards(
+            [
+                ("Best mesh", str(self.mesh), f"pipeline {self.pipeline_axis}" if self.pipeline_axis else ""),
+                ("Predicted step", format_seconds(_seconds(self.best)), f"on cluster {self.cluster}"),
+                ("Peak of one device", _bytes(self.best.peak), f"of {format_bytes(self.memory_limit)}"),
+                ("Meshes", str(len(self.candidates)), f"of {', '.join(map(str, counts))} devices"),
+            ]
+        )
+        lines = list(map(self._texts, self.candidates))
+        meshes = [*candidates_figure([self._candidate_row(candidate) for candidate in self.candidates], "mesh-")]
+        sections = [
+            Section(
+                "Meshes",
+                [*meshes, text_table(_LABELS, lines, texts=("mesh", "verdict")), *map(escape, self.notes)],
+            )
+        ]
+        if len(counts) > 1:
+            sections.append(Section("Devices", list(self._devices_figure())))
+        return document(f"Search: {self.mesh}", lead, [*sections, *plan.page_sections()])
+
+    def _candidate_row(self, candidate: MeshCandidate) -> CandidateRow:
+        name = candidate.text
+        if len({other.devices for other in self.candidates}) > 1:
+            name = f"{candidate.devices}: {name}"
+        return CandidateRow(
+            name,
+            candidate.seconds,
+            candidate.least_seconds,
+            candidate.peak,
+            self.memory_limit,
+            candidate.verdict,
+            candidate is self.best,
+        )
+
+    @staticmethod
+    def _texts(line: MeshCandidate) -> tuple[str, ...]:
+        """Return the texts of `_LABELS` for a mesh."""
+        amounts = (_time(line.seconds), _time(line.least_seconds), _bytes(line.peak), _bytes(line.least_bytes))
+        return (str(line.devices), line.text, *amounts, line.verdict)
+
+    def _devices_figure(self) -> Iterator[Figure]:
+        """Yield the shortest step of every number of devices, beside that of perfect speed-up."""
+        best = tuple(self.by_devices.values())
+        counts, steps = [line.devices for line in best], [_seconds(line) for line in best]
+        unit, second = second_unit(max(steps))
+        data: list[dict[str, Any]] = [
+            {
+                "type": "scatter",
+                "mode": "lines+markers+text",
+                "name": "fastest plan",
+                "x": counts,
+                "y": [step / second for step in steps],
+                "text": [str(line.shape) for line in best],
+                "textposition": "top right",
+                "line": {"color": "var(--accent)"},
+                "marker": {"size": 9},
+            },
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": "perfect speed-up",
+                "x": counts,
+                "y": [steps[0] * counts[0] / count / second for count in counts],
+                "line": {"color": "var(--muted)", "dash": "dot"},
+            },
+        ]
+        layout = {
+            "margin": {"l": 70, "r": 60, "t": 40, "b": 48},
+            "xaxis": {"type": "log", "tickvals": counts, "title": {"text": "devices"}},
+            "yaxis": {"type": "log", "title": {"text": f"predicted step [{unit}]"}},
+        }
+        view = View("devices", data, layout)
+        yield Figure("devices", "Shortest step of every number of devices", (view,), 400)
+
     def table(self) -> Group:
         """Return a table per number of devices, if there are several, a table of all meshes, and the notes."""
         counts = sorted({candidate.devices for candidate in self.candidates})
@@ -125,13 +210,11 @@ class SearchResult:
             parts.append(self._devices_table(counts))
         best = f"the best of {len(self.candidates)} meshes on cluster {self.cluster} is {self.best.shape}"
         table = Table(title=best, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-        for title in ("devices", "mesh", "step", "at least", "peak", "at least"):
+        for title in _LABELS[:-1]:
             table.add_column(title, justify="left" if title == "mesh" else "right", no_wrap=True)
         table.add_column("", overflow="fold")
         for line in self.candidates:
-            name = f"{line.shape} (pipeline {line.shape.axis})" if line.shape.axis else str(line.shape)
-            amounts = (_time(line.seconds), _time(line.least_seconds), _bytes(line.peak), _bytes(line.least_bytes))
-            table.add_row(*map(Text, (str(line.devices), name, *amounts, line.verdict)))
+            table.add_row(*map(Text, self._texts(line)))
         return Group(*parts, table, *map(Text, self.notes))
 
     def _devices_table(self, counts: Iterable[int]) -> Table:
