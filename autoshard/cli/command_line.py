@@ -25,6 +25,7 @@ from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.cluster.cluster import Cluster
 from autoshard.doctor.doctor import doctor, report_page
 from autoshard.errors import AutoshardError
+from autoshard.plans.frontier import Frontier
 from autoshard.selfcheck.__main__ import add_arguments, run_command
 from autoshard.version import __version__
 
@@ -104,6 +105,9 @@ def _add_saved_plan_verbs(verbs: Verbs) -> None:
         verb.add_argument("plan", metavar="PLAN.json", help="file of the plan")
     explain.add_argument("glob", metavar="GLOB", help="glob of parameter names or module paths, such as 'layers.*.mlp'")
     html.add_argument("output", metavar="OUT.html", type=Path, help="file to write")
+    html.add_argument(
+        "--memory", metavar="BYTES", help="of a frontier, show the fastest plan within it; default: the turning point"
+    )
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -116,7 +120,13 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _html(options: argparse.Namespace) -> None:
     check_output("OUT.html", options.output)
-    read_saved(options.plan).to_html(options.output)
+    saved = read_saved(options.plan)
+    if options.memory is None:
+        saved.to_html(options.output)
+    elif isinstance(saved, Frontier):
+        saved.to_html(options.output, chosen=saved.at(memory=options.memory))
+    else:
+        raise UsageError(f"--memory {options.memory} selects a plan of a frontier, and {options.plan} is one plan.")
     print_line(f"wrote {options.output}")
 
 

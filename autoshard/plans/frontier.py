@@ -15,7 +15,7 @@ from autoshard import display, finite_json
 from autoshard.errors import AutoshardError, BudgetError, PlanError
 from autoshard.plans import frontier_page
 from autoshard.plans.frontier_page import DEVICES
-from autoshard.plans.html import HasPage
+from autoshard.plans.html import HasPage, write_page
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.units import byte_unit, format_bytes, format_seconds, parse_bytes
 
@@ -148,19 +148,29 @@ class Frontier(Sequence[ShardingPlan], HasPage):
     # For the eye
 
     def _page(self) -> str:
-        return self.page_with(self.turning_point)
+        return frontier_page.page(self.plans, self.turning_point, self.turning_point)
 
-    def page_with(self, chosen: ShardingPlan) -> str:
-        """Return the text of the page of `to_html`, with the charts of another plan than the turning point.
+    @overload
+    def to_html(self, path: None = None, *, chosen: ShardingPlan | None = None) -> str: ...
+    @overload
+    def to_html(self, path: str | os.PathLike[str], *, chosen: ShardingPlan | None = None) -> None: ...
+    def to_html(self, path: str | os.PathLike[str] | None = None, *, chosen: ShardingPlan | None = None) -> str | None:
+        """Write a web page that loads nothing else, with charts where plotly is installed (`autoshard[html]`).
+
+        Args:
+            path: the file to write, of about 5 MB with charts; None to return the text.
+            chosen: the plan that is marked and has all its charts, such as `frontier.at(memory="24GiB")`; by default
+                the turning point.
 
         Raises:
             PlanError: `chosen` is not a plan of this frontier.
         """
-        turning = self.turning_point
-        # Plans compare by value, which takes long for large ones.
+        if chosen is None:
+            return write_page(self._page(), path)
+        # By identity, as plans compare by value, which takes long for large ones.
         if not any(plan is chosen for plan in self.plans):
-            raise PlanError("the chosen plan is not of this frontier: select one by its number, or with at(...).")
-        return frontier_page.page(self.plans, turning, chosen)
+            raise PlanError("chosen= is not a plan of this frontier: select one by its number, or with at(...).")
+        return write_page(frontier_page.page(self.plans, self.turning_point, chosen), path)
 
     def table(self) -> Table:
         """Return a rich table of the plans: peak, its parts, and the step beside the fastest plan's."""

@@ -46,6 +46,7 @@ class Figure:
         caption: a sentence below it.
         ranges: label of a button -> the part of the x axis that it shows; the first one is the whole.
         group: figures of one group show the same part of the x axis.
+        fallback: HTML in its place where plotly is not installed.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Figure:
     caption: str = ""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     group: str = ""
+    fallback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ Part = str | Figure | Fold
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts of a page below a title, which is plain text. Empty parts are left out, and sections without parts."""
+    """Parts of a page below a title, which is plain text and no other section's; left out where it has no content."""
 
     title: str
     parts: Sequence[Part]
@@ -88,7 +90,7 @@ class HasPage(ABC):
         """Return the text of the page."""
 
     @overload
-    def to_html(self) -> str: ...
+    def to_html(self, path: None = None) -> str: ...
     @overload
     def to_html(self, path: str | os.PathLike[str]) -> None: ...
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str | None:
@@ -97,10 +99,15 @@ class HasPage(ABC):
         Args:
             path: the file to write, of about 5 MB with charts; None to return the text.
         """
-        if path is None:
-            return self._page()
-        Path(path).write_text(self._page(), "utf-8")
-        return None
+        return write_page(self._page(), path)
+
+
+def write_page(text: str, path: str | os.PathLike[str] | None) -> str | None:
+    """Write the text of a page to a file, or return it where there is no path."""
+    if path is None:
+        return text
+    Path(path).write_text(text, "utf-8")
+    return None
 
 
 def document(title: str, lead: str, sections: Iterable[Section]) -> str:
@@ -111,20 +118,22 @@ def document(title: str, lead: str, sections: Iterable[Section]) -> str:
         lead: HTML below the title, in front of the sections.
         sections: of the page.
     """
-    sections = [section for section in sections if any(section.parts)]
+    sections = list(sections)
     script = _plotly() if any(_has_figures(section.parts) for section in sections) else None
-    links = "".join(
-        f'<a href="#{_anchor(section.title)}">{escape(section.title)}</a>'
-        for section in sections
-        if script or not _all_figures(section.parts)
+    contents = {section.title: _parts(section.parts, drawn=bool(script)) for section in sections}
+    contents = {title: content for title, content in contents.items() if content}
+    links = "".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title in contents)
+    body = "\n".join(
+        f'<section id="{_anchor(title)}">\n<h2>{escape(title)}</h2>\n{content}\n</section>'
+        for title, content in contents.items()
     )
-    body = "\n".join(_section(section, drawn=bool(script)) for section in sections)
     note = "" if script != "" else f'<p class="note">{escape(_NO_PLOTLY)}</p>'
     # The script of the page draws what the figures' data describe, so it comes behind them.
     scripts = f"<script>{script}</script>\n<script>{_file('page.js')}</script>\n" if script else ""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f'<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title>\n<style>{_file('page.css')}</style>\n</head>\n<body>\n"
         f"<header>\n<h1>{escape(title)}</h1>\n{lead}\n</header>\n"
@@ -132,6 +141,8 @@ def document(title: str, lead: str, sections: Iterable[Section]) -> str:
     )
 
 
+# Nothing is loaded from anywhere; `blob:` and `data:` are pictures that a reader saves.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _NO_PLOTLY = (
     "This page has no charts, for it was made where plotly is not installed: pip install 'autoshard[html]' and make it "
     "again."
@@ -157,16 +168,6 @@ def _has_figures(parts: Iterable[Part]) -> bool:
     return any(isinstance(part, Figure) or (isinstance(part, Fold) and _has_figures(part.parts)) for part in parts)
 
 
-def _all_figures(parts: Iterable[Part]) -> bool:
-    return all(isinstance(part, Figure) or not part for part in parts)
-
-
-def _section(section: Section, drawn: bool) -> str:
-    content = _parts(section.parts, drawn)
-    title = escape(section.title)
-    return f'<section id="{_anchor(section.title)}">\n<h2>{title}</h2>\n{content}\n</section>' if content else ""
-
-
 def _parts(parts: Iterable[Part], drawn: bool) -> str:
     return "\n".join(filter(None, (_part(part, drawn) for part in parts)))
 
@@ -174,7 +175,7 @@ def _parts(parts: Iterable[Part], drawn: bool) -> str:
 def _part(part: Part, drawn: bool) -> str:
     match part:
         case Figure():
-            return _figure(part) if drawn else ""
+            return _figure(part) if drawn else part.fallback
         case Fold():
             anchor = f' id="{escape(part.anchor)}"' if part.anchor else ""
             return (

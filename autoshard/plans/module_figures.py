@@ -145,6 +145,7 @@ def _time_view(plan: PlanContents, tree: ModuleNode, label: str, amount: Callabl
         texts.append(f"{format_seconds(total)}  {box.placements}")
 
     second = second_unit(tree.total(amount))[1]
+    remainders = []
     for box in _walk(plan, tree):
         if box.node is None or not box.node.total(amount):
             continue
@@ -154,7 +155,10 @@ def _time_view(plan: PlanContents, tree: ModuleNode, label: str, amount: Callabl
         add(box, 0.0 if inner else own, node.total(amount), *sums)
         if inner and own:
             itself = replace(box, path=f"{box.path}/ ", parent=box.path, label="itself", placements="")
-            add(itself, own, own, node.operators, node.collectives)
+            remainders.append((itself, own, own, node.operators, node.collectives))
+    # Behind the modules within: boxes of one parent are drawn, and entered, in this order.
+    for remainder in remainders:
+        add(*remainder)
     trace = _tree_trace(boxes, values) | {"text": texts}
     trace["marker"] = {
         "colors": shares,

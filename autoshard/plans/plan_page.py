@@ -57,8 +57,9 @@ def plan_cards(plan: PlanContents) -> str:
         ("Devices", str(plan.mesh.size), str(plan.mesh)),
     ]
     if plan.cost > 0:
-        proof = "the best plan" if plan.gap < 1e-9 else f"at most {100 * plan.gap:.2g} % from the best"
-        figures.append(("Search", format_seconds(plan.cost), proof))
+        gap = "proved" if plan.gap < 1e-9 else f"{100 * plan.gap:.2g} %"
+        proof = "no plan costs less" if plan.gap < 1e-9 else "at most, from the least cost"
+        figures.append(("Search", gap, f"{proof}; {format_seconds(plan.cost)} before overlap"))
     return cards(figures)
 
 
@@ -66,8 +67,8 @@ def plan_sections(plan: PlanContents, prefix: str = "") -> list[Section]:
     """Return the sections of a plan; `prefix` makes the names of its figures unique in a page of several plans."""
     work = collective_rows(plan.collectives)
     return [
-        Section("Summary", [facts_table(summary(plan))]),
         Section("Step", [*memory_figure(plan, prefix), *timeline_figure(plan, prefix)]),
+        Section("Summary", [facts_table(summary(plan))]),
         Section("Memory at the peak", [memory_bar(plan)]),
         Section("Modules", [*modules_figure(plan, prefix), f'<p class="legend-text">{escape(LEGEND)}</p>']),
         Section("Collectives", [*collectives_figure(plan, prefix), *_work(_COLLECTIVE, work, sized=True)]),

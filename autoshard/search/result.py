@@ -141,7 +141,11 @@ class SearchResult(HasPage):
         sections = [
             Section(
                 "Meshes",
-                [*meshes, text_table(_LABELS, lines, texts=("mesh", "verdict")), *map(escape, self.notes)],
+                [
+                    *meshes,
+                    text_table(_LABELS, lines, texts=("mesh", "verdict")),
+                    *(f"<p>{escape(note)}</p>" for note in self.notes),
+                ],
             )
         ]
         if len(counts) > 1:

@@ -23,6 +23,7 @@ from autoshard.plans.html import Figure, Fold, Part, Section, View, cards, docum
 from autoshard.plans.plan_data import PlanContents
 from autoshard.plans.plan_page import folded, plan_sections
 from autoshard.plans.step_figures import MARGIN, NEAR, bars
+from autoshard.plans.step_picture import gantt
 from autoshard.simulate.events import COMPUTE
 from autoshard.units import byte_unit, format_bytes, format_seconds, second_unit
 
@@ -70,19 +71,18 @@ def page(title: str, plan: PipelineParts) -> str:
 def pipeline_sections(plan: PipelineParts) -> list[Section]:
     """Return the sections of a pipeline's plan.
 
-    They are its summary, the predicted step, the costs of stages, the memory of ranks, all candidates for the schedule,
+    They are the predicted step, its summary, the costs of stages, the memory of ranks, all candidates for the schedule,
     and, folded up, the sharding plan of every stage.
     """
     sections = [Section("Summary", [facts_table(plan.summary)])]
     # Plans that are built by hand may have no costs, and then no predicted step.
     if plan.step is not None:
         rows = stage_rows(plan.schedule.placement, plan.modules, plan.costs)
-        sections += [
+        listed = text_table(STAGE_LABELS, rows, texts=("modules",))
+        sections = [
             Section("Step", [_step_figure(plan.step), _memory_figure(plan, plan.step)]),
-            Section(
-                "Stages",
-                ["<p>One microbatch on one device.</p>", text_table(STAGE_LABELS, rows, texts=("modules",))],
-            ),
+            *sections,
+            Section("Stages", ["<p>One microbatch on one device.</p>", listed]),
             Section("Pipeline ranks", [text_table(RANK_LABELS, rank_rows(plan.step))]),
         ]
     if plan.candidates:
@@ -158,6 +158,7 @@ def _step_figure(step: Simulation) -> Figure:
         "Numbers are microbatches. The narrow row below each rank has its messages and its reductions of gradients.",
         {"Whole step": whole, "First quarter": (0.0, whole[1] / 4), "Last quarter": (whole[1] * 3 / 4, whole[1])},
         "step",
+        f'<div class="wide picture">{gantt(step.tasks, step.starts, step.ends)}</div>',
     )
 
 

@@ -3,10 +3,13 @@
 (() => {
   const PAPER_WIDTH = 690; // pixels between the margins of a sheet of A4 or Letter
   const FONT = "system-ui, -apple-system, sans-serif";
-  const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+  const CONFIG = {
+    responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    showSendToCloud: false, plotlyServerURL: "", // a plan stays where it is
+  };
   const AXIS = {
     gridcolor: "var(--soft)", linecolor: "var(--line)", zerolinecolor: "var(--line)", tickcolor: "var(--line)",
-    spikecolor: "var(--muted)", spikethickness: 1, automargin: false,
+    showspikes: false,
   };
   const BASE = {
     font: { family: FONT, size: 12, color: "var(--text)" },
@@ -39,7 +42,7 @@
       this.plot = element.querySelector(".plot");
       this.tools = element.querySelector(".tools");
       this.view = 0;
-      this.drawn = false;
+      this.drawn = null; // the view that is drawn
       this.whole = this.ranges.length ? this.ranges[0][1] : null;
       this.isTree = this.views.some((view) => view.data[0].type === "icicle");
       this.addTools();
@@ -80,13 +83,19 @@
     async draw() {
       const style = getComputedStyle(root);
       const { data, layout } = this.views[this.view];
-      const full = { ...BASE, ...layout, legend: { ...BASE.legend, ...layout.legend }, uirevision: this.view };
+      const full = { ...BASE, ...layout, legend: { ...BASE.legend, ...layout.legend } };
       for (const name of Object.keys(layout).filter((key) => /^[xy]axis\d*$/.test(key)))
         full[name] = { ...AXIS, ...layout[name] };
       Object.assign(full, root.dataset.printing ? { width: PAPER_WIDTH, autosize: false } : { autosize: true });
       const first = !this.drawn;
-      this.drawn = true;
-      await Plotly.react(this.plot, resolve(data, style), resolve(full, style), CONFIG);
+      const traces = resolve(data, style);
+      if (this.drawn === this.views[this.view]) {
+        // Another theme, or paper, shows the same part of the picture.
+        if (this.group) full.xaxis.range = this.plot.layout.xaxis.range;
+        if (this.isTree) traces[0].level = this.plot.data[0].level;
+      }
+      this.drawn = this.views[this.view];
+      await Plotly.react(this.plot, traces, resolve(full, style), CONFIG);
       if (first) this.listen();
     }
 
