@@ -177,3 +177,39 @@ def _limit_line(capacity: int, bytes: int) -> dict[str, Any]:
             }
         ],
     }
+
+
+def speed_up_figure(points: Sequence[tuple[int, float, str]]) -> Figure:
+    """Return the shortest step of every number of devices, beside that of perfect speed-up.
+
+    Args:
+        points: number of devices, seconds of a step, name of the mesh; at least one, the fewest devices first.
+    """
+    counts, steps = [count for count, *_ in points], [seconds for _, seconds, _ in points]
+    unit, second = second_unit(max(steps))
+    fastest = {
+        "type": "scatter",
+        "mode": "lines+markers+text",
+        "name": "fastest plan",
+        "x": counts,
+        "y": [step / second for step in steps],
+        "text": [name for *_, name in points],
+        "textposition": "top right",
+        "line": {"color": "var(--accent)"},
+        "marker": {"size": 9},
+    }
+    perfect = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "perfect speed-up",
+        "x": counts,
+        "y": [steps[0] * counts[0] / count / second for count in counts],
+        "line": {"color": "var(--muted)", "dash": "dot"},
+    }
+    layout = {
+        "margin": {"l": 70, "r": 60, "t": 40, "b": 48},
+        "xaxis": {"type": "log", "tickvals": counts, "title": {"text": "devices"}},
+        "yaxis": {"type": "log", "title": {"text": f"predicted step [{unit}]"}},
+    }
+    label = "Shortest step of every number of devices"
+    return Figure("devices", label, (View("devices", [fastest, perfect], layout),), 400)

@@ -69,12 +69,12 @@ def module_tree(plan: PlanContents) -> ModuleNode:
     for name, placements in plan.placements.items():
         module, _, parameter = name.rpartition(".")
         root.child(module).parameters[parameter] = plan.shapes.get(name, ()), tuple(map(placement_text, placements))
-    return replace(_merged(root), name="whole model")
+    return replace(_merge_alike(root), name="whole model")
 
 
-def _merged(node: ModuleNode) -> ModuleNode:
+def _merge_alike(node: ModuleNode) -> ModuleNode:
     """Return a tree in which children of a module that have numbers as names, and are alike, are one."""
-    children = {name: _merged(child) for name, child in node.children.items()}
+    children = {name: _merge_alike(child) for name, child in node.children.items()}
     indexed = {name: child.form for name, child in children.items() if name.isdigit()}
     groups = {name: group for group in group_names(indexed) for name in group.names}
     merged: dict[str, ModuleNode] = {}

@@ -80,7 +80,7 @@ def plan_sections(plan: PlanContents, prefix: str = "") -> list[Section]:
 _COLLECTIVE = ("collective", "axis", "phase")
 
 
-def folded(sections: Sequence[Section]) -> list[Part]:
+def as_parts(sections: Sequence[Section]) -> list[Part]:
     """Return sections as parts of another section, with their titles."""
     parts: list[Part] = []
     for section in sections:

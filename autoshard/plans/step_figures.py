@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from autoshard.memory.footprint import KINDS
@@ -16,9 +16,8 @@ from autoshard.units import byte_unit, format_bytes, format_seconds, second_unit
 # What is held for the whole step lies at the bottom, so that the rest is seen to grow and shrink.
 _STACK = ("parameter", "optimizer", "buffer", "input", "gradient", "saved", "gathered", "communication", "temporary")
 _MOMENTS = 2000  # moments of the memory that are drawn: about two a pixel
+_NEAR = 0.25  # part of a limit that a peak must reach for the limit to be drawn: else the memory would be a flat line
 _SPANS = 4000  # bars of one row of a timeline: more are slow to move
-NEAR = 0.25
-"""The part of a limit that a peak must reach for the limit to be drawn: below it, the memory would be a flat line."""
 MARGIN = {"l": 90, "r": 20}
 """Pixels beside the axes, equal in all charts of a step, so that they can be read one below the other."""
 
@@ -33,9 +32,38 @@ def memory_figure(plan: PlanContents, prefix: str = "") -> Iterator[Figure]:
     unit, size = byte_unit(plan.memory.peak)
     time, second = second_unit(_end(plan))
     times = [moment / second for moment, _ in points]
-    totals = [sum(held.values()) for _, held in points]
+    totals = [_total(held) for _, held in points]
+    highest = totals.index(max(totals))
+    peak = totals[highest]
+    shapes, notes = _phases(plan, second)
+    notes.append(peak_note(times[highest], peak / size, f"peak {format_bytes(peak)}", times[-1]))
+    name = "limit" if plan.options.get("memory_limit") else "device"
+    marks, top, caption = limit_marks([plan.capacity], peak, size, name)
+    layout = {
+        "margin": {**MARGIN, "t": 70, "b": 40},
+        "hovermode": "x unified",
+        "legend": {"y": 1.07},
+        "xaxis": {"range": [0, times[-1]], "title": {"text": f"time [{time}]"}, "hoverformat": ".4f"},
+        "yaxis": {"range": [0, top], "fixedrange": True, "title": {"text": f"one device [{unit}]"}},
+        "shapes": [*shapes, *marks["shapes"]],
+        "annotations": [*notes, *marks["annotations"]],
+    }
+    yield Figure(
+        f"{prefix}memory",
+        f"Memory of one device over the step by kind, with a peak of {format_bytes(peak)}",
+        (View("memory", _areas(points, times, size, unit), layout),),
+        430,
+        f"{caption}Bytes held at each operator, at the call of it that holds most.",
+        {"Whole step": (0.0, times[-1]), **_phase_ranges(plan, second), "Peak": _around(times[highest], times[-1])},
+        f"{prefix}step",
+    )
+
+
+def _areas(points: Points, times: list[float], size: int, unit: str) -> list[dict[str, Any]]:
+    """Return an area for every kind of memory that is held, and a line for all of them."""
     assert set(_STACK) == set(KINDS), "every kind has a place in the picture"
-    data: list[dict[str, Any]] = [
+    hover = f"%{{y:.3f}} {unit}"
+    areas: list[dict[str, Any]] = [
         {
             "type": "scatter",
             "mode": "lines",
@@ -47,79 +75,52 @@ def memory_figure(plan: PlanContents, prefix: str = "") -> Iterator[Figure]:
             "fillcolor": f"var(--{kind})",
             # A line of no width has the colour of the legend and of the hover label.
             "marker": {"color": f"var(--{kind})"},
-            "hovertemplate": f"%{{y:.3f}} {unit}",
+            "hovertemplate": hover,
         }
         for kind in _STACK
         if any(held.get(kind, 0) for _, held in points)
     ]
-    data.append(
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "all",
-            "x": times,
-            "y": [total / size for total in totals],
-            "line": {"width": 1.2, "shape": "hv", "color": "var(--text)"},
-            "hovertemplate": f"%{{y:.3f}} {unit}",
-        }
-    )
-    highest = totals.index(max(totals))
-    shapes, notes = _phases(plan, second)
-    notes.append(
-        {
-            "x": times[highest],
-            "y": totals[highest] / size,
-            "text": f"peak {format_bytes(totals[highest])}",
-            "showarrow": True,
-            "arrowhead": 2,
-            "ax": -60 if times[highest] > times[-1] / 2 else 60,
-            "ay": -26,
-            "bgcolor": "var(--surface)",
-            "bordercolor": "var(--accent)",
-            "borderpad": 3,
-        }
-    )
-    top, caption = 1.14 * totals[highest] / size, ""
-    if plan.capacity and totals[highest] >= NEAR * plan.capacity:
-        name = "limit" if plan.options.get("memory_limit") else "device"
-        shapes.append(_line("var(--alarm)", y0=plan.capacity / size, y1=plan.capacity / size, x0=0, x1=1, xref="paper"))
-        notes.append(
-            {
-                "x": 0,
-                "xref": "paper",
-                "xanchor": "left",
-                "y": plan.capacity / size,
-                "yanchor": "bottom",
-                "text": f"{name} {format_bytes(plan.capacity)}",
-                "showarrow": False,
-                "font": {"color": "var(--alarm)"},
-            }
-        )
-        top = max(top, 1.1 * plan.capacity / size)
-    elif plan.capacity:
-        caption = f"The limit of {format_bytes(plan.capacity)} is far above the picture. "
-    layout = {
-        "margin": {**MARGIN, "t": 70, "b": 40},
-        "hovermode": "x unified",
-        "legend": {"y": 1.07},
-        "xaxis": {"range": [0, times[-1]], "title": {"text": f"time [{time}]"}, "hoverformat": ".4f"},
-        "yaxis": {"range": [0, top], "fixedrange": True, "title": {"text": f"one device [{unit}]"}},
-        "shapes": shapes,
-        "annotations": notes,
-    }
-    yield Figure(
-        f"{prefix}memory",
-        f"Memory of one device over the step by kind, with a peak of {format_bytes(totals[highest])}",
-        (View("memory", data, layout),),
-        430,
-        caption + "Bytes held at each operator, at the call of it that holds most.",
-        {
-            "Whole step": (0.0, times[-1]),
-            **_phase_ranges(plan, second),
-            "Peak": _around(times[highest], times[-1]),
-        },
-        f"{prefix}step",
-    )
+    line = {"width": 1.2, "shape": "hv", "color": "var(--text)"}
+    totals = [_total(held) / size for _, held in points]
+    named = {"type": "scatter", "mode": "lines", "name": "all", "line": line, "hovertemplate": hover}
+    return [*areas, {**named, "x": times, "y": totals}]
+
+
+def peak_note(x: float, y: float, text: str, end: float) -> dict[str, Any]:
+    """Return the annotation of a peak, to the side on which there is more room before the end of the axis."""
+    place = {"x": x, "y": y, "ax": -60 if x > end / 2 else 60, "ay": -26}
+    box = {"bgcolor": "var(--surface)", "bordercolor": "var(--accent)", "borderpad": 3}
+    return {"text": text, "showarrow": True, "arrowhead": 2, **place, **box}
+
+
+def limit_marks(
+    capacities: Iterable[int], peak: int, size: int, name: str
+) -> tuple[dict[str, list[dict[str, Any]]], float, str]:
+    """Return lines at the limits of memory, with their names.
+
+    Args:
+        capacities: bytes that devices may hold; 0 where that is not known.
+        peak: bytes of the highest peak.
+        size: bytes of the unit of the axis.
+        name: written at a line.
+
+    Returns:
+        Shapes and annotations of a layout, the end of the axis, and a sentence about limits that are too far above the
+        peak to be drawn.
+    """
+    limits = sorted({capacity for capacity in capacities if capacity})
+    near = [capacity for capacity in limits if peak >= _NEAR * capacity]
+    shapes = [
+        _line("var(--alarm)", x0=0, x1=1, xref="paper", y0=capacity / size, y1=capacity / size) for capacity in near
+    ]
+    left = {"x": 0, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+    notes = [
+        {**left, "y": capacity / size, "text": f"{name} {format_bytes(capacity)}", "font": {"color": "var(--alarm)"}}
+        for capacity in near
+    ]
+    top = max([1.14 * peak, *(1.1 * capacity for capacity in near)]) / size
+    far = "" if near or not limits else f"The limit of {format_bytes(limits[0])} is far above the picture. "
+    return {"shapes": shapes, "annotations": notes}, top, far
 
 
 def memory_points(plan: PlanContents) -> Points:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Literal
+from typing import Literal
 
 from rich import box
 from rich.console import Group
@@ -18,13 +18,13 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape
 from autoshard.planner.planner import Planner
-from autoshard.plans.candidate_figures import CandidateRow, candidates_figure
-from autoshard.plans.html import Figure, HasPage, Section, View, cards, document, text_table
+from autoshard.plans.candidate_figures import CandidateRow, candidates_figure, speed_up_figure
+from autoshard.plans.html import HasPage, Section, cards, document, text_table
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.shapes import Shape
 from autoshard.solver.candidate_search import Candidate
 from autoshard.specs.axes import MeshShape
-from autoshard.units import format_bytes, format_seconds, second_unit
+from autoshard.units import format_bytes, format_seconds
 
 Option = Literal["mini-time", "mini-parallelism", "profiling"]
 
@@ -149,7 +149,8 @@ class SearchResult(HasPage):
             )
         ]
         if len(counts) > 1:
-            sections.append(Section("Devices", list(self._devices_figure())))
+            points = [(count, _seconds(line), str(line.shape)) for count, line in self.by_devices.items()]
+            sections.append(Section("Devices", [speed_up_figure(points)]))
         return document(f"Search: {self.mesh}", lead, [*sections, *plan.page_sections()])
 
     def _candidate_row(self, candidate: MeshCandidate) -> CandidateRow:
@@ -171,40 +172,6 @@ class SearchResult(HasPage):
         """Return the texts of `_LABELS` for a mesh."""
         amounts = (_time(line.seconds), _time(line.least_seconds), _bytes(line.peak), _bytes(line.least_bytes))
         return (str(line.devices), line.text, *amounts, line.verdict)
-
-    def _devices_figure(self) -> Iterator[Figure]:
-        """Yield the shortest step of every number of devices, beside that of perfect speed-up."""
-        best = tuple(self.by_devices.values())
-        counts, steps = [line.devices for line in best], [_seconds(line) for line in best]
-        unit, second = second_unit(max(steps))
-        data: list[dict[str, Any]] = [
-            {
-                "type": "scatter",
-                "mode": "lines+markers+text",
-                "name": "fastest plan",
-                "x": counts,
-                "y": [step / second for step in steps],
-                "text": [str(line.shape) for line in best],
-                "textposition": "top right",
-                "line": {"color": "var(--accent)"},
-                "marker": {"size": 9},
-            },
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "perfect speed-up",
-                "x": counts,
-                "y": [steps[0] * counts[0] / count / second for count in counts],
-                "line": {"color": "var(--muted)", "dash": "dot"},
-            },
-        ]
-        layout = {
-            "margin": {"l": 70, "r": 60, "t": 40, "b": 48},
-            "xaxis": {"type": "log", "tickvals": counts, "title": {"text": "devices"}},
-            "yaxis": {"type": "log", "title": {"text": f"predicted step [{unit}]"}},
-        }
-        view = View("devices", data, layout)
-        yield Figure("devices", "Shortest step of every number of devices", (view,), 400)
 
     def table(self) -> Group:
         """Return a table per number of devices, if there are several, a table of all meshes, and the notes."""

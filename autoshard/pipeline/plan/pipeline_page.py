@@ -21,8 +21,8 @@ from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
 from autoshard.plans.candidate_figures import CandidateRow, candidates_figure
 from autoshard.plans.html import Figure, Fold, Part, Section, View, cards, document, facts_table, text_table
 from autoshard.plans.plan_data import PlanContents
-from autoshard.plans.plan_page import folded, plan_sections
-from autoshard.plans.step_figures import MARGIN, NEAR, bars
+from autoshard.plans.plan_page import as_parts, plan_sections
+from autoshard.plans.step_figures import MARGIN, bars, limit_marks, peak_note
 from autoshard.plans.step_picture import gantt
 from autoshard.simulate.events import COMPUTE
 from autoshard.units import byte_unit, format_bytes, format_seconds, second_unit
@@ -93,7 +93,7 @@ def pipeline_sections(plan: PipelineParts) -> list[Section]:
     stages = [
         Fold(
             f"Stage {index}: {first or '(root)'} to {last or '(root)'}",
-            folded(plan_sections(stage, prefix=f"stage-{index}-")),
+            as_parts(plan_sections(stage, prefix=f"stage-{index}-")),
         )
         for index, (stage, (first, last)) in enumerate(zip(plan.stages, plan.modules, strict=True))
     ]
@@ -164,14 +164,14 @@ def _step_figure(step: Simulation) -> Figure:
 
 def _memory_figure(plan: PipelineParts, step: Simulation) -> Figure:
     """Return the bytes of one device of every rank over the step, with their limits."""
-    unit, size = byte_unit(max(step.peaks))
+    peak = max(step.peaks)
+    unit, size = byte_unit(peak)
     time, second = second_unit(step.seconds)
     data = []
-    notes = []
     for rank, moments in enumerate(step.memory):
-        colour = f"var(--placement-{1 + rank % 7})"
         # What is held at the end stays until the step's end.
         points = [*_drawn_moments(moments), (step.seconds, moments[-1][1])]
+        colour = f"var(--placement-{1 + rank % 7})"
         data.append(
             {
                 "type": "scatter",
@@ -183,52 +183,20 @@ def _memory_figure(plan: PipelineParts, step: Simulation) -> Figure:
                 "hovertemplate": f"%{{y:.3f}} {unit}",
             }
         )
-    rank = max(range(len(step.peaks)), key=step.peaks.__getitem__)
-    moment = next(moment for moment, held in step.memory[rank] if held == step.peaks[rank])
-    notes.append(
-        {
-            "x": moment / second,
-            "y": step.peaks[rank] / size,
-            "text": f"peak of rank {rank}: {format_bytes(step.peaks[rank])}",
-            "showarrow": True,
-            "arrowhead": 2,
-            "ax": -50 if moment > step.seconds / 2 else 50,
-            "ay": -26,
-            "bgcolor": "var(--surface)",
-            "bordercolor": "var(--accent)",
-            "borderpad": 3,
-        }
-    )
-    top, shapes = 1.2 * max(step.peaks) / size, []
-    limits = sorted({capacity for capacity in plan.capacities if capacity})
-    near = [capacity for capacity in limits if capacity <= max(step.peaks) / NEAR]
-    caption = "" if near or not limits else f"The limit of {format_bytes(limits[0])} is far above the picture."
-    for capacity in near:
-        line = {"color": "var(--alarm)", "width": 1.5, "dash": "dash"}
-        y = capacity / size
-        shapes.append({"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": y, "y1": y, "line": line})
-        text, font = f"limit {format_bytes(capacity)}", {"color": "var(--alarm)"}
-        notes.append(
-            {"x": 0, "xref": "paper", "xanchor": "left", "y": y, "yanchor": "bottom", "text": text, "font": font}
-            | {"showarrow": False}
-        )
-        top = max(top, 1.1 * y)
+    rank = step.peaks.index(peak)
+    moment = next(moment for moment, held in step.memory[rank] if held == peak)
+    note = peak_note(moment / second, peak / size, f"peak of rank {rank}: {format_bytes(peak)}", step.seconds / second)
+    marks, top, caption = limit_marks(plan.capacities, peak, size, "limit")
     layout = {
         "margin": {**MARGIN, "t": 40, "b": 40},
         "hovermode": "x unified",
         "xaxis": {"range": [0, step.seconds / second], "title": {"text": f"time [{time}]"}, "hoverformat": ".4f"},
         "yaxis": {"range": [0, top], "fixedrange": True, "title": {"text": f"one device [{unit}]"}},
-        "shapes": shapes,
-        "annotations": notes,
+        "shapes": marks["shapes"],
+        "annotations": [note, *marks["annotations"]],
     }
-    return Figure(
-        "memory",
-        f"Memory of one device of every pipeline rank over the step, at most {format_bytes(max(step.peaks))}",
-        (View("memory", data, layout),),
-        380,
-        caption,
-        group="step",
-    )
+    label = f"Memory of one device of every pipeline rank over the step, at most {format_bytes(peak)}"
+    return Figure("memory", label, (View("memory", data, layout),), 380, caption, group="step")
 
 
 def _drawn_moments(moments: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
