@@ -1,4 +1,4 @@
-"""Write docs/images/report_*.png: python docs/report_screenshots.py [--pages FOLDER]
+"""Write docs/images/report_*.png: python docs/report_screenshots.py [--plans FOLDER]
 
 Plans Llama-3-8B on 64 H100s within a memory limit, the same model as a pipeline, and a small GPT as a frontier and as a
 search, which takes some minutes; then takes pictures of their pages in Chromium. Needs plotly, transformers, playwright
@@ -29,23 +29,22 @@ Batch = dict[str, torch.Tensor]
 
 
 def main() -> int:
-    """Make the pages that are not there yet, and their pictures."""
+    """Make the plans that are not there yet, and pictures of their pages."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pages", type=Path, help="folder of the pages, whose files are not made again")
+    parser.add_argument("--plans", type=Path, help="folder of the plans, which are not made again if they are there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.pages or Path(temporary)
+        folder = options.plans or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        makers: dict[str, Callable[[Path], None]] = {
-            "plan": make_plan,
-            "pipeline": make_pipeline,
-            "frontier": make_frontier,
-            "search": make_search,
-        }
-        for name, make in makers.items():
-            if not (folder / f"{name}.html").exists():
-                make(folder / f"{name}.html")
-                print(f"made {folder / name}.html")
+        for name, (make, load) in MAKERS.items():
+            file = folder / f"{name}.json"
+            if not file.exists():
+                make().save(file)
+                print(f"made {file}")
+            load(file).to_html(folder / f"{name}.html")
+        # The result of a search has no file.
+        if not (folder / "search.html").exists():
+            make_search().to_html(folder / "search.html")
         take_pictures(folder)
     return 0
 
@@ -76,40 +75,37 @@ def gpt() -> tuple[nn.Module, Batch]:
         return GPT2LMHeadModel(config).to(torch.bfloat16), {"input_ids": tokens, "labels": tokens}
 
 
-def make_plan(path: Path) -> None:
-    """Write the page of a plan within a memory limit."""
+def make_plan() -> Any:
+    """Return a plan within a memory limit."""
     model, batch = llama()
-    plan = autoshard.plan(
-        model,
-        {"dp": 8, "tp": 8},
-        example_kwargs=batch,
-        cluster="h100",
-        memory_limit="60GiB",
-        output_placements="planned",
-    )
-    plan.to_html(path)
+    options: Any = {"cluster": "h100", "memory_limit": "60GiB", "output_placements": "planned"}
+    return autoshard.plan(model, {"dp": 8, "tp": 8}, example_kwargs=batch, **options)
 
 
-def make_pipeline(path: Path) -> None:
-    """Write the page of a pipeline."""
+def make_pipeline() -> Any:
+    """Return the plan of a pipeline."""
     model, batch = llama()
-    fast = autoshard.Search(effort="fast")
-    plan = autoshard.plan(model, {"pp": 4, "dp": 8}, example_kwargs=batch, cluster="h100", search=fast)
-    plan.to_html(path)
+    return autoshard.plan(model, {"pp": 4, "dp": 8}, example_kwargs=batch, cluster="h100", search=FAST)
 
 
-def make_frontier(path: Path) -> None:
-    """Write the page of a frontier."""
+def make_frontier() -> Any:
+    """Return a frontier."""
     model, batch = gpt()
-    fast = autoshard.Search(effort="fast")
-    autoshard.frontier(model, {"x": 8}, example_kwargs=batch, cluster="a100", gaps=1, search=fast).to_html(path)
+    return autoshard.frontier(model, {"x": 8}, example_kwargs=batch, cluster="a100", gaps=1, search=FAST)
 
 
-def make_search(path: Path) -> None:
-    """Write the page of a search."""
+def make_search() -> Any:
+    """Return the result of a search."""
     model, batch = gpt()
-    fast = autoshard.Search(effort="fast")
-    autoshard.search(model, 8, example_kwargs=batch, cluster="a100", search=fast).to_html(path)
+    return autoshard.search(model, 8, example_kwargs=batch, cluster="a100", search=FAST)
+
+
+FAST = autoshard.Search(effort="fast")
+MAKERS: dict[str, tuple[Callable[[], Any], Callable[[Path], Any]]] = {
+    "plan": (make_plan, autoshard.ShardingPlan.load),
+    "pipeline": (make_pipeline, autoshard.PipelinePlan.load),
+    "frontier": (make_frontier, autoshard.Frontier.load),
+}
 
 
 def take_pictures(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.plans.html import Figure, Fold, Section, View, cards, document, facts_table, text_table
 from autoshard.plans.plan_data import PlanContents
-from autoshard.plans.plan_page import memory_bar, plan_sections, tensor_sections
+from autoshard.plans.plan_page import as_parts, memory_bar, plan_sections, tensor_sections
 from autoshard.plans.plan_text import KIND_NAMES, memory_parts, summary
 from autoshard.units import byte_unit, format_bytes, format_seconds, second_unit
 
@@ -27,9 +27,6 @@ def page(plans: Sequence[PlanContents], turning: PlanContents, chosen: PlanConte
     """
     first, last = plans[0], plans[-1]
     number = next(index for index, plan in enumerate(plans) if plan is chosen)
-    notes = {id(turning): "turning point", id(chosen): "chosen"}
-    if turning is chosen:
-        notes[id(chosen)] = "chosen: the turning point"
     lead = cards(
         [
             ("Plans", str(len(plans)), str(first.mesh)),
@@ -46,7 +43,7 @@ def page(plans: Sequence[PlanContents], turning: PlanContents, chosen: PlanConte
             f"{plan.memory.peak / size:.3f} {unit}",
             format_seconds(plan.step_seconds),
             f"{plan.step_seconds / last.step_seconds - 1:.1%}",
-            notes.get(id(plan), ""),
+            _mark_text(turning, chosen) if plan is chosen else "turning point" if plan is turning else "",
         )
         for index, plan in enumerate(plans)
     ]
@@ -58,7 +55,7 @@ def page(plans: Sequence[PlanContents], turning: PlanContents, chosen: PlanConte
             [
                 Fold(
                     f"Plan {index}: {format_bytes(plan.memory.peak)}, {format_seconds(plan.step_seconds)}",
-                    [facts_table(summary(plan)), memory_bar(plan), *tensor_sections(plan)[0].parts],
+                    [facts_table(summary(plan)), memory_bar(plan), *as_parts(tensor_sections(plan))],
                     _anchor(index),
                 )
                 for index, plan in enumerate(plans)
@@ -70,6 +67,10 @@ def page(plans: Sequence[PlanContents], turning: PlanContents, chosen: PlanConte
         title = f"Plan {number}: summary" if section.title == "Summary" else section.title
         sections.append(Section(title, section.parts))
     return document(f"Frontier: {first.mesh}", lead, sections)
+
+
+def _mark_text(turning: PlanContents, chosen: PlanContents) -> str:
+    return "chosen: the turning point" if chosen is turning else "chosen"
 
 
 def _anchor(index: int) -> str:
@@ -96,7 +97,7 @@ def _tradeoff(plans: Sequence[PlanContents], turning: PlanContents, chosen: Plan
             "customdata": [_point(index, plan) for index, plan in enumerate(plans)],
             "hovertemplate": "%{customdata.text}<extra></extra>",
         },
-        _mark("chosen" if chosen is not turning else "chosen: the turning point", chosen, size, second, "star"),
+        _mark(_mark_text(turning, chosen), chosen, size, second, "star"),
     ]
     if chosen is not turning:
         data.append(_mark("turning point", turning, size, second, "diamond"))

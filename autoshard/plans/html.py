@@ -119,7 +119,8 @@ def document(title: str, lead: str, sections: Iterable[Section]) -> str:
         sections: of the page.
     """
     sections = list(sections)
-    script = _plotly() if any(_has_figures(section.parts) for section in sections) else None
+    has_figures = any(_has_figures(section.parts) for section in sections)
+    script = _plotly() if has_figures else ""
     contents = {section.title: _parts(section.parts, drawn=bool(script)) for section in sections}
     contents = {title: content for title, content in contents.items() if content}
     links = "".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title in contents)
@@ -127,7 +128,7 @@ def document(title: str, lead: str, sections: Iterable[Section]) -> str:
         f'<section id="{_anchor(title)}">\n<h2>{escape(title)}</h2>\n{content}\n</section>'
         for title, content in contents.items()
     )
-    note = "" if script != "" else f'<p class="note">{escape(_NO_PLOTLY)}</p>'
+    note = f'<p class="note">{escape(_NO_PLOTLY)}</p>' if has_figures and not script else ""
     # The script of the page draws what the figures' data describe, so it comes behind them.
     scripts = f"<script>{script}</script>\n<script>{_file('page.js')}</script>\n" if script else ""
     return (

@@ -1,6 +1,6 @@
 """A plan as rows of text and numbers, and as tables: plain text for `str(plan)`, colours for a terminal.
 
-The web page of a plan is made of the same rows (`plans.html`).
+The web page of a plan is made of the same rows (`plans.plan_page`).
 """
 
 from __future__ import annotations

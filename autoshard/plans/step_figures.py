@@ -202,7 +202,8 @@ def _phases(plan: PlanContents, second: float) -> tuple[list[dict[str, Any]], li
                 "x": x,
                 "y": 1,
                 "yref": "paper",
-                "xanchor": "left",
+                # The name of a phase at the end of the axis would be cut off.
+                "xanchor": "left" if start < 0.9 * _end(plan) else "right",
                 "yanchor": "bottom",
                 "text": phase,
                 "showarrow": False,

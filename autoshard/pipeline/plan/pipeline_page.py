@@ -131,8 +131,9 @@ def _step_figure(step: Simulation) -> Figure:
         labels = [label for *_, label in found]
         colour = f"var(--{_KIND_COLOURS.get(kind, 'shift')})"
         data.append(bars(kind, colour, [row for row, *_ in found], spans, second, texts, labels))
-        # A microbatch ends where the next one begins.
-        data[-1]["marker"]["line"] = {"width": 0.7, "color": "var(--surface)"}
+        if any(labels):
+            # A microbatch ends where the next one begins. Messages are too short for lines round them.
+            data[-1]["marker"]["line"] = {"width": 0.7, "color": "var(--surface)"}
     layout = {
         "margin": {**MARGIN, "t": 40, "b": 40},
         "barmode": "overlay",
