@@ -11,11 +11,12 @@ from autoshard.units import byte_unit, format_bytes, format_seconds, second_unit
 
 _MOST = 30  # candidates of the chart: about a screen; the table has them all
 
-Fate = Literal["chosen", "slower", "too large", "bound"]
+Fate = Literal["chosen", "slower", "too large", "estimate", "bound"]
 _FATES: dict[Fate, str] = {
     "chosen": "chosen",
     "slower": "not chosen",
     "too large": "holds too much",
+    "estimate": "estimated, not planned",
     "bound": "lower bound",
 }
 
@@ -32,6 +33,7 @@ class CandidateRow:
         capacity: bytes that a device may hold; 0 where that is not known.
         verdict: `"chosen"`, or the reason why not, for people.
         is_chosen: True for the result of the search.
+        is_estimate: True if seconds and peak are estimates, since the candidate was not planned.
     """
 
     name: str
@@ -41,6 +43,7 @@ class CandidateRow:
     capacity: int
     verdict: str
     is_chosen: bool
+    is_estimate: bool = False
 
     @property
     def fate(self) -> Fate:
@@ -49,6 +52,8 @@ class CandidateRow:
             return "chosen"
         if self.seconds is None:
             return "bound"
+        if self.is_estimate:
+            return "estimate"
         return "too large" if self.capacity and (self.peak or 0) > self.capacity else "slower"
 
 
@@ -58,20 +63,26 @@ def candidates_figure(rows: Sequence[CandidateRow], prefix: str = "") -> Iterato
     if not known:
         return
     # The fastest first: those that were close and lost stand below the one that won.
-    shown = sorted(known, key=lambda row: (not row.is_chosen, row.seconds is None, _seconds(row)))[:_MOST]
+    order: dict[Fate, int] = {"chosen": 0, "slower": 1, "too large": 1, "estimate": 2, "bound": 3}
+    shown = sorted(known, key=lambda row: (order[row.fate], _seconds(row)))[:_MOST]
     unit, size = second_unit(max(_seconds(row) or 0.0 for row in shown))
     views = [View("Step", list(_bars(shown, size)), _bar_layout([row.name for row in shown], unit))]
     planned = [row for row in rows if row.seconds is not None and row.peak is not None]
     if len(planned) > 1:
         views.append(_memory_view(planned, unit, size))
-    more = f"The {len(shown)} fastest of {len(known)}; the table has all. " if len(known) > len(shown) else ""
+    more = f"{len(shown)} of {len(known)} candidates; the table has all. " if len(known) > len(shown) else ""
     yield Figure(
         f"{prefix}candidates",
         f"{len(known)} candidates of the search by the predicted time of a step",
         tuple(views),
         130 + 24 * max(len(shown), 8),
-        f"{more}A lower bound is the least time that the step of a candidate could take, which was not planned.",
+        f"{more}{_bounds_text(shown)}",
     )
+
+
+def _bounds_text(rows: Sequence[CandidateRow]) -> str:
+    has_bounds = any(row.fate == "bound" for row in rows)
+    return "A lower bound is the least that the step of a candidate could take, which was not planned." * has_bounds
 
 
 def _seconds(row: CandidateRow) -> float | None:

@@ -17,7 +17,7 @@ from autoshard.pipeline.plan.pipeline_tables import (
 )
 from autoshard.pipeline.schedule.actions import Schedule
 from autoshard.pipeline.schedule.costs import Simulation, StageCosts
-from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
+from autoshard.pipeline.schedule.schedule_search import ESTIMATED, ScheduleCandidate
 from autoshard.plans.candidate_figures import CandidateRow, candidates_figure
 from autoshard.plans.html import Figure, Fold, Part, Section, View, cards, document, facts_table, text_table
 from autoshard.plans.plan_data import PlanContents
@@ -217,6 +217,8 @@ def _schedules_figure(plan: PipelineParts) -> Iterator[Figure]:
         per_rank = f", {line.virtual} stages per rank" if line.virtual > 1 else ""
         name = f"{line.schedule}, {line.microbatches} microbatches{per_rank}"
         is_chosen = (line.schedule, line.microbatches, line.virtual) == size
-        row = CandidateRow(name, line.seconds, None, line.peak, capacity, line.verdict, is_chosen)
+        row = CandidateRow(
+            name, line.seconds, None, line.peak, capacity, line.verdict, is_chosen, ESTIMATED in line.verdict
+        )
         rows.setdefault(name, row)
     return candidates_figure(list(rows.values()))
