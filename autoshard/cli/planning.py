@@ -19,7 +19,7 @@ from autoshard.cli.arguments import (
     print_line,
     usage_errors,
 )
-from autoshard.cli.plan_files import Plan, html_page, plan_tables
+from autoshard.cli.plan_files import Plan, plan_tables
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.options import EFFORTS, RECOMPUTE, Pipeline, Search, collect_options
@@ -28,6 +28,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
 from autoshard.pipeline.schedule.actions import SCHEDULES
 from autoshard.pipeline.schedule.schedule_search import CUSTOM
+from autoshard.plans.html import HasPage
 from autoshard.search.result import Option
 from autoshard.search.search import SearchOptions, search
 from autoshard.specs.axes import MeshShape
@@ -62,7 +63,7 @@ def _add_plan(verbs: Verbs) -> None:
     add_memory(parser)
     add_options(parser)
     _add_pipeline(parser)
-    _add_files(parser)
+    _add_files(parser, "the plan")
 
 
 def _add_fits(verbs: Verbs) -> None:
@@ -106,7 +107,7 @@ def _add_search(verbs: Verbs) -> None:
     add_memory(parser)
     add_options(parser)
     _add_pipeline(parser, axis=False)
-    _add_files(parser)
+    _add_files(parser, "the search and its best plan")
 
 
 def _add_frontier(verbs: Verbs) -> None:
@@ -127,6 +128,7 @@ def _add_frontier(verbs: Verbs) -> None:
     )
     add_options(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all plans to write")
+    parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the frontier to write")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help=f"picture to write: {', '.join(_PLOTS)}")
 
 
@@ -144,9 +146,9 @@ def add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> No
     parser.add_argument("--memory", dest="memory_limit", required=required, metavar="BYTES", help=text)
 
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
+def _add_files(parser: argparse.ArgumentParser, content: str) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of the plan to write")
-    parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the plan to write")
+    parser.add_argument("--html", type=Path, metavar="OUT.html", help=f"web page of {content} to write")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -207,7 +209,8 @@ def _plan(options: argparse.Namespace) -> None:
     """Plan a model on a mesh; print the plan, and write its files."""
     _check_outputs(options)
     plan = _make_plan(options)
-    _print_and_write(plan, options)
+    _print_and_save(plan, options)
+    _write_page(plan, options)
 
 
 def _make_plan(options: argparse.Namespace) -> Plan:
@@ -238,7 +241,7 @@ def _fits(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> None:
-    """Print the meshes, and write the files of the best plan."""
+    """Print the meshes, and write the file of the best plan, and the page of the search."""
     _check_outputs(options)
     keywords = planning_keywords("search", options)
     pipelines = not options.no_pipelines
@@ -247,12 +250,13 @@ def _search(options: argparse.Namespace) -> None:
     module, args, kwargs = load_target(options)
     result = search(module, options.devices, args, kwargs, option=options.option, pipelines=pipelines, **keywords)
     console().print(result.table())
-    _print_and_write(result.plan, options)
+    _print_and_save(result.plan, options)
+    _write_page(result, options)
 
 
 def _frontier(options: argparse.Namespace) -> None:
-    """Print the plans that are worth their memory, and write the file and the picture of them."""
-    check_output("-o", options.output)
+    """Print the plans that are worth their memory, and write the file, the page and the picture of them."""
+    _check_outputs(options)
     _check_plot(options.plot)
     if options.gaps < 0:
         raise UsageError(f"--gaps {options.gaps}: pass a number of gaps to search, 0 or more.")
@@ -263,6 +267,7 @@ def _frontier(options: argparse.Namespace) -> None:
     if options.output is not None:
         frontier.save(options.output)
         print_line(f"wrote {options.output}")
+    _write_page(frontier, options)
     if options.plot is not None:
         frontier.plot(options.plot)
         print_line(f"wrote {options.plot}")
@@ -282,11 +287,14 @@ def _check_plot(path: Path | None) -> None:
         raise UsageError("--plot needs matplotlib, which is not installed: pip install 'autoshard[plot]'")
 
 
-def _print_and_write(plan: Plan, options: argparse.Namespace) -> None:
+def _print_and_save(plan: Plan, options: argparse.Namespace) -> None:
     console().print(*plan_tables(plan))
     if options.output is not None:
         plan.save(options.output)
         print_line(f"wrote {options.output}")
+
+
+def _write_page(result: HasPage, options: argparse.Namespace) -> None:
     if options.html is not None:
-        options.html.write_text(html_page(plan), "utf-8")
+        result.to_html(options.html)
         print_line(f"wrote {options.html}")

@@ -1,6 +1,6 @@
 """A plan as rows of text and numbers, and as tables: plain text for `str(plan)`, colours for a terminal.
 
-The web page of a plan is made of the same rows (`plans.html`).
+The web page of a plan is made of the same rows (`plans.plan_page`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLLECTIVE = ("collective", "axis", "phase")
 # Collectives listed by `str(plan)`; the others are summed up in one row.
 _ROWS = 30
 
-_KINDS = {
+KIND_NAMES = {
     "parameter": "parameters",
     "gradient": "gradients",
     "optimizer": "optimizer",
@@ -109,7 +109,7 @@ def shares_text(plan: PlanContents) -> str:
 def memory_parts(memory: Memory) -> dict[str, int]:
     """Return the bytes held at the moment of the peak by kind; totals of the step where that moment is not known."""
     if memory.held:
-        return {_KINDS[kind]: amount for kind, amount in memory.held.items()}
+        return {KIND_NAMES[kind]: amount for kind, amount in memory.held.items()}
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,

@@ -222,11 +222,12 @@ def split(
     compile = compile and not _is_sized_by_data(joint)
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
-    forward, backward = fx.GraphModule(joint, _copy(joint.graph)), None
     if step.gradients:
         # The partitioner that recomputes cheap operators first merges equal ones, also those that the plan repeats.
         cheap = compile and not step.repeats
         forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
+    else:
+        forward, backward = fx.GraphModule(joint, _copy(joint.graph)), None
     taken: tuple[sympy.Expr, ...] = ()
     unreduced = parts = reduction = None
     if backward is not None:

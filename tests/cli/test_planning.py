@@ -91,18 +91,21 @@ def test_plan_of_a_config(folder: Path) -> None:
 
 def test_search_saves_the_best_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--devices", "4", "--no-pipelines", "--effort", "fast", "--option", "mini-parallelism"]
-    assert main(["search", "planned_models:make", *arguments, "-o", "plan.json"]) == 0
+    assert main(["search", "planned_models:make", *arguments, "-o", "plan.json", "--html", "page.html"]) == 0
     plan = ShardingPlan.load(folder / "plan.json")
     assert plan.mesh.size == 1  # the fewest devices that it fits on
+    assert "chart-mesh-candidates" in (folder / "page.html").read_text("utf-8")
     assert "the best of" in capsys.readouterr().out
 
 
 def test_frontier_saves_its_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = ["--gaps", "0", "--effort", "fast", "--time-limit", "5"]
-    assert main(["frontier", "planned_models:make", "--mesh", "x=2", *quick, "-o", "frontier.json"]) == 0
+    files = ["-o", "frontier.json", "--html", "page.html"]
+    assert main(["frontier", "planned_models:make", "--mesh", "x=2", *quick, *files]) == 0
     frontier = Frontier.load(folder / "frontier.json")
     assert frontier[0].mesh.names == ("x",)
-    assert capsys.readouterr().out.split()[:-2] == str(frontier).split()
+    assert capsys.readouterr().out.split()[:-4] == str(frontier).split()
+    assert "chart-tradeoff" in (folder / "page.html").read_text("utf-8")
 
 
 @pytest.mark.usefixtures("folder")
