@@ -188,7 +188,7 @@ class StepAccount:
                 yield from ((name, how) for name in self.flow.graph.aliases[source.name])
 
     def decisions(self) -> Iterator[Decision]:
-        """Return the choice of every operator as text."""
+        """Return the choice of every operator as text, with the seconds of its compute."""
         graph = self.flow.graph
         for node in self.rules.operators:
             pinned = self.rules.pin_spec(node, self.mesh)
@@ -197,7 +197,8 @@ class StepAccount:
             if pinned is None:
                 text = describe(self.rules.rules[node], self._choices(node), self.mesh)
             name = f"{op.namespace}.{op.overloadpacket.__name__}"
-            yield Decision(node.name, name, graph.module_path(node), graph.phase(node), text, self.seconds(node))
+            seconds = self.compute_seconds(node)
+            yield Decision(node.name, name, graph.module_path(node), graph.phase(node), text, seconds)
 
     def seconds(self, node: fx.Node) -> float:
         """Return the seconds of an operator: its compute, and the collectives inside its local program."""
@@ -206,6 +207,13 @@ class StepAccount:
             return 0.0
         call, rule = self.rules.calls[node], self.rules.rules[node]
         return self.tables.strategy_seconds(call, rule, self._choices(node), self.rules.zeros[node])
+
+    def compute_seconds(self, node: fx.Node) -> float:
+        """Return the seconds of an operator's compute alone."""
+        if self._is_pinned(node):
+            return 0.0
+        call, rule = self.rules.calls[node], self.rules.rules[node]
+        return self.tables.compute_seconds(call, rule, self._choices(node), self.rules.zeros[node])
 
     def _is_pinned(self, node: fx.Node) -> bool:
         return self.rules.pin_spec(node, self.mesh) is not None

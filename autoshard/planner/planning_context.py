@@ -542,6 +542,7 @@ class PlanningContext(ABC):
             shapes=shapes,
             step_seconds=plan.step_seconds,
             update_seconds=plan.update_seconds,
+            exposed_seconds=plan.exposed_seconds,
             memory=plan.memory,
             device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),

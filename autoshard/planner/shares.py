@@ -178,8 +178,8 @@ def plan_with_shares(call: CapturedCall, target: Target, graph: JointGraph | Non
     for device, count in zip(devices_along(target.cluster, call.mesh, call.mesh.index(name)), counts, strict=True):
         most[device] = max(most.get(device, 0), count)
     seconds, equal = _seconds_on(planner, plan), sum(counts) / len(counts)
-    step_seconds = max(seconds(device, count / equal)[0] for device, count in most.items())
-    return replace(plan, step_seconds=step_seconds), planner
+    step_seconds, exposed = max(seconds(device, count / equal) for device, count in most.items())
+    return replace(plan, step_seconds=step_seconds, exposed_seconds=exposed), planner
 
 
 def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -> dict[Device, float]:

@@ -54,7 +54,7 @@ class Decision:
         module: path of the module that it comes from, `""` for the root.
         phase: `"forward"` or `"backward"`.
         strategy: the specs of its operands and results, in words.
-        seconds: predicted time of its compute and of the collectives of the strategy.
+        seconds: predicted time of its compute; the collectives inside its strategy are among those of the plan.
     """
 
     node: str
@@ -76,6 +76,7 @@ class PlanContents:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     step_seconds: float = 0.0
     update_seconds: float = 0.0
+    exposed_seconds: float | None = None
     memory: Memory = field(default_factory=Memory)
     device_memory: int = 0
     collectives: tuple[Collective, ...] = ()
@@ -171,6 +172,7 @@ _SHARDING = record(
     shapes=table(list_of(COUNT)),
     step_seconds=NUMBER,
     update_seconds=NUMBER,
+    exposed_seconds={"type": ["number", "null"]},
     memory=record(
         parameters=COUNT,
         gradients=COUNT,
@@ -203,8 +205,9 @@ _SHARDING = record(
     recomputed=list_of(TEXT),
 )
 
-# Files that older versions wrote lack it.
-_SHARDING["required"].remove("update_seconds")
+# Files that older versions wrote lack these.
+for _name in ("update_seconds", "exposed_seconds"):
+    _SHARDING["required"].remove(_name)
 
 
 def _check_rows(data: Mapping[str, Any], what: str) -> None:

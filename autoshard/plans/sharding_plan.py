@@ -32,6 +32,8 @@ class ShardingPlan(PlanContents):
         shapes: parameter or buffer name -> global shape.
         step_seconds: predicted time of one step, forward and backward.
         update_seconds: predicted time of the optimizer's update, which follows it.
+        exposed_seconds: seconds of the step in which a device communicates and does not compute; None in plans of older
+            versions.
         memory: bytes per device.
         device_memory: bytes that a device of the cluster has; 0 where it is not known.
         collectives: of one step.
