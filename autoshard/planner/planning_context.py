@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,14 @@ from autoshard.version import __version__
 _MAX_ACCOUNTS = 3  # accounts that are kept: the final plan is most often one of the last candidates
 
 
+class StepSeconds(NamedTuple):
+    """Predicted seconds of a step: of all of it, of exposed communication, and by which hidden one slows compute."""
+
+    total: float
+    exposed: float
+    slowdown: float
+
+
 class ProgramEstimate:
     """Time and memory of the program of some decisions, each computed on first use since that takes long.
 
@@ -60,10 +68,10 @@ class ProgramEstimate:
         self._program: PredictedProgram | None = None
 
     @cached_property
-    def times(self) -> tuple[float, float, float]:
-        """Seconds of the step, its seconds of exposed communication, and seconds of the optimizer's update."""
+    def times(self) -> tuple[StepSeconds, float]:
+        """Seconds of the step, and those of the optimizer's update."""
         program = self._take_program()
-        return (*self._context.replay(program, self._context.prices), self._context.update_seconds(program))
+        return self._context.replay(program, self._context.prices), self._context.update_seconds(program)
 
     @cached_property
     def footprint(self) -> tuple[Memory, np.ndarray]:
@@ -112,17 +120,17 @@ class CandidatePlan:
     @property
     def step_seconds(self) -> float:
         """Predicted seconds of the step, with communication that slows down the compute beside it."""
-        return self.estimate.times[0]
+        return self.estimate.times[0].total
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds of the step in which a device communicates and does not compute."""
-        return self.estimate.times[1]
+        return self.estimate.times[0].exposed
 
     @property
     def update_seconds(self) -> float:
         """Predicted seconds of the optimizer's update, which follows the step."""
-        return self.estimate.times[2]
+        return self.estimate.times[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,14 +474,15 @@ class PlanningContext(ABC):
         with self.time_phase("account"):
             return predict_program(flow, self.resharder, self.programs, reduced)
 
-    def replay(self, program: PredictedProgram, prices: KernelPrices) -> tuple[float, float]:
-        """Return the seconds of a step of a program, and those of them in which communication is exposed."""
+    def replay(self, program: PredictedProgram, prices: KernelPrices) -> StepSeconds:
+        """Return the seconds of a step of a program."""
         with self.time_phase("schedule"):
             replayed, later = timeline(program, prices), reduction_timeline(program, prices)
             # A reduction that several runs of the step share counts in parts.
             steps, contention = self.settings.gradient_steps, self.cluster.contention
             seconds = replayed.seconds_with_contention(contention) + later.seconds_with_contention(contention) / steps
-            return seconds, replayed.exposed + later.exposed / steps
+            slowdown = contention * (replayed.hidden + later.hidden / steps)
+            return StepSeconds(seconds, replayed.exposed + later.exposed / steps, slowdown)
 
     def update_seconds(self, program: PredictedProgram) -> float:
         """Return the seconds of the optimizer's update, by the bytes that it moves."""
@@ -543,6 +552,7 @@ class PlanningContext(ABC):
             step_seconds=plan.step_seconds,
             update_seconds=plan.update_seconds,
             exposed_seconds=plan.exposed_seconds,
+            slowdown_seconds=plan.estimate.times[0].slowdown,
             memory=plan.memory,
             device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),

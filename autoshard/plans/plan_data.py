@@ -77,6 +77,7 @@ class PlanContents:
     step_seconds: float = 0.0
     update_seconds: float = 0.0
     exposed_seconds: float | None = None
+    slowdown_seconds: float | None = None
     memory: Memory = field(default_factory=Memory)
     device_memory: int = 0
     collectives: tuple[Collective, ...] = ()
@@ -173,6 +174,7 @@ _SHARDING = record(
     step_seconds=NUMBER,
     update_seconds=NUMBER,
     exposed_seconds={"type": ["number", "null"]},
+    slowdown_seconds={"type": ["number", "null"]},
     memory=record(
         parameters=COUNT,
         gradients=COUNT,
@@ -185,6 +187,7 @@ _SHARDING = record(
         module=TEXT,
         operator=TEXT,
         largest=list_of(record(name=TEXT, kind=TEXT, bytes=COUNT)),
+        modules=table(table(COUNT)),
     ),
     device_memory=COUNT,
     collectives=list_of(
@@ -206,8 +209,9 @@ _SHARDING = record(
 )
 
 # Files that older versions wrote lack these.
-for _name in ("update_seconds", "exposed_seconds"):
+for _name in ("update_seconds", "exposed_seconds", "slowdown_seconds"):
     _SHARDING["required"].remove(_name)
+_SHARDING["properties"]["memory"]["required"].remove("modules")
 
 
 def _check_rows(data: Mapping[str, Any], what: str) -> None:
