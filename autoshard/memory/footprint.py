@@ -82,6 +82,27 @@ def live_bytes(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
     return np.cumsum(change)[:moments]
 
 
+def changes_by_kind(allocations: Iterable[Allocation]) -> dict[AllocationKind, np.ndarray]:
+    """Return for every kind that is held the moments at which its bytes change, and its bytes from each of them on.
+
+    Returns:
+        Kind -> an array of shape `(changes, 2)`: moment and bytes, in order.
+    """
+    changes: dict[AllocationKind, dict[int, int]] = {}
+    for allocation in allocations:
+        if allocation.bytes and allocation.start < allocation.end:
+            change = changes.setdefault(allocation.kind, {})
+            change[allocation.start] = change.get(allocation.start, 0) + allocation.bytes
+            change[allocation.end] = change.get(allocation.end, 0) - allocation.bytes
+    held = {}
+    for kind in KINDS:
+        moments = sorted(moment for moment, change in changes.get(kind, {}).items() if change)
+        if moments:
+            amounts = accumulate(changes[kind][moment] for moment in moments)
+            held[kind] = np.array(list(zip(moments, amounts, strict=True)), dtype=np.int64)
+    return held
+
+
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
     """A tensor that a device holds: its name, its kind (one of `KINDS`), and its bytes."""

@@ -30,10 +30,10 @@ from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.plan_data import Collective, Decision
 from autoshard.program.aliasing import makes_view, storage_root
 from autoshard.program.predicted_program import PredictedProgram
-from autoshard.program.program_replay import KernelPrices, operations
+from autoshard.program.program_replay import KernelPrices, issue_calls, operations
 from autoshard.reshard.collective_schedule import KEEPS_INPUT, waits_of
 from autoshard.reshard.path import Path, Resharder
-from autoshard.simulate.events import Timeline, replay
+from autoshard.simulate.events import Operation, Timeline, replay
 from autoshard.specs.axes import SharedAxis
 from autoshard.specs.spec import Spec
 
@@ -286,8 +286,12 @@ def timeline(program: PredictedProgram, prices: KernelPrices) -> Timeline:
     The replay runs the calls of the program itself, with its copies, masks and local programs, its joined reductions,
     and gathers that are started ahead.
     """
-    graphs = (program.forward.graph, program.backward.graph)
-    return replay(operations(graphs, prices.cost.mesh.names, prices))
+    return replay([operation for operation, _ in step_calls(program, prices)])
+
+
+def step_calls(program: PredictedProgram, prices: KernelPrices) -> list[tuple[Operation, fx.Node]]:
+    """Return the operations of `timeline` and the nodes that issue them."""
+    return issue_calls((program.forward.graph, program.backward.graph), prices.cost.mesh.names, prices)
 
 
 def reduction_timeline(program: PredictedProgram, prices: KernelPrices) -> Timeline:

@@ -22,11 +22,12 @@ from autoshard.capture.recomputation import recompute_layers
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError
-from autoshard.memory.footprint import Memory, live_bytes
+from autoshard.memory.footprint import AllocationKind, Memory, changes_by_kind, live_bytes
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules, Value
-from autoshard.planner.account import OperatorPrices, StepAccount, allocations, reduction_timeline, timeline
+from autoshard.planner.account import OperatorPrices, StepAccount, allocations, reduction_timeline, step_calls
+from autoshard.planner.call_times import CallTimes
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.progress_line import Progress
@@ -35,11 +36,13 @@ from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.plans.step_replay import StepReplay
 from autoshard.program.predicted_program import PredictedProgram, predict_program
 from autoshard.program.program_replay import KernelPrices
 from autoshard.program.walk import LocalPrograms
 from autoshard.reshard.path import Resharder
 from autoshard.reshard.reductions import DeferredReduction
+from autoshard.simulate.events import replay
 from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.version import __version__
@@ -47,12 +50,18 @@ from autoshard.version import __version__
 _MAX_ACCOUNTS = 3  # accounts that are kept: the final plan is most often one of the last candidates
 
 
-class StepSeconds(NamedTuple):
-    """Predicted seconds of a step: of all of it, of exposed communication, and by which hidden one slows compute."""
+class ReplayedStep(NamedTuple):
+    """The replay of a program.
 
-    total: float
+    Attributes:
+        seconds: of the step, with communication that slows down the compute beside it.
+        exposed: seconds of the step in which a device communicates and does not compute.
+        calls: the times of its calls.
+    """
+
+    seconds: float
     exposed: float
-    slowdown: float
+    calls: CallTimes
 
 
 class ProgramEstimate:
@@ -68,19 +77,23 @@ class ProgramEstimate:
         self._program: PredictedProgram | None = None
 
     @cached_property
-    def times(self) -> tuple[StepSeconds, float]:
-        """Seconds of the step, and those of the optimizer's update."""
+    def times(self) -> tuple[ReplayedStep, float]:
+        """The replay of the step, and seconds of the optimizer's update."""
         program = self._take_program()
         return self._context.replay(program, self._context.prices), self._context.update_seconds(program)
 
     @cached_property
-    def footprint(self) -> tuple[Memory, np.ndarray]:
-        """Bytes of one device, and those at every moment of the step."""
+    def footprint(self) -> tuple[Memory, np.ndarray, dict[AllocationKind, np.ndarray]]:
+        """Bytes of one device, those at every moment of the step, and the changes of every kind."""
         program, context, settings = self._take_program(), self._context, self._context.settings
         with context.time_phase("account"):
             allocated = list(allocations(self._flow, program, settings.optimizer, settings.under_way))
             held = live_bytes(allocated, len(context.rules.operators) + 1)
-            return Memory.of(allocated, context.operation_at), held
+            return Memory.of(allocated, context.operation_at), held, changes_by_kind(allocated)
+
+    def step_replay(self) -> StepReplay:
+        """Return the record of the step for a plan."""
+        return self.times[0].calls.step_replay(self.footprint[2], len(self._context.rules.operators))
 
     def _take_program(self) -> PredictedProgram:
         # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
@@ -120,7 +133,7 @@ class CandidatePlan:
     @property
     def step_seconds(self) -> float:
         """Predicted seconds of the step, with communication that slows down the compute beside it."""
-        return self.estimate.times[0].total
+        return self.estimate.times[0].seconds
 
     @property
     def exposed_seconds(self) -> float:
@@ -474,15 +487,16 @@ class PlanningContext(ABC):
         with self.time_phase("account"):
             return predict_program(flow, self.resharder, self.programs, reduced)
 
-    def replay(self, program: PredictedProgram, prices: KernelPrices) -> StepSeconds:
-        """Return the seconds of a step of a program."""
+    def replay(self, program: PredictedProgram, prices: KernelPrices) -> ReplayedStep:
+        """Return the replay of a step of a program."""
         with self.time_phase("schedule"):
-            replayed, later = timeline(program, prices), reduction_timeline(program, prices)
+            issued = step_calls(program, prices)
+            replayed, later = replay([operation for operation, _ in issued]), reduction_timeline(program, prices)
+            calls = CallTimes.of(issued, replayed, self.mesh.names, len(self.rules.operators))
             # A reduction that several runs of the step share counts in parts.
             steps, contention = self.settings.gradient_steps, self.cluster.contention
             seconds = replayed.seconds_with_contention(contention) + later.seconds_with_contention(contention) / steps
-            slowdown = contention * (replayed.hidden + later.hidden / steps)
-            return StepSeconds(seconds, replayed.exposed + later.exposed / steps, slowdown)
+            return ReplayedStep(seconds, replayed.exposed + later.exposed / steps, calls)
 
     def update_seconds(self, program: PredictedProgram) -> float:
         """Return the seconds of the optimizer's update, by the bytes that it moves."""
@@ -551,8 +565,6 @@ class PlanningContext(ABC):
             shapes=shapes,
             step_seconds=plan.step_seconds,
             update_seconds=plan.update_seconds,
-            exposed_seconds=plan.exposed_seconds,
-            slowdown_seconds=plan.estimate.times[0].slowdown,
             memory=plan.memory,
             device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),
@@ -567,4 +579,5 @@ class PlanningContext(ABC):
             choices=tuple(account.decisions()),
             gathered=dict(account.gathered_parameters()),
             recomputed=self.graph.recomputed,
+            step_replay=plan.estimate.step_replay(),
         )

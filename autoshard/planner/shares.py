@@ -25,7 +25,6 @@ from autoshard.patterns.parts import Loop, unequal_loops
 from autoshard.planner.account import SharePrices
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import CapturedCall, run_planner
-from autoshard.planner.planning_context import StepSeconds
 from autoshard.planner.target_constraints import batch_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import size_generic_step
@@ -179,9 +178,8 @@ def plan_with_shares(call: CapturedCall, target: Target, graph: JointGraph | Non
     for device, count in zip(devices_along(target.cluster, call.mesh, call.mesh.index(name)), counts, strict=True):
         most[device] = max(most.get(device, 0), count)
     seconds, equal = _seconds_on(planner, plan), sum(counts) / len(counts)
-    last = max(seconds(device, count / equal) for device, count in most.items())
-    plan = replace(plan, step_seconds=last.total, exposed_seconds=last.exposed, slowdown_seconds=last.slowdown)
-    return plan, planner
+    step_seconds = max(seconds(device, count / equal)[0] for device, count in most.items())
+    return replace(plan, step_seconds=step_seconds), planner
 
 
 def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -> dict[Device, float]:
@@ -192,17 +190,18 @@ def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -
     """
     seconds = _seconds_on(planner, plan)
     runs = {device: seconds(device, 1.0) for device in dict.fromkeys(devices)}
-    return {device: 1.0 / (run.total - run.exposed or 1.0) for device, run in runs.items()}
+    return {device: 1.0 / (total - exposed or 1.0) for device, (total, exposed) in runs.items()}
 
 
-def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float], StepSeconds]:
-    """Return a function of a device and a multiple of an equal share: the seconds of its step."""
+def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float], tuple[float, float]]:
+    """Return a function of a device and a multiple of an equal share: its step's seconds, and those exposed."""
     flow = planner.flow_of(plan)
     program = planner.program(flow, planner.settings.left_unreduced)
     cluster, shared = planner.cluster.first(planner.mesh.size), planner.constraints.shared
 
-    def seconds(device: Device, share: float) -> StepSeconds:
-        return planner.replay(program, SharePrices(flow, replace(cluster, device=device), shared, share))
+    def seconds(device: Device, share: float) -> tuple[float, float]:
+        step = planner.replay(program, SharePrices(flow, replace(cluster, device=device), shared, share))
+        return step.seconds, step.exposed
 
     return seconds
 

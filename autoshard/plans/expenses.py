@@ -109,15 +109,22 @@ class Expenses:
     @property
     def exposed(self) -> float:
         """Seconds in which the device communicates and does not compute."""
-        if self.plan.exposed_seconds is None:
+        if not self._is_replayed:
             # A plan of an older version: all that is no compute counts as exposed.
             return max(0.0, self.step_seconds - self.compute)
-        return self.plan.exposed_seconds
+        return self.plan.step_replay.exposed
 
     @property
     def slowdown(self) -> float:
         """Seconds by which communication slows down the compute that hides it."""
-        return self.plan.slowdown_seconds or 0.0
+        # The replay draws no slow-down. That of unequal shares is another rank's.
+        if not self._is_replayed or self.plan.shares:
+            return 0.0
+        return max(0.0, self.step_seconds - self.plan.step_replay.seconds)
+
+    @property
+    def _is_replayed(self) -> bool:
+        return bool(self.plan.step_replay.compute)
 
     @property
     def overlap(self) -> float:

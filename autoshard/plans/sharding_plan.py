@@ -33,9 +33,6 @@ class ShardingPlan(PlanContents):
         shapes: parameter or buffer name -> global shape.
         step_seconds: predicted time of one step, forward and backward.
         update_seconds: predicted time of the optimizer's update, which follows it.
-        exposed_seconds: seconds of the step in which a device communicates and does not compute; None in plans of older
-            versions.
-        slowdown_seconds: seconds by which communication slows down the compute that hides it; None likewise.
         memory: bytes per device.
         device_memory: bytes that a device of the cluster has; 0 where it is not known.
         collectives: of one step.
@@ -54,6 +51,7 @@ class ShardingPlan(PlanContents):
             in the backward half (ZeRO-3); `"once"` if they are kept for it, or if one half alone gathers it; parameters
             that are used as they lie are not listed.
         recomputed: names of the layers that the backward half runs again, instead of keeping their activations.
+        step_replay: the predicted step, call by call, for pictures; empty in the files of older versions.
     """
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ def sent(kind: str, module: str, seconds: float, size: int = 1024) -> Collective
 
 
 def plan(*collectives: Collective, step: float) -> ShardingPlan:
-    return sample_plan(collectives=collectives, step_seconds=step, exposed_seconds=0.0, slowdown_seconds=0.0)
+    return sample_plan(collectives=collectives, step_seconds=step)
 
 
 def test_layers_that_differ_alike_are_one_change() -> None:
