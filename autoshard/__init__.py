@@ -9,6 +9,7 @@ from autoshard.api import (
     parallelize,
     plan,
     register_forward_method,
+    why_not,
 )
 from autoshard.capture.marks import replicate, set_default_strategy, shard, split
 from autoshard.cluster.calibrate import calibrate
@@ -31,6 +32,7 @@ from autoshard.options.mesh_context import use_mesh
 from autoshard.patterns.registry import register_rule
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
+from autoshard.plans.alternative import Alternative
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.checkpoint import checkpointable
@@ -41,6 +43,7 @@ from autoshard.verify.verify import verify
 from autoshard.version import __version__
 
 __all__ = [
+    "Alternative",
     "AutoshardError",
     "BudgetError",
     "CaptureError",
@@ -81,4 +84,5 @@ __all__ = [
     "split",
     "use_mesh",
     "verify",
+    "why_not",
 ]

@@ -14,6 +14,7 @@ from autoshard.cli.arguments import (
     add_verb,
     check_output,
     console,
+    parse_hints,
     parse_mesh,
     print_error,
     print_line,
@@ -33,6 +34,7 @@ from autoshard.units import format_bytes, format_seconds
 
 _NOT_VALID = "2: an argument is not valid; nothing was planned."
 _PLOTS = (".png", ".svg", ".pdf")
+_WITHOUT_PIPELINE = {"frontier": "a frontier", "why_not": "this command"}
 
 
 def add_planning_verbs(verbs: Verbs) -> None:
@@ -57,8 +59,8 @@ def _add_plan(verbs: Verbs) -> None:
     )
     add_target(parser)
     _add_mesh(parser)
-    _add_memory(parser)
-    _add_options(parser)
+    add_memory(parser)
+    add_options(parser)
     _add_files(parser)
 
 
@@ -75,8 +77,8 @@ def _add_fits(verbs: Verbs) -> None:
     )
     add_target(parser)
     _add_mesh(parser)
-    _add_memory(parser, required=True)
-    _add_options(parser)
+    add_memory(parser, required=True)
+    add_options(parser)
 
 
 def _add_search(verbs: Verbs) -> None:
@@ -99,8 +101,8 @@ def _add_search(verbs: Verbs) -> None:
         help="shortest step (the default), fewest devices, or the best step of every number of devices",
     )
     parser.add_argument("--no-pipelines", action="store_true", help="only meshes without a pipeline")
-    _add_memory(parser)
-    _add_options(parser)
+    add_memory(parser)
+    add_options(parser)
     _add_files(parser)
 
 
@@ -120,7 +122,7 @@ def _add_frontier(verbs: Verbs) -> None:
     parser.add_argument(
         "--gaps", type=int, default=4, metavar="N", help="widest gaps between plans to search; default: 4"
     )
-    _add_options(parser)
+    add_options(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all plans to write")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help=f"picture to write: {', '.join(_PLOTS)}")
 
@@ -132,7 +134,8 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+def add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Add the option of the memory limit."""
     text = "bytes that a device may hold, such as 70GiB"
     parser.add_argument("--memory", dest="memory_limit", required=required, metavar="BYTES", help=text)
 
@@ -142,7 +145,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the plan to write")
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of planning that all verbs share."""
     parser.add_argument(
         "--cluster",
@@ -153,25 +156,36 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", metavar="NAME", help="the optimizer, for its memory; default: adamw")
     parser.add_argument("--effort", choices=EFFORTS, default="full", help="of the search; default: full")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search, without the capture")
+    parser.add_argument(
+        "--hint",
+        action="append",
+        dest="hints",
+        metavar="GLOB=PLACEMENTS",
+        help="placements that the plan must have, such as '*.up.weight=tp:S(0)', or a primitive, '*.mlp=split(tp)'",
+    )
 
 
-def _keywords(function: str, options: argparse.Namespace) -> dict[str, Any]:
+def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords of a function of autoshard, after a check of them and of the mesh.
 
     Raises:
         UsageError: an option is not valid.
     """
     mesh = MeshShape.of(parse_mesh(options.mesh)) if "mesh" in options else None
+    hints = parse_hints(options.hints or (), mesh)
     with usage_errors():
         search_options = Search(effort=options.effort, time_limit=options.time_limit)
         keywords: dict[str, Any] = {"cluster": options.cluster, "search": search_options}
         for name in ("recompute", "optimizer", "memory_limit", "output_placements"):
             if getattr(options, name, None) is not None:
                 keywords[name] = getattr(options, name)
+        if hints:
+            keywords["hints"] = hints
         target = Target.of(collect_options(function, keywords), None)
         if mesh is not None:
-            if resolve_pipeline(mesh, target.options.pipeline) is not None and function == "frontier":
-                raise UsageError(f"--mesh {options.mesh}: a frontier plans no pipeline. Give axis pp another name.")
+            if resolve_pipeline(mesh, target.options.pipeline) is not None and function in _WITHOUT_PIPELINE:
+                name = _WITHOUT_PIPELINE[function]
+                raise UsageError(f"--mesh {options.mesh}: {name} plans no pipeline. Give axis pp another name.")
             # For its error: the cluster may be too small.
             target.cluster.first(mesh.size)
     return keywords
@@ -186,7 +200,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _make_plan(options: argparse.Namespace) -> Plan:
     # Arguments that are quick to check come before the model, which may take long to build.
-    keywords = _keywords("plan", options)
+    keywords = planning_keywords("plan", options)
     module, args, kwargs = load_target(options)
     return api.plan(module, parse_mesh(options.mesh), args, kwargs, **keywords)
 
@@ -214,7 +228,7 @@ def _fits(options: argparse.Namespace) -> int:
 def _search(options: argparse.Namespace) -> None:
     """Print the meshes, and write the files of the best plan."""
     _check_outputs(options)
-    keywords = _keywords("search", options)
+    keywords = planning_keywords("search", options)
     pipelines = not options.no_pipelines
     with usage_errors():
         SearchOptions(options.option, options.devices, pipelines)
@@ -230,7 +244,7 @@ def _frontier(options: argparse.Namespace) -> None:
     _check_plot(options.plot)
     if options.gaps < 0:
         raise UsageError(f"--gaps {options.gaps}: pass a number of gaps to search, 0 or more.")
-    keywords = _keywords("frontier", options)
+    keywords = planning_keywords("frontier", options)
     module, args, kwargs = load_target(options)
     frontier = api.frontier(module, parse_mesh(options.mesh), args, kwargs, gaps=options.gaps, **keywords)
     console().print(*plan_tables(frontier))

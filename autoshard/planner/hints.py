@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,11 +13,19 @@ from autoshard.capture.marks import Primitive, TaskGraph
 from autoshard.errors import HintError
 from autoshard.names import ancestors, matching, suggestion
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.spec import is_shard, placement_text, shard_placement, split_factor_of
+from autoshard.specs.spec import is_shard, parse_placement, placement_text, shard_placement, split_factor_of
 
 HintValue = Placement | Sequence[Placement | None] | Mapping[str, Placement] | Primitive
 Pins = tuple[Placement | None, ...]
 """A placement per mesh axis; None where the planner decides."""
+
+
+_PRIMITIVE = re.compile(r"(?P<kind>replicate|split)(?:\((?P<devices>[^()]*)\))?")
+_SEPARATOR = re.compile(r"\s*,\s*(?![^(]*\))")  # not those of S(0,f=3)
+
+
+class InfeasibleHintError(HintError):
+    """The hint names what there is, and no plan on this mesh can have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,7 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
         for path in matched:
             before = graphs.setdefault(path, TaskGraph(value, path)).primitive
             if before != value:
-                raise HintError(
+                raise InfeasibleHintError(
                     f"two hints contradict each other on the module {path or '(root)'}: {globs[path]!r} asks for "
                     f"{before}, {glob!r} for {value}. Drop one of them, or let their globs match different modules."
                 )
@@ -123,6 +132,42 @@ def _value_text(value: HintValue) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{axis}: {placement_text(placement)}" for axis, placement in value.items())
     return " ".join("-" if placement is None else placement_text(placement) for placement in value)
+
+
+def parse_value(text: str) -> HintValue:
+    """Return the value of a hint that `describe` wrote.
+
+    Args:
+        text: `"S(0)"`, for every mesh axis; `"R S(0) -"`, one for each, `-` where the planner chooses; `"tp: S(0)"`,
+            by names of axes; or a primitive, `"split('tp')"` or `"replicate(4)"`. Blanks and quotes may be left out.
+
+    Raises:
+        HintError: the text is none of these.
+    """
+    primitive = _PRIMITIVE.fullmatch(text.strip())
+    try:
+        if primitive is not None:
+            names = [part.strip().strip("'\"") for part in (primitive["devices"] or "").split(",")]
+            devices = int(names[0]) if len(names) == 1 and names[0].isdigit() else tuple(filter(None, names)) or None
+            return Primitive(primitive["kind"], devices)  # type: ignore[arg-type]
+        parts = _SEPARATOR.split(text.strip())
+        if ":" in text:
+            pairs = (part.split(":") for part in parts)
+            return {axis.strip(): parse_placement(placement.strip()) for axis, placement in pairs}
+        placements = [None if word == "-" else parse_placement(word) for part in parts for word in part.split()]
+    except ValueError as error:
+        raise HintError(
+            f"{text!r} is no placement: write S(0) or R for every mesh axis, tp:S(0) for one of them, R,S(0) for each "
+            "in turn, or split(tp) or replicate(4)."
+        ) from error
+    if len(placements) == 1 and placements[0] is not None:
+        return placements[0]
+    return tuple(placements)
+
+
+def recorded_hints(texts: Mapping[str, str]) -> dict[str, HintValue]:
+    """Return the hints in the record of a plan, which also has the primitives of the model's code."""
+    return {glob: parse_value(text) for glob, text in texts.items() if not _PRIMITIVE.fullmatch(glob)}
 
 
 def _per_axis(glob: str, value: object, mesh: MeshShape) -> Pins:
@@ -199,7 +244,7 @@ def _normalize_placement(
         return placement
     dim: int = placement.dim  # type: ignore[attr-defined]
     if not -len(shape) <= dim < len(shape):
-        raise HintError(
+        raise InfeasibleHintError(
             f"the hint {glob!r} shards dim {dim} of {name}, which has {len(shape)} dims (shape {tuple(shape)}). "
             f"Choose a dim below {len(shape)}, or let the glob match fewer parameters."
         )
@@ -212,7 +257,7 @@ def _normalize_placement(
 def _merge_pins(before: _Pin | None, pin: _Pin, name: str, axis: str) -> _Pin:
     """Return the pin of an axis; raise a `HintError` if two hints ask for different ones."""
     if before is not None and before.placement != pin.placement:
-        raise HintError(
+        raise InfeasibleHintError(
             f"two hints contradict each other on {name}, mesh axis {axis!r}: {before.glob!r} asks for "
             f"{placement_text(before.placement)}, {pin.glob!r} for {placement_text(pin.placement)}. Drop one of them, "
             f"or let their globs match different parameters."
@@ -237,17 +282,17 @@ def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], m
         text = f"the hint {globs} shards dim {dim} of {name}, of size {size}, over {over}"
         placements = ", ".join(placement_text(pin.placement) for pin in sharding.values())
         if size < parts:
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{text}: that is less than one element for each of the {parts} parts. Use fewer or other axes."
             )
         strided = any(split_factor_of(pin.placement) > 1 for pin in sharding.values())
         if strided and sum(mesh.axes[axis].size > 1 for axis in sharding) > 1:
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{text}, as {placements}: torch gathers a dim wrongly that several axes split, one of them strided. "
                 "Use plain Shards, or one axis."
             )
         if not _divides(size, {axis: pin.placement for axis, pin in sharding.items()}, mesh):
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{text}, as {placements}: {size} does not divide evenly. Only a plain Shard over one axis alone may "
                 "be uneven."
             )

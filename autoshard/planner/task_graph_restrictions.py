@@ -18,7 +18,7 @@ from autoshard.cluster.cost import flops
 from autoshard.errors import HintError
 from autoshard.patterns.graph_rules import GraphRules, Value, operand_nodes, value_of
 from autoshard.patterns.strategy import WHOLE, Choices
-from autoshard.planner.hints import Pins
+from autoshard.planner.hints import InfeasibleHintError, Pins
 from autoshard.specs.axes import MeshShape
 
 _COPY_OPS = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
@@ -97,7 +97,7 @@ def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
     fitting = [group for group in groups if math.prod(mesh.sizes[axis] for axis in group) == devices]
     if not fitting:
         possible = sorted({math.prod(mesh.sizes[axis] for axis in group) for group in groups if group})
-        raise HintError(
+        raise InfeasibleHintError(
             f"autoshard.{primitive} asks for {devices} devices, and no axis of the mesh {mesh}, nor any product of its "
             f"axes, has that many. Possible are {', '.join(map(str, possible)) or 'only 1'}; {primitive.kind}() takes "
             f"all there are, and {primitive.kind}({mesh.names[-1]!r}) those of an axis."

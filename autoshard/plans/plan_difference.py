@@ -167,7 +167,7 @@ class PlanDifference:
         terms.append((self.other, "waits and copies"))
         largest = max(abs(seconds) for seconds, _ in terms)
         parts = [
-            f"{signed(seconds, format_seconds)} {text}"
+            f"{signed_text(seconds, format_seconds)} {text}"
             for seconds, text in terms
             if abs(seconds) > max(_LEAST_SHARE * largest, _ROUNDING * step)
         ]
@@ -199,7 +199,7 @@ class PlanDifference:
         return tables
 
 
-def signed(amount: float, text: Callable[[float], str]) -> str:
+def signed_text(amount: float, text: Callable[[float], str]) -> str:
     """Return an amount as text with its sign, such as `"+1.1 ms"`."""
     return f"{'-' if amount < 0 else '+'}{text(abs(amount))}"
 
@@ -240,7 +240,7 @@ def _common_path(changes: Sequence[Change]) -> str:
 def _cells(sides: Sequence[float], text: Callable[[float], str]) -> tuple[str, str, str]:
     """Return the texts of an amount before and after, and of its change."""
     before, after = sides
-    return text(before), text(after), signed(after - before, text) if after != before else ""
+    return text(before), text(after), signed_text(after - before, text) if after != before else ""
 
 
 def _work_table(changes: Sequence[Change]) -> Table:
@@ -251,13 +251,13 @@ def _work_table(changes: Sequence[Change]) -> Table:
             str(change.modules),
             f"{change.before.count} -> {change.after.count}",
             f"{format_bytes(change.before.bytes)} -> {format_bytes(change.after.bytes)}" if change.axis else "",
-            signed(change.seconds, format_seconds),
+            signed_text(change.seconds, format_seconds),
         )
         for change in changes[:_ROWS]
     ]
     rest = changes[_ROWS:]
     if rest:
-        seconds = signed(sum(change.seconds for change in rest), format_seconds)
+        seconds = signed_text(sum(change.seconds for change in rest), format_seconds)
         rows.append(("...", f"{len(rest)} more", str(sum(change.modules for change in rest)), "", "", seconds))
     return number_table(("work", "module"), ("modules", "count", "bytes", "time"), rows)
 
@@ -269,12 +269,12 @@ def _memory_table(changes: Sequence[MemoryChange]) -> Table:
             change.module or "(root)",
             str(change.modules),
             f"{format_bytes(change.before)} -> {format_bytes(change.after)}",
-            signed(change.after - change.before, format_bytes),
+            signed_text(change.after - change.before, format_bytes),
         )
         for change in changes[:_ROWS]
     ]
     rest = changes[_ROWS:]
     if rest:
-        more = signed(sum(change.after - change.before for change in rest), format_bytes)
+        more = signed_text(sum(change.after - change.before for change in rest), format_bytes)
         rows.append(("...", f"{len(rest)} more", str(sum(change.modules for change in rest)), "", more))
     return number_table(("held at the peak", "module"), ("modules", "bytes", "change"), rows)
