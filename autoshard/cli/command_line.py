@@ -21,6 +21,7 @@ from autoshard.cli.arguments import (
 from autoshard.cli.calibration import add_calibrate
 from autoshard.cli.plan_files import explanation, html_page, plan_tables, read_plan, read_saved
 from autoshard.cli.planning import add_planning_verbs
+from autoshard.cli.simulation import add_simulate
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.cli.why import add_why
 from autoshard.cluster.cluster import Cluster
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_planning_verbs(verbs)
     add_why(verbs)
+    add_simulate(verbs)
     _add_saved_plan_verbs(verbs)
     _add_doctor(verbs)
     add_calibrate(verbs)

@@ -21,6 +21,7 @@ Pins = tuple[Placement | None, ...]
 
 
 _PRIMITIVE = re.compile(r"(?P<kind>replicate|split)(?:\((?P<devices>[^()]*)\))?")
+_AXIS = re.compile(r"(?P<axis>\w+)\s*:\s*(?P<placement>.*)")
 _SEPARATOR = re.compile(r"\s*,\s*(?![^(]*\))")  # not those of S(0,f=3)
 
 
@@ -152,9 +153,14 @@ def parse_value(text: str) -> HintValue:
             return Primitive(primitive["kind"], devices)  # type: ignore[arg-type]
         parts = _SEPARATOR.split(text.strip())
         if ":" in text:
-            pairs = (part.split(":") for part in parts)
-            return {axis.strip(): parse_placement(placement.strip()) for axis, placement in pairs}
+            pairs = [_AXIS.fullmatch(part) for part in parts]
+            by_axis = {pair["axis"]: parse_placement(pair["placement"]) for pair in pairs if pair is not None}
+            if len(by_axis) < len(parts):
+                raise ValueError("a part is no axis with a placement, or an axis occurs twice")
+            return by_axis
         placements = [None if word == "-" else parse_placement(word) for part in parts for word in part.split()]
+        if not placements:
+            raise ValueError("there is nothing")
     except ValueError as error:
         raise HintError(
             f"{text!r} is no placement: write S(0) or R for every mesh axis, tp:S(0) for one of them, R,S(0) for each "

@@ -10,6 +10,7 @@ from torch import nn
 
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.marks import assign_task_graphs, defaults_of
+from autoshard.capture.python_state import PythonState
 from autoshard.errors import BudgetError, HintError, PlanError
 from autoshard.options.target import Target
 from autoshard.patterns.decisions import Decisions
@@ -43,7 +44,9 @@ class Replanner:
     @staticmethod
     def of(module: nn.Module, graph: JointGraph, capture_seconds: float, mesh: MeshShape, target: Target) -> Replanner:
         """Return the replanner of a captured step of a module."""
-        # An optimizer, of which the settings have all that counts, would keep the parameters alive.
+        # The guards of calls, and an optimizer, would keep the parameters alive. Planning needs neither: the settings
+        # have what counts of an optimizer.
+        graph = replace(graph, state=PythonState())
         target = replace(target, options=replace(target.options, optimizer=None))
         return Replanner(graph, capture_seconds, mesh, target, weakref.ref(module))
 

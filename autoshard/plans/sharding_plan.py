@@ -15,7 +15,9 @@ from autoshard.errors import PlanError
 from autoshard.plans import plan_data, plan_text
 from autoshard.plans.alternative import Alternative
 from autoshard.plans.expenses import Expenses
+from autoshard.plans.html import gantt, trace
 from autoshard.plans.plan_data import PlanContents
+from autoshard.plans.step_tasks import StepTasks
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
@@ -93,6 +95,25 @@ class ShardingPlan(PlanContents):
     def expenses(self) -> Expenses:
         """Return what a step spends: seconds and bytes by mesh axis, kind and module; it prints as tables."""
         return Expenses(self)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted step of one rank as a trace that Perfetto and chrome://tracing load.
+
+        Raises:
+            PlanError: the plan is from a file of an older version, which does not have the calls of the step.
+        """
+        step = StepTasks.of(self)
+        Path(path).write_text(trace(step.tasks, step.starts, step.ends, [step.memory]), "utf-8")
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted step of one rank as an SVG picture: compute, and communication below it.
+
+        Raises:
+            PlanError: as for `trace`.
+        """
+        step = StepTasks.of(self)
+        title = f"{self.mesh}: predicted step {format_seconds(self.step_seconds)}"
+        Path(path).write_text(gantt(step.tasks, step.starts, step.ends, title), "utf-8")
 
     def why_not(self, asked: Mapping[str, Any]) -> Alternative[ShardingPlan]:
         """Find the best plan that has what is asked for, and what it costs in place of this one, term by term.
