@@ -29,11 +29,13 @@ class Term:
     Attributes:
         kind: `"compute"`, or the kind of a collective, such as `"all_reduce"`.
         axis: the mesh axis of a collective; `""` for compute.
+        phase: `"forward"` or `"backward"`.
         module: path of the module, `""` for the root.
     """
 
     kind: str
     axis: str
+    phase: str
     module: str
 
 
@@ -74,13 +76,13 @@ class Expenses:
 
     @cached_property
     def terms(self) -> dict[Term, Amount]:
-        """The work by kind, axis and module."""
+        """The work by kind, axis, half of the step, and module."""
         terms: defaultdict[Term, Amount] = defaultdict(Amount)
         for choice in self.plan.choices:
-            terms[Term(COMPUTE, "", choice.module)] += Amount(1, 0, choice.seconds)
+            terms[Term(COMPUTE, "", choice.phase, choice.module)] += Amount(1, 0, choice.seconds)
         for sent in self.plan.collectives:
             amount = Amount(sent.count, sent.count * sent.bytes, sent.count * sent.seconds)
-            terms[Term(sent.kind, sent.axis, sent.module)] += amount
+            terms[Term(sent.kind, sent.axis, sent.phase, sent.module)] += amount
         return dict(terms)
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from autoshard.units import format_bytes, format_seconds
 _ROWS = 30  # changes that a table lists; the others are summed up in one row
 _MAIN_SHARE = 0.9  # of the changes of one kind, those that say where it happens
 _LEAST_SHARE = 0.01  # of the largest change, what a sentence still mentions
-_ROUNDING = 1e-9  # of the step, seconds that are no change
+_ROUNDING = 1e-8  # of the step, seconds that are no change: replays are rounded to nanoseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Change:
     Attributes:
         kind: `"compute"`, or the kind of a collective.
         axis: the mesh axis of a collective; `""` for compute.
+        phase: `"forward"` or `"backward"`; `""` for both.
         module: path, or pattern of paths such as `layers.*.mlp`; `""` for the root.
         modules: the number of modules.
         before, after: the work of all of them in each plan.
@@ -36,6 +37,7 @@ class Change:
 
     kind: str
     axis: str
+    phase: str
     module: str
     modules: int
     before: Amount
@@ -103,21 +105,25 @@ class PlanDifference:
         """Seconds by which waits for the host, and copies, are longer."""
         return self.after.other - self.before.other
 
+    @property
+    def _least(self) -> float:
+        """Seconds that are a change."""
+        return _ROUNDING * max(self.before.step_seconds, self.after.step_seconds)
+
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """The work that differs, with layers that differ alike as one, that of most seconds first."""
+        """The work that differs by kind, axis, half and module, with layers that differ alike as one; most first."""
         both = self.before.terms, self.after.terms
         paths = dict.fromkeys((*self.before.modules, *self.after.modules))
-        least = _ROUNDING * max(self.before.step_seconds, self.after.step_seconds)
         changes = []
-        for kind, axis in dict.fromkeys((term.kind, term.axis) for terms in both for term in terms):
+        for kind, axis, phase in dict.fromkeys((term.kind, term.axis, term.phase) for terms in both for term in terms):
             # Modules without a change are grouped too, so that a pattern stands for none of them.
-            amounts = {path: [terms.get(Term(kind, axis, path), Amount()) for terms in both] for path in paths}
-            keys = {path: _key(before, after, least) for path, (before, after) in amounts.items()}
+            amounts = {path: [terms.get(Term(kind, axis, phase, path), Amount()) for terms in both] for path in paths}
+            keys = {path: _key(before, after, self._least) for path, (before, after) in amounts.items()}
             for group in group_names(keys):
                 if group.key is not None:
                     sums = [sum((amounts[path][side] for path in group.names), Amount()) for side in (0, 1)]
-                    changes.append(Change(kind, axis, group.text, len(group.names), *sums))
+                    changes.append(Change(kind, axis, phase, group.text, len(group.names), *sums))
         return tuple(sorted(changes, key=lambda change: -abs(change.seconds)))
 
     @cached_property
@@ -137,7 +143,7 @@ class PlanDifference:
 
     @cached_property
     def main_changes(self) -> tuple[Change, ...]:
-        """The changes with those of one kind and axis as one, at the module that most of their seconds are in."""
+        """The changes with those of one kind and axis as one, in both halves, at the module where most of them are."""
         kinds: dict[tuple[str, str], list[Change]] = {}
         for change in self.changes:
             kinds.setdefault((change.kind, change.axis), []).append(change)
@@ -145,6 +151,7 @@ class PlanDifference:
             Change(
                 kind,
                 axis,
+                "",
                 _common_path(changes),
                 sum(change.modules for change in changes),
                 sum((change.before for change in changes), Amount()),
@@ -159,19 +166,25 @@ class PlanDifference:
         step, earlier = self.after.step_seconds, self.before.step_seconds
         relative = f" ({100 * self.seconds / earlier:+.1f} %)" if earlier else ""
         head = f"step {format_seconds(step)} in place of {format_seconds(earlier)}{relative}"
-        terms = [
-            (change.seconds, f"{change.name} in {change.module}" if change.module else change.name)
-            for change in self.main_changes
-        ]
+        terms = [(change.seconds, _text(change)) for change in self.main_changes]
         terms.append((-self.overlap, "less overlap" if self.overlap < 0 else "more overlap"))
         terms.append((self.other, "waits and copies"))
         largest = max(abs(seconds) for seconds, _ in terms)
-        parts = [
-            f"{signed_text(seconds, format_seconds)} {text}"
-            for seconds, text in terms
-            if abs(seconds) > max(_LEAST_SHARE * largest, _ROUNDING * step)
-        ]
+        least = max(_LEAST_SHARE * largest, self._least)
+        parts = [f"{signed_text(seconds, format_seconds)} {text}" for seconds, text in terms if abs(seconds) > least]
+        parts += self._moves(least)
         return f"{head}: {', '.join(parts)}" if parts else head
+
+    def _moves(self, least: float) -> Iterator[str]:
+        """Yield texts of the work that is done in the other half of the step, and takes about as long there."""
+        for main in self.main_changes:
+            halves = {"forward": 0.0, "backward": 0.0}
+            for change in self.changes:
+                if (change.kind, change.axis) == (main.kind, main.axis):
+                    halves[change.phase] += change.seconds
+            moved = max(halves.values())
+            if moved > least >= abs(main.seconds):
+                yield f"{format_seconds(moved)} {_text(main)} in the {max(halves, key=halves.__getitem__)} half instead"
 
     def __str__(self) -> str:
         return plain(self.tables(), WIDTH)
@@ -179,13 +192,12 @@ class PlanDifference:
     def tables(self) -> list[Table | Text]:
         """Return the sums of both plans, and the changes by kind, axis and module."""
         both = self.before, self.after
-        rows = [("step", *_cells([side.step_seconds for side in both], format_seconds))]
-        rows.append((COMPUTE, *_cells([side.compute for side in both], format_seconds)))
+        seconds = {"step": [side.step_seconds for side in both], COMPUTE: [side.compute for side in both]}
         for axis in dict.fromkeys((*self.before.communication, *self.after.communication)):
-            seconds = [side.communication.get(axis, 0.0) for side in both]
-            rows.append((f"communication on {axis}", *_cells(seconds, format_seconds)))
-        rows.append(("less overlap", *_cells([-side.overlap for side in both], format_seconds)))
-        rows.append(("waits and copies", *_cells([side.other for side in both], format_seconds)))
+            seconds[f"communication on {axis}"] = [side.communication.get(axis, 0.0) for side in both]
+        seconds["less overlap"] = [-side.overlap for side in both]
+        seconds["waits and copies"] = [side.other for side in both]
+        rows = [(label, *_cells(sides, format_seconds, self._least)) for label, sides in seconds.items()]
         rows.append(("peak of memory", *_cells([side.peak for side in both], format_bytes)))
         rows += [
             (f"  {kind}", *_cells([side.memory.get(kind, 0) for side in both], format_bytes))
@@ -202,6 +214,10 @@ class PlanDifference:
 def signed_text(amount: float, text: Callable[[float], str]) -> str:
     """Return an amount as text with its sign, such as `"+1.1 ms"`."""
     return f"{'-' if amount < 0 else '+'}{text(abs(amount))}"
+
+
+def _text(change: Change) -> str:
+    return f"{change.name} in {change.module}" if change.module else change.name
 
 
 def _key(before: Amount, after: Amount, least: float) -> Hashable:
@@ -237,16 +253,17 @@ def _common_path(changes: Sequence[Change]) -> str:
     return ".".join(common)
 
 
-def _cells(sides: Sequence[float], text: Callable[[float], str]) -> tuple[str, str, str]:
-    """Return the texts of an amount before and after, and of its change."""
+def _cells(sides: Sequence[float], text: Callable[[float], str], least: float = 0.0) -> tuple[str, str, str]:
+    """Return the texts of an amount before and after, and of its change if that is above the least one."""
     before, after = sides
-    return text(before), text(after), signed_text(after - before, text) if after != before else ""
+    return text(before), text(after), signed_text(after - before, text) if abs(after - before) > least else ""
 
 
 def _work_table(changes: Sequence[Change]) -> Table:
     rows = [
         (
             change.name,
+            change.phase,
             change.module or "(root)",
             str(change.modules),
             f"{change.before.count} -> {change.after.count}",
@@ -258,8 +275,8 @@ def _work_table(changes: Sequence[Change]) -> Table:
     rest = changes[_ROWS:]
     if rest:
         seconds = signed_text(sum(change.seconds for change in rest), format_seconds)
-        rows.append(("...", f"{len(rest)} more", str(sum(change.modules for change in rest)), "", "", seconds))
-    return number_table(("work", "module"), ("modules", "count", "bytes", "time"), rows)
+        rows.append(("...", "", f"{len(rest)} more", str(sum(change.modules for change in rest)), "", "", seconds))
+    return number_table(("work", "phase", "module"), ("modules", "count", "bytes", "time"), rows)
 
 
 def _memory_table(changes: Sequence[MemoryChange]) -> Table:

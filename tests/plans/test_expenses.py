@@ -69,7 +69,7 @@ def test_equal_layers_are_one_row(plan: ShardingPlan) -> None:
 def test_a_plan_of_an_older_version_has_only_what_it_tells() -> None:
     old = sample_plan()
     spent = Expenses(old)
-    assert spent.terms[Term("all_reduce", "tp", "h.0.mlp")] == Amount(1, 1 << 20, 1e-4)
+    assert spent.terms[Term("all_reduce", "tp", "forward", "h.0.mlp")] == Amount(1, 1 << 20, 1e-4)
     assert spent.exposed == pytest.approx(old.step_seconds - 6 * 3e-5)
     assert spent.other == pytest.approx(0.0, abs=1e-15)
     assert "held at the peak" not in str(spent)

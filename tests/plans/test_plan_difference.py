@@ -64,6 +64,17 @@ def test_the_summary_names_the_largest_changes_where_they_are() -> None:
     )
 
 
+def test_work_that_moves_to_the_other_half_is_named() -> None:
+    gathers = tuple(sent("all_gather", f"h.{layer}.mlp", 1e-3) for layer in range(6))
+    moved = tuple(dataclasses.replace(gather, phase="backward") for gather in gathers)
+    difference = PlanDifference.of(plan(*gathers, step=0.010), plan(*moved, step=0.012))
+    assert [(change.phase, change.module) for change in difference.changes] == [
+        ("forward", "h.*.mlp"),
+        ("backward", "h.*.mlp"),
+    ]
+    assert difference.summary().endswith(", 6 ms all-gather on tp in h.*.mlp in the backward half instead")
+
+
 def test_no_difference_has_no_change() -> None:
     same = sample_plan()
     difference = PlanDifference.of(same, dataclasses.replace(same))
