@@ -212,8 +212,9 @@ class StepAccount:
         """Return the seconds of an operator's compute alone."""
         if self._is_pinned(node):
             return 0.0
-        call, rule = self.rules.calls[node], self.rules.rules[node]
-        return self.tables.compute_seconds(call, rule, self._choices(node), self.rules.zeros[node])
+        # The tables keep the seconds of both; few operators have collectives inside.
+        inner = self.tables.exchanges(self.rules.rules[node], self._choices(node))
+        return self.seconds(node) - sum(self.tables.cost.collective(kind, size, axis) for kind, axis, size in inner)
 
     def _is_pinned(self, node: fx.Node) -> bool:
         return self.rules.pin_spec(node, self.mesh) is not None

@@ -10,7 +10,7 @@ from functools import cached_property
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.display import WIDTH, plain
+from autoshard.display import WIDTH, html, plain
 from autoshard.names import group_names
 from autoshard.plans.plan_data import PlanContents
 from autoshard.plans.plan_text import MEMORY_KINDS, memory_parts, memory_text, number_table, summary_table
@@ -166,6 +166,9 @@ class Expenses:
 
     def __str__(self) -> str:
         return plain(self.tables(), WIDTH)
+
+    def _repr_html_(self) -> str:
+        return html(*self.tables())
 
     def tables(self) -> list[Table | Text]:
         """Return the sums, and the expenses by module, those that take most time first; equal layers are one row."""

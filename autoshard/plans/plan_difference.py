@@ -9,7 +9,7 @@ from functools import cached_property
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.display import WIDTH, plain
+from autoshard.display import WIDTH, html, plain
 from autoshard.names import group_names
 from autoshard.plans.expenses import COMPUTE, Amount, Expenses, Term
 from autoshard.plans.plan_data import PlanContents
@@ -188,6 +188,9 @@ class PlanDifference:
 
     def __str__(self) -> str:
         return plain(self.tables(), WIDTH)
+
+    def _repr_html_(self) -> str:
+        return html(*self.tables())
 
     def tables(self) -> list[Table | Text]:
         """Return the sums of both plans, and the changes by kind, axis and module."""

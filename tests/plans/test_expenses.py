@@ -62,6 +62,7 @@ def test_expenses_survive_the_file(plan: ShardingPlan) -> None:
 
 
 def test_equal_layers_are_one_row(plan: ShardingPlan) -> None:
+    assert "model.layers.*.mlp.up_proj" in plan.expenses()._repr_html_()
     (row,) = (line for line in str(plan.expenses()).splitlines() if line.strip().startswith("model.layers.*.mlp.up"))
     assert row.split()[:2] == ["model.layers.*.mlp.up_proj", "2"]
 
