@@ -162,7 +162,7 @@ class PlanDifference:
         return tuple(sorted(main, key=lambda change: -abs(change.seconds)))
 
     def summary(self) -> str:
-        """Return `"step 33.2 ms in place of 32.6 ms (+1.9 %): +1.1 ms all-reduce on tp in layers.*.mlp, ..."`."""
+        """Return `"step 33.2 ms in place of 32.6 ms (+1.9 %): +1.1 ms all-reduce on tp in layers.*.mlp; peak ..."`."""
         step, earlier = self.after.step_seconds, self.before.step_seconds
         relative = f" ({100 * self.seconds / earlier:+.1f} %)" if earlier else ""
         head = f"step {format_seconds(step)} in place of {format_seconds(earlier)}{relative}"
@@ -173,7 +173,12 @@ class PlanDifference:
         least = max(_LEAST_SHARE * largest, self._least)
         parts = [f"{signed_text(seconds, format_seconds)} {text}" for seconds, text in terms if abs(seconds) > least]
         parts += self._moves(least)
-        return f"{head}: {', '.join(parts)}" if parts else head
+        before, after = (len(side.plan.recomputed) for side in (self.before, self.after))
+        if before != after:
+            parts.append(f"{after} layers run again in place of {before}")
+        text = f"{head}: {', '.join(parts)}" if parts else head
+        peaks = self.after.peak, self.before.peak
+        return f"{text}; peak {' in place of '.join(map(format_bytes, peaks))}" if peaks[0] != peaks[1] else text
 
     def _moves(self, least: float) -> Iterator[str]:
         """Yield texts of the work that is done in the other half of the step, and takes about as long there."""

@@ -75,6 +75,16 @@ def test_work_that_moves_to_the_other_half_is_named() -> None:
     assert difference.summary().endswith(", 6 ms all-gather on tp in h.*.mlp in the backward half instead")
 
 
+def test_the_summary_names_layers_that_run_again_and_the_peak() -> None:
+    before = sample_plan()
+    memory = dataclasses.replace(before.memory, peak=2**32)
+    after = dataclasses.replace(before, recomputed=("h.0", "h.1"), memory=memory)
+    text = (
+        "step 12.3 ms in place of 12.3 ms (+0.0 %): 2 layers run again in place of 0; peak 4.0 GiB in place of 4.5 GiB"
+    )
+    assert PlanDifference.of(before, after).summary() == text
+
+
 def test_no_difference_has_no_change() -> None:
     same = sample_plan()
     difference = PlanDifference.of(same, dataclasses.replace(same))
