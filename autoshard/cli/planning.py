@@ -20,13 +20,14 @@ from autoshard.cli.arguments import (
     print_line,
     usage_errors,
 )
-from autoshard.cli.plan_files import Plan, html_page, plan_tables
+from autoshard.cli.plan_files import Plan, plan_tables
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.options import EFFORTS, RECOMPUTE, Search, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
+from autoshard.plans.html import HasPage
 from autoshard.search.result import Option
 from autoshard.search.search import SearchOptions, search
 from autoshard.specs.axes import MeshShape
@@ -61,7 +62,7 @@ def _add_plan(verbs: Verbs) -> None:
     _add_mesh(parser)
     add_memory(parser)
     add_options(parser)
-    _add_files(parser)
+    _add_files(parser, "the plan")
 
 
 def _add_fits(verbs: Verbs) -> None:
@@ -103,7 +104,7 @@ def _add_search(verbs: Verbs) -> None:
     parser.add_argument("--no-pipelines", action="store_true", help="only meshes without a pipeline")
     add_memory(parser)
     add_options(parser)
-    _add_files(parser)
+    _add_files(parser, "the search and its best plan")
 
 
 def _add_frontier(verbs: Verbs) -> None:
@@ -124,6 +125,7 @@ def _add_frontier(verbs: Verbs) -> None:
     )
     add_options(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all plans to write")
+    parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the frontier to write")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help=f"picture to write: {', '.join(_PLOTS)}")
 
 
@@ -140,9 +142,9 @@ def add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> No
     parser.add_argument("--memory", dest="memory_limit", required=required, metavar="BYTES", help=text)
 
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
+def _add_files(parser: argparse.ArgumentParser, content: str) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of the plan to write")
-    parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the plan to write")
+    parser.add_argument("--html", type=Path, metavar="OUT.html", help=f"web page of {content} to write")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -195,7 +197,8 @@ def _plan(options: argparse.Namespace) -> None:
     """Plan a model on a mesh; print the plan, and write its files."""
     _check_outputs(options)
     plan = _make_plan(options)
-    _print_and_write(plan, options)
+    _print_and_save(plan, options)
+    _write_page(plan, options)
 
 
 def _make_plan(options: argparse.Namespace) -> Plan:
@@ -226,7 +229,7 @@ def _fits(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> None:
-    """Print the meshes, and write the files of the best plan."""
+    """Print the meshes, and write the file of the best plan, and the page of the search."""
     _check_outputs(options)
     keywords = planning_keywords("search", options)
     pipelines = not options.no_pipelines
@@ -235,12 +238,13 @@ def _search(options: argparse.Namespace) -> None:
     module, args, kwargs = load_target(options)
     result = search(module, options.devices, args, kwargs, option=options.option, pipelines=pipelines, **keywords)
     console().print(result.table())
-    _print_and_write(result.plan, options)
+    _print_and_save(result.plan, options)
+    _write_page(result, options)
 
 
 def _frontier(options: argparse.Namespace) -> None:
-    """Print the plans that are worth their memory, and write the file and the picture of them."""
-    check_output("-o", options.output)
+    """Print the plans that are worth their memory, and write the file, the page and the picture of them."""
+    _check_outputs(options)
     _check_plot(options.plot)
     if options.gaps < 0:
         raise UsageError(f"--gaps {options.gaps}: pass a number of gaps to search, 0 or more.")
@@ -251,6 +255,7 @@ def _frontier(options: argparse.Namespace) -> None:
     if options.output is not None:
         frontier.save(options.output)
         print_line(f"wrote {options.output}")
+    _write_page(frontier, options)
     if options.plot is not None:
         frontier.plot(options.plot)
         print_line(f"wrote {options.plot}")
@@ -270,11 +275,14 @@ def _check_plot(path: Path | None) -> None:
         raise UsageError("--plot needs matplotlib, which is not installed: pip install 'autoshard[plot]'")
 
 
-def _print_and_write(plan: Plan, options: argparse.Namespace) -> None:
+def _print_and_save(plan: Plan, options: argparse.Namespace) -> None:
     console().print(*plan_tables(plan))
     if options.output is not None:
         plan.save(options.output)
         print_line(f"wrote {options.output}")
+
+
+def _write_page(result: HasPage, options: argparse.Namespace) -> None:
     if options.html is not None:
-        options.html.write_text(html_page(plan), "utf-8")
+        result.to_html(options.html)
         print_line(f"wrote {options.html}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
+from autoshard.memory.footprint import AllocationKind
 from autoshard.plans.step_replay import CollectiveSpan, ComputeSpan, HeldBytes, StepReplay
 from autoshard.program.program_replay import COLLECTIVE_KINDS, collective_call
 from autoshard.simulate.events import COMPUTE, Operation, Timeline
@@ -22,12 +23,13 @@ class CallTimes:
     Attributes:
         compute: array of shape `(calls, 3)`: moment, start and end of every kernel.
         collectives: the collectives.
-        exposed, hidden: seconds, as in `Timeline`.
+        seconds, exposed, hidden: of the replay, as in `Timeline`.
     """
 
     # A search keeps many candidates, and each has thousands of calls: hence an array.
     compute: np.ndarray
     collectives: tuple[CollectiveSpan, ...]
+    seconds: float
     exposed: float
     hidden: float
 
@@ -55,9 +57,10 @@ class CallTimes:
                 span = (moment, round(start, _DIGITS), round(end, _DIGITS))
                 collectives.append(CollectiveSpan(*span, call.kind, groups[call.axis], call.bytes))
         array = np.array(compute, dtype=np.float64).reshape(-1, 3)
-        return CallTimes(array, tuple(collectives), timeline.exposed, timeline.hidden)
+        seconds = (round(amount, _DIGITS) for amount in (timeline.seconds, timeline.exposed, timeline.hidden))
+        return CallTimes(array, tuple(collectives), *seconds)
 
-    def step_replay(self, held: Mapping[str, np.ndarray], operators: int) -> StepReplay:
+    def step_replay(self, held: Mapping[AllocationKind, np.ndarray], operators: int) -> StepReplay:
         """Return the record for a plan.
 
         Args:
@@ -75,6 +78,7 @@ class CallTimes:
                 kind: tuple(HeldBytes(moment, amount) for moment, amount in changes.tolist() if moment <= operators)
                 for kind, changes in held.items()
             },
+            seconds=self.seconds,
             exposed=self.exposed,
             hidden=self.hidden,
         )

@@ -13,7 +13,7 @@ from rich.text import Text
 from autoshard.display import WIDTH, html, plain
 from autoshard.names import group_names
 from autoshard.plans.plan_data import PlanContents
-from autoshard.plans.plan_text import MEMORY_KINDS, memory_parts, memory_text, number_table, summary_table
+from autoshard.plans.plan_text import KIND_NAMES, memory_parts, memory_text, number_table, summary_table
 from autoshard.units import format_bytes, format_seconds
 
 COMPUTE = "compute"
@@ -154,7 +154,7 @@ class Expenses:
     def held(self) -> dict[str, dict[str, int]]:
         """Path of a module -> `memory` of what is its own; empty in plans of older versions."""
         modules = self.plan.memory.modules
-        return {path: {MEMORY_KINDS[kind]: held for kind, held in kinds.items()} for path, kinds in modules.items()}
+        return {path: {KIND_NAMES[kind]: held for kind, held in kinds.items()} for path, kinds in modules.items()}
 
     @cached_property
     def modules(self) -> dict[str, dict[Term, Amount]]:

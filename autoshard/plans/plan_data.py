@@ -213,6 +213,7 @@ _SHARDING = record(
         compute=list_of(_row(COUNT, NUMBER, NUMBER)),
         collectives=list_of(_row(COUNT, NUMBER, NUMBER, TEXT, TEXT, COUNT)),
         held=table(list_of(_row(COUNT, COUNT))),
+        seconds=NUMBER,
         exposed=NUMBER,
         hidden=NUMBER,
     ),

@@ -28,7 +28,7 @@ _COLLECTIVE = ("collective", "axis", "phase")
 _ROWS = 30
 
 # Kind of an allocation -> its name for people.
-MEMORY_KINDS = {
+KIND_NAMES = {
     "parameter": "parameters",
     "gradient": "gradients",
     "optimizer": "optimizer",
@@ -110,7 +110,7 @@ def shares_text(plan: PlanContents) -> str:
 def memory_parts(memory: Memory) -> dict[str, int]:
     """Return the bytes held at the moment of the peak by kind; totals of the step where that moment is not known."""
     if memory.held:
-        return {MEMORY_KINDS[kind]: amount for kind, amount in memory.held.items()}
+        return {KIND_NAMES[kind]: amount for kind, amount in memory.held.items()}
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,

@@ -12,18 +12,19 @@ import torch
 
 from autoshard import display
 from autoshard.errors import PlanError
-from autoshard.plans import plan_data, plan_text
+from autoshard.plans import plan_data, plan_page, plan_text
 from autoshard.plans.alternative import Alternative
 from autoshard.plans.expenses import Expenses
-from autoshard.plans.html import gantt, trace
+from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import PlanContents
+from autoshard.plans.step_picture import gantt, trace
 from autoshard.plans.step_tasks import StepTasks
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingPlan(PlanContents):
+class ShardingPlan(PlanContents, HasPage):
     """The placements of all parameters, inputs and outputs of a model on a mesh, and the strategies of its operators.
 
     A plan is data: it holds no tensor and no process group, compares by value, and round-trips through JSON.
@@ -73,6 +74,13 @@ class ShardingPlan(PlanContents):
 
     def _repr_html_(self) -> str:
         return display.html(plan_text.plan_table(self))
+
+    def _page(self) -> str:
+        return plan_page.page(self)
+
+    def page_sections(self) -> list[Section]:
+        """Return the sections of the page, for a page that shows more than the plan."""
+        return plan_page.plan_sections(self)
 
     def __deepcopy__(self, memo: object) -> ShardingPlan:
         # A plan never changes: a copy of a module shares it.

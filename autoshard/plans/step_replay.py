@@ -63,6 +63,7 @@ class StepReplay:
         compute: in the order in which the device runs them.
         collectives: in the order in which they are issued.
         held: kind of memory (`memory.footprint.KINDS`) -> the bytes of it whenever they change.
+        seconds: from the beginning to the end of the last call, of those that take no time on the device too.
         exposed: seconds in which the device communicates and does not compute.
         hidden: seconds in which it does both. They slow down the compute, which `ShardingPlan.step_seconds` counts and
             this replay does not draw.
@@ -71,13 +72,9 @@ class StepReplay:
     compute: tuple[ComputeSpan, ...] = ()
     collectives: tuple[CollectiveSpan, ...] = ()
     held: dict[str, tuple[HeldBytes, ...]] = field(default_factory=dict)
+    seconds: float = 0.0
     exposed: float = 0.0
     hidden: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the beginning to the end of the last call."""
-        return max((span.end for span in (*self.compute, *self.collectives)), default=0.0)
 
     def bytes_by_kind(self, moments: int) -> dict[str, list[int]]:
         """Return for every kind of memory the bytes that are held at each of the moments `0` to `moments - 1`."""
@@ -97,6 +94,7 @@ class StepReplay:
             compute=tuple(ComputeSpan(*span) for span in data["compute"]),
             collectives=tuple(CollectiveSpan(*span) for span in data["collectives"]),
             held={kind: tuple(HeldBytes(*change) for change in changes) for kind, changes in data["held"].items()},
+            seconds=data["seconds"],
             exposed=data["exposed"],
             hidden=data["hidden"],
         )

@@ -24,7 +24,8 @@ def plan() -> ShardingPlan:
 
 def test_tasks_are_the_calls_of_the_step(plan: ShardingPlan) -> None:
     step = StepTasks.of(plan)
-    assert max(step.ends) == plan.step_replay.seconds
+    # Waits for collectives take no time, and come after these.
+    assert 0 < max(step.ends) <= plan.step_replay.seconds <= plan.step_seconds
     compute = [task for task in step.tasks if task.stream == "compute"]
     # Kernels take as long as the operators of the plan, and copies come on top.
     least = sum(choice.seconds for choice in plan.choices)
