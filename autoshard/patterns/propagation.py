@@ -188,16 +188,28 @@ class DimPropagation:
 
     def solve(self, parts: Iterable[DimPart]) -> dict[fx.Node, frozenset[int]]:
         """Return for every operator its factors that run over parts of dims."""
-        marks = {}
+        marks: dict[_FactorOf, int] = {}
         for node, dim, outer, blocks in parts:
-            dims, left = self.rules[node].results[0], 1
-            for factor in dims[dim] if dims is not None else ():
-                size = self._size(node, factor)
-                steps = size if blocks is None else _steps_inside((outer, blocks), left, size)
-                if blocks is None or steps > 1:
-                    marks[node, factor] = steps
-                left *= size
+            dims = self.rules[node].results[0]
+            if dims is not None:
+                marks |= self.marks((node, dims[dim]), outer, blocks)
         return self.follow(marks)
+
+    def marks(self, dim: DimFactors, outer: int = 1, blocks: int | None = None) -> dict[_FactorOf, int]:
+        """Return the marks for `follow` of a part of a dim; without marks, no factors make up such blocks.
+
+        Args:
+            dim: an operator, and the factors that it takes the dim for.
+            outer, blocks: as in `DimPart`.
+        """
+        (node, factors), marks, left = dim, {}, 1
+        for factor in factors:
+            size = self._size(node, factor)
+            steps = size if blocks is None else _steps_inside((outer, blocks), left, size)
+            if blocks is None or steps > 1:
+                marks[node, factor] = steps
+            left *= size
+        return marks
 
     def follow(self, marks: Mapping[_FactorOf, int]) -> dict[fx.Node, frozenset[int]]:
         """Return for every operator its factors that run over what some factors run over.

@@ -343,19 +343,19 @@ class _ParameterFactors:
         inputs = [source.node for source in rules.graph.inputs if source.kind == "input"]
         self._along_weights = rules.factors_along(_dims_of(self.parameters))
         self._along_inputs = rules.factors_along(_dims_of(inputs))
-        self._gradients = {self._origin(node, _is_copy) for node in rules.graph.gradients.values()}
+        self._gradients = {origin(rules, node, is_copy) for node in rules.graph.gradients.values()}
 
     def names(self, node: fx.Node) -> tuple[str, ...]:
         """Return the parameters that an operator takes, through views and casts."""
-        origins = [self._origin(source, _is_copy).node for source in operand_nodes(node)]
-        return tuple(self.parameters[origin] for origin in origins if origin in self.parameters)
+        nodes = [origin(self.rules, source, is_copy).node for source in operand_nodes(node)]
+        return tuple(self.parameters[each] for each in nodes if each in self.parameters)
 
     def factors(self, node: fx.Node) -> frozenset[int]:
         """Return the factors over dims of parameters of an operator that takes a parameter or makes its gradient.
 
         An operator that takes a selection of a parameter takes it too.
         """
-        origins = {self._origin(source, _takes_one).node for source in operand_nodes(node)}
+        origins = {origin(self.rules, source, _takes_one).node for source in operand_nodes(node)}
         results = {Value(node, index) for index in range(len(self.rules.calls[node].results))}
         if not self._gradients & results and not self.parameters.keys() & origins:
             return frozenset()
@@ -363,19 +363,21 @@ class _ParameterFactors:
         # If possible not those that inputs have as well: a table of positions has a dim of the sequence.
         return factors - self._along_inputs.get(node, frozenset()) or factors
 
-    def _origin(self, node: fx.Node, passes: Callable[[GraphRules, fx.Node], bool]) -> Value:
-        """Return the value that a value is made of by operators for which `passes` returns True."""
-        value = value_of(node)
-        while value.node in self.rules.calls and passes(self.rules, value.node):
-            # Indices into a parameter are no origin of the value.
-            sources = [source for source in operand_nodes(value.node) if source.meta["val"].dtype.is_floating_point]
-            if len(sources) != 1:
-                break
-            value = value_of(sources[0])
-        return value
+
+def origin(rules: GraphRules, node: fx.Node, passes: Callable[[GraphRules, fx.Node], bool]) -> Value:
+    """Return the value that a value is made of by operators for which `passes` returns True."""
+    value = value_of(node)
+    while value.node in rules.calls and passes(rules, value.node):
+        # Indices into a parameter are no origin of the value.
+        sources = [source for source in operand_nodes(value.node) if source.meta["val"].dtype.is_floating_point]
+        if len(sources) != 1:
+            break
+        value = value_of(sources[0])
+    return value
 
 
-def _is_copy(rules: GraphRules, node: fx.Node) -> bool:
+def is_copy(rules: GraphRules, node: fx.Node) -> bool:
+    """Return True if an operator is a view, a copy or a cast."""
     return rules.rules[node].free or rules.calls[node].op in _COPY_OPS
 
 
