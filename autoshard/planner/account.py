@@ -30,10 +30,10 @@ from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.plan_data import Collective, Decision
 from autoshard.program.aliasing import makes_view, storage_root
 from autoshard.program.predicted_program import PredictedProgram
-from autoshard.program.program_replay import KernelPrices, operations
+from autoshard.program.program_replay import KernelPrices, issue_calls, operations
 from autoshard.reshard.collective_schedule import KEEPS_INPUT, waits_of
 from autoshard.reshard.path import Path, Resharder
-from autoshard.simulate.events import Timeline, replay
+from autoshard.simulate.events import Operation, Timeline, replay
 from autoshard.specs.axes import SharedAxis
 from autoshard.specs.spec import Spec
 
@@ -286,8 +286,12 @@ def timeline(program: PredictedProgram, prices: KernelPrices) -> Timeline:
     The replay runs the calls of the program itself, with its copies, masks and local programs, its joined reductions,
     and gathers that are started ahead.
     """
-    graphs = (program.forward.graph, program.backward.graph)
-    return replay(operations(graphs, prices.cost.mesh.names, prices))
+    return replay([operation for operation, _ in step_calls(program, prices)])
+
+
+def step_calls(program: PredictedProgram, prices: KernelPrices) -> list[tuple[Operation, fx.Node]]:
+    """Return the operations of `timeline` and the nodes that issue them."""
+    return issue_calls((program.forward.graph, program.backward.graph), prices.cost.mesh.names, prices)
 
 
 def reduction_timeline(program: PredictedProgram, prices: KernelPrices) -> Timeline:
@@ -323,6 +327,11 @@ def allocations(
             yield replace(allocation, bytes=(under_way - 1) * allocation.bytes, start=0, end=memory.end - 1)
 
 
+def _owner(name: str) -> str:
+    """Return the path of the module that has a parameter or buffer."""
+    return name.rpartition(".")[0]
+
+
 class _ProgramMemory:
     """Lifetimes of all memory of one program, arguments as for `allocations`."""
 
@@ -352,14 +361,17 @@ class _ProgramMemory:
             first, last = bisect.bisect_left(calls, start), bisect.bisect_left(calls, end)
             if held and first < last:
                 until = self.end if end > len(self.order) else positions[last - 1] + 1
-                name = gradients[root] if root in gradients else self._name(root)
-                yield Allocation(name, held, positions[first], until, self._kind(root, end, gradients))
+                module = self._module(root)
+                # A value or copy is named by its module and its key.
+                name = f"{module}: {root.meta['key']}" if module else root.meta["key"]
+                if root in gradients:
+                    name, module = gradients[root], _owner(gradients[root])
+                yield Allocation(name, held, positions[first], until, self._kind(root, end, gradients), module)
 
-    def _name(self, root: fx.Node) -> str:
-        """Return the path of the module, and the key of the value or copy that the memory is for."""
+    def _module(self, root: fx.Node) -> str:
+        """Return the path of the module that allocates the memory."""
         position = min(root.meta["position"], len(self.operators) - 1)
-        module = self.graph.module_path(self.operators[position]) if self.operators else ""
-        return f"{module}: {root.meta['key']}" if module else root.meta["key"]
+        return self.graph.module_path(self.operators[position]) if self.operators else ""
 
     def _kind(self, root: fx.Node, end: int, gradients: dict[fx.Node, str]) -> AllocationKind:
         if root in gradients:
@@ -378,11 +390,14 @@ class _ProgramMemory:
             val: torch.Tensor = self.program.inputs[source.node.name].meta["val"]
             held = val.untyped_storage().nbytes()
             # Parameters, buffers and inputs are held for the whole step.
-            yield Allocation(source.name, held, 0, self.end, _PERSISTENT_KINDS.get(source.kind, "input"))
+            kind = _PERSISTENT_KINDS.get(source.kind, "input")
+            # Names of inputs are paths in the arguments, and no module's.
+            module = "" if kind == "input" else _owner(source.name)
+            yield Allocation(source.name, held, 0, self.end, kind, module)
             if source.kind == "parameter" and source.name in trained:
                 shape = Value(source.node).meta.shape
                 state = self.optimizer.state_bytes(shape, tuple(val.shape), val.element_size())
-                yield Allocation(source.name, state, 0, self.end, "optimizer")
+                yield Allocation(source.name, state, 0, self.end, "optimizer", module)
                 states.append(held)
         yield Allocation("optimizer's step", self.optimizer.step_bytes(states), self.end - 1, self.end, "temporary")
 

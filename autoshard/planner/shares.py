@@ -178,8 +178,8 @@ def plan_with_shares(call: CapturedCall, target: Target, graph: JointGraph | Non
     for device, count in zip(devices_along(target.cluster, call.mesh, call.mesh.index(name)), counts, strict=True):
         most[device] = max(most.get(device, 0), count)
     seconds, equal = _seconds_on(planner, plan), sum(counts) / len(counts)
-    step_seconds, exposed = max(seconds(device, count / equal) for device, count in most.items())
-    return replace(plan, step_seconds=step_seconds, exposed_seconds=exposed), planner
+    step_seconds = max(seconds(device, count / equal)[0] for device, count in most.items())
+    return replace(plan, step_seconds=step_seconds), planner
 
 
 def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -> dict[Device, float]:
@@ -200,7 +200,8 @@ def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float
     cluster, shared = planner.cluster.first(planner.mesh.size), planner.constraints.shared
 
     def seconds(device: Device, share: float) -> tuple[float, float]:
-        return planner.replay(program, SharePrices(flow, replace(cluster, device=device), shared, share))
+        step = planner.replay(program, SharePrices(flow, replace(cluster, device=device), shared, share))
+        return step.seconds, step.exposed
 
     return seconds
 

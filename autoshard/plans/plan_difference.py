@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,9 +16,10 @@ from autoshard.plans.plan_data import PlanContents
 from autoshard.plans.plan_text import number_table
 from autoshard.units import format_bytes, format_seconds
 
-_ROWS = 30  # changes that the table lists; the others are summed up in one row
-_DIGITS = 12  # of the step: equal layers differ in their seconds by rounding
+_ROWS = 30  # changes that a table lists; the others are summed up in one row
 _MAIN_SHARE = 0.9  # of the changes of one kind, those that say where it happens
+_LEAST_SHARE = 0.01  # of the largest change, what a sentence still mentions
+_ROUNDING = 1e-9  # of the step, seconds that are no change
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,23 @@ class Change:
         return f"{self.kind.replace('_', '-')} on {self.axis}" if self.axis else self.kind
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryChange:
+    """The memory of one kind that two plans hold differently at their peaks.
+
+    Attributes:
+        kind: as in `Expenses.memory`.
+        module, modules: as for `Change`.
+        before, after: bytes of all of these modules in each plan.
+    """
+
+    kind: str
+    module: str
+    modules: int
+    before: int
+    after: int
+
+
 @dataclass(frozen=True)
 class PlanDifference:
     """What a plan spends more or less than another plan of the same model.
@@ -59,7 +77,7 @@ class PlanDifference:
     `other`: `seconds == sum(change.seconds for change in changes) - overlap + other`.
 
     Attributes:
-        before, after: the expenses of the two plans.
+        before, after: the expenses of the two plans, whose meshes may differ.
     """
 
     before: Expenses
@@ -67,8 +85,8 @@ class PlanDifference:
 
     @staticmethod
     def of(before: PlanContents, after: PlanContents) -> PlanDifference:
-        """Return the difference from one plan to another of the same model; their meshes may differ."""
-        return PlanDifference(Expenses.of(before), Expenses.of(after))
+        """Return the difference from one plan to another of the same model."""
+        return PlanDifference(Expenses(before), Expenses(after))
 
     @property
     def seconds(self) -> float:
@@ -82,37 +100,44 @@ class PlanDifference:
 
     @property
     def other(self) -> float:
-        """Seconds by which waits, copies and the slow-down of compute are longer."""
+        """Seconds by which waits for the host, and copies, are longer."""
         return self.after.other - self.before.other
-
-    @property
-    def memory(self) -> dict[str, int]:
-        """Kind -> bytes that are held in addition at the moment of the peak."""
-        kinds = dict.fromkeys((*self.before.memory, *self.after.memory))
-        return {kind: self.after.memory.get(kind, 0) - self.before.memory.get(kind, 0) for kind in kinds}
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """The work that differs, with layers that differ alike as one, those of most seconds first."""
-        total = self.before.step_seconds or self.after.step_seconds or 1.0
+        """The work that differs, with layers that differ alike as one, that of most seconds first."""
+        both = self.before.terms, self.after.terms
         paths = dict.fromkeys((*self.before.modules, *self.after.modules))
-        found = []
-        for kind, axis in dict.fromkeys((term.kind, term.axis) for term in (*self.before.terms, *self.after.terms)):
-            amounts = {path: self._amounts(Term(kind, axis, path)) for path in paths}
+        least = _ROUNDING * max(self.before.step_seconds, self.after.step_seconds)
+        changes = []
+        for kind, axis in dict.fromkeys((term.kind, term.axis) for terms in both for term in terms):
             # Modules without a change are grouped too, so that a pattern stands for none of them.
-            keys = {path: _key(before, after, total) for path, (before, after) in amounts.items()}
+            amounts = {path: [terms.get(Term(kind, axis, path), Amount()) for terms in both] for path in paths}
+            keys = {path: _key(before, after, least) for path, (before, after) in amounts.items()}
             for group in group_names(keys):
-                if group.key:
+                if group.key is not None:
                     sums = [sum((amounts[path][side] for path in group.names), Amount()) for side in (0, 1)]
-                    found.append(Change(kind, axis, group.text, len(group.names), *sums))
-        return tuple(sorted(found, key=lambda change: -abs(change.seconds)))
+                    changes.append(Change(kind, axis, group.text, len(group.names), *sums))
+        return tuple(sorted(changes, key=lambda change: -abs(change.seconds)))
 
-    def _amounts(self, term: Term) -> tuple[Amount, Amount]:
-        return self.before.terms.get(term, Amount()), self.after.terms.get(term, Amount())
+    @cached_property
+    def memory_changes(self) -> tuple[MemoryChange, ...]:
+        """The memory at the peak that differs, by kind and module, that of most bytes first."""
+        both = self.before.held, self.after.held
+        paths = dict.fromkeys(path for held in both for path in held)
+        changes = []
+        for kind in dict.fromkeys((*self.before.memory, *self.after.memory)):
+            amounts = {path: tuple(held.get(path, {}).get(kind, 0) for held in both) for path in paths}
+            for group in group_names(amounts):
+                before, after = group.key
+                if before != after:
+                    count = len(group.names)
+                    changes.append(MemoryChange(kind, group.text, count, count * before, count * after))
+        return tuple(sorted(changes, key=lambda change: -abs(change.after - change.before)))
 
     @cached_property
     def main_changes(self) -> tuple[Change, ...]:
-        """The changes with those of one kind and axis as one, at the module that most of them are in."""
+        """The changes with those of one kind and axis as one, at the module that most of their seconds are in."""
         kinds: dict[tuple[str, str], list[Change]] = {}
         for change in self.changes:
             kinds.setdefault((change.kind, change.axis), []).append(change)
@@ -134,14 +159,18 @@ class PlanDifference:
         step, earlier = self.after.step_seconds, self.before.step_seconds
         relative = f" ({100 * self.seconds / earlier:+.1f} %)" if earlier else ""
         head = f"step {format_seconds(step)} in place of {format_seconds(earlier)}{relative}"
-        # What is less than a hundredth of the largest change would only make the sentence long.
-        texts = [
+        terms = [
             (change.seconds, f"{change.name} in {change.module}" if change.module else change.name)
             for change in self.main_changes
         ]
-        texts += [(-self.overlap, "less overlap" if self.overlap < 0 else "more overlap"), (self.other, "other")]
-        least = max(abs(seconds) for seconds, _ in texts) / 100
-        parts = [f"{signed(seconds, format_seconds)} {text}" for seconds, text in texts if abs(seconds) > least]
+        terms.append((-self.overlap, "less overlap" if self.overlap < 0 else "more overlap"))
+        terms.append((self.other, "waits and copies"))
+        largest = max(abs(seconds) for seconds, _ in terms)
+        parts = [
+            f"{signed(seconds, format_seconds)} {text}"
+            for seconds, text in terms
+            if abs(seconds) > max(_LEAST_SHARE * largest, _ROUNDING * step)
+        ]
         return f"{head}: {', '.join(parts)}" if parts else head
 
     def __str__(self) -> str:
@@ -156,13 +185,18 @@ class PlanDifference:
             seconds = [side.communication.get(axis, 0.0) for side in both]
             rows.append((f"communication on {axis}", *_cells(seconds, format_seconds)))
         rows.append(("less overlap", *_cells([-side.overlap for side in both], format_seconds)))
-        rows.append(("other", *_cells([side.other for side in both], format_seconds)))
+        rows.append(("waits and copies", *_cells([side.other for side in both], format_seconds)))
         rows.append(("peak of memory", *_cells([side.peak for side in both], format_bytes)))
-        for kind in self.memory:
-            held = [side.memory.get(kind, 0) for side in both]
-            rows.append((f"  {kind}", *_cells(held, format_bytes)))
-        sums = number_table(["of a step"], ["before", "after", "change"], rows)
-        return [sums, _change_table(self.changes)] if self.changes else [sums]
+        rows += [
+            (f"  {kind}", *_cells([side.memory.get(kind, 0) for side in both], format_bytes))
+            for kind in dict.fromkeys((*self.before.memory, *self.after.memory))
+        ]
+        tables: list[Table | Text] = [number_table(["of a step"], ["before", "after", "change"], rows)]
+        if self.changes:
+            tables.append(_work_table(self.changes))
+        if self.memory_changes:
+            tables.append(_memory_table(self.memory_changes))
+        return tables
 
 
 def signed(amount: float, text: Callable[[float], str]) -> str:
@@ -170,19 +204,22 @@ def signed(amount: float, text: Callable[[float], str]) -> str:
     return f"{'-' if amount < 0 else '+'}{text(abs(amount))}"
 
 
-def _key(before: Amount, after: Amount, total: float) -> tuple[float, ...]:
-    """Return what is equal for modules that may be one change; empty if nothing changes."""
-    seconds = round((after.seconds - before.seconds) / total, _DIGITS)
-    if (before.count, before.bytes) == (after.count, after.bytes) and not seconds:
-        return ()
-    return before.count, after.count, before.bytes, after.bytes, seconds
+def _key(before: Amount, after: Amount, least: float) -> Hashable:
+    """Return what is equal for modules that may be one change; None if nothing changes."""
+    seconds = after.seconds - before.seconds
+    if (before.count, before.bytes) == (after.count, after.bytes) and abs(seconds) <= least:
+        return None
+    # Rounded, for equal layers differ in their seconds by rounding. Layers that compute in one operator more, such as
+    # the sum of two gradients, do not differ for that.
+    work = (before.count, after.count) if before.bytes or after.bytes else ()
+    return work, before.bytes, after.bytes, f"{seconds:.3g}" if abs(seconds) > least else ""
 
 
 def _common_path(changes: Sequence[Change]) -> str:
     """Return the module that most of the changes are in; `changes` have those of most seconds first."""
     left = sum(abs(change.seconds) for change in changes)
     least = (1 - _MAIN_SHARE) * left
-    paths = []
+    paths: list[list[str]] = []
     for change in changes:
         if paths and left <= least:
             break
@@ -190,26 +227,30 @@ def _common_path(changes: Sequence[Change]) -> str:
         left -= abs(change.seconds)
     common = []
     for parts in zip(*paths, strict=False):
-        # Indices, and patterns of them, are one.
-        if len({"*" if part[:1] in "*{0123456789" and part else part for part in parts}) > 1:
+        if len(set(parts)) == 1:
+            common.append(parts[0])
+        elif all(part[:1].isdigit() or part[:1] in ("*", "{") for part in parts):
+            # Different indices, or patterns of them.
+            common.append("*")
+        else:
             break
-        common.append(parts[0] if len(set(parts)) == 1 else "*")
     return ".".join(common)
 
 
 def _cells(sides: Sequence[float], text: Callable[[float], str]) -> tuple[str, str, str]:
+    """Return the texts of an amount before and after, and of its change."""
     before, after = sides
     return text(before), text(after), signed(after - before, text) if after != before else ""
 
 
-def _change_table(changes: Sequence[Change]) -> Table:
+def _work_table(changes: Sequence[Change]) -> Table:
     rows = [
         (
             change.name,
             change.module or "(root)",
             str(change.modules),
-            *_cells([change.before.count, change.after.count], str)[:2],
-            *_cells([change.before.bytes, change.after.bytes], format_bytes)[:2],
+            f"{change.before.count} -> {change.after.count}",
+            f"{format_bytes(change.before.bytes)} -> {format_bytes(change.after.bytes)}" if change.axis else "",
             signed(change.seconds, format_seconds),
         )
         for change in changes[:_ROWS]
@@ -217,6 +258,23 @@ def _change_table(changes: Sequence[Change]) -> Table:
     rest = changes[_ROWS:]
     if rest:
         seconds = signed(sum(change.seconds for change in rest), format_seconds)
-        rows.append(("...", f"{len(rest)} more", str(sum(change.modules for change in rest)), *[""] * 4, seconds))
-    numbers = ("modules", "count", "then", "bytes", "then", "time")
-    return number_table(("change", "module"), numbers, rows)
+        rows.append(("...", f"{len(rest)} more", str(sum(change.modules for change in rest)), "", "", seconds))
+    return number_table(("work", "module"), ("modules", "count", "bytes", "time"), rows)
+
+
+def _memory_table(changes: Sequence[MemoryChange]) -> Table:
+    rows = [
+        (
+            change.kind,
+            change.module or "(root)",
+            str(change.modules),
+            f"{format_bytes(change.before)} -> {format_bytes(change.after)}",
+            signed(change.after - change.before, format_bytes),
+        )
+        for change in changes[:_ROWS]
+    ]
+    rest = changes[_ROWS:]
+    if rest:
+        more = signed(sum(change.after - change.before for change in rest), format_bytes)
+        rows.append(("...", f"{len(rest)} more", str(sum(change.modules for change in rest)), "", more))
+    return number_table(("held at the peak", "module"), ("modules", "bytes", "change"), rows)

@@ -27,7 +27,8 @@ _COLLECTIVE = ("collective", "axis", "phase")
 # Collectives listed by `str(plan)`; the others are summed up in one row.
 _ROWS = 30
 
-_KINDS = {
+# Kind of an allocation -> its name for people.
+MEMORY_KINDS = {
     "parameter": "parameters",
     "gradient": "gradients",
     "optimizer": "optimizer",
@@ -109,7 +110,7 @@ def shares_text(plan: PlanContents) -> str:
 def memory_parts(memory: Memory) -> dict[str, int]:
     """Return the bytes held at the moment of the peak by kind; totals of the step where that moment is not known."""
     if memory.held:
-        return {_KINDS[kind]: amount for kind, amount in memory.held.items()}
+        return {MEMORY_KINDS[kind]: amount for kind, amount in memory.held.items()}
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,

@@ -13,6 +13,7 @@ import torch
 from autoshard import display
 from autoshard.errors import PlanError
 from autoshard.plans import plan_data, plan_text
+from autoshard.plans.expenses import Expenses
 from autoshard.plans.plan_data import PlanContents
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
@@ -32,8 +33,6 @@ class ShardingPlan(PlanContents):
         shapes: parameter or buffer name -> global shape.
         step_seconds: predicted time of one step, forward and backward.
         update_seconds: predicted time of the optimizer's update, which follows it.
-        exposed_seconds: seconds of the step in which a device communicates and does not compute; None in plans of older
-            versions.
         memory: bytes per device.
         device_memory: bytes that a device of the cluster has; 0 where it is not known.
         collectives: of one step.
@@ -52,6 +51,7 @@ class ShardingPlan(PlanContents):
             in the backward half (ZeRO-3); `"once"` if they are kept for it, or if one half alone gathers it; parameters
             that are used as they lie are not listed.
         recomputed: names of the layers that the backward half runs again, instead of keeping their activations.
+        step_replay: the predicted step, call by call, for pictures; empty in the files of older versions.
     """
 
     def __repr__(self) -> str:
@@ -82,6 +82,10 @@ class ShardingPlan(PlanContents):
             PlanError: nothing in the plan matches.
         """
         return plan_text.explain(self, path_glob)
+
+    def expenses(self) -> Expenses:
+        """Return what a step spends: seconds and bytes by mesh axis, kind and module; it prints as tables."""
+        return Expenses(self)
 
     def to_json(self) -> str:
         """Return the plan as a JSON text with a checksum of its content."""

@@ -272,9 +272,9 @@ def test_the_step_is_that_of_the_share(normalized: Planner) -> None:
     program, shared = normalized.program(flow), normalized.constraints.shared
 
     def seconds(share: float) -> float:
-        return normalized.replay(program, SharePrices(flow, normalized.cluster, shared, share))[0]
+        return normalized.replay(program, SharePrices(flow, normalized.cluster, shared, share)).seconds
 
-    assert seconds(1.0) == pytest.approx(normalized.replay(program, normalized.prices)[0])
+    assert seconds(1.0) == pytest.approx(normalized.replay(program, normalized.prices).seconds)
     assert seconds(0.5) < seconds(1.0) < seconds(1.5) < 1.5 * seconds(1.0)
 
 
