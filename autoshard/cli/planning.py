@@ -1,4 +1,4 @@
-"""The verbs that plan without devices: `plan`, `fits`, `search` and `frontier`."""
+"""The verbs that plan without devices: `plan`, `fits`, `compare`, `search` and `frontier`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from autoshard.cli.arguments import (
 )
 from autoshard.cli.plan_files import Plan, html_page, plan_tables
 from autoshard.cli.targets import TARGETS, add_target, load_target
+from autoshard.compare.compare import compare
+from autoshard.compare.layouts import NAMES
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.options import EFFORTS, RECOMPUTE, Search, collect_options
 from autoshard.options.target import Target
@@ -39,6 +41,7 @@ def add_planning_verbs(verbs: Verbs) -> None:
     """Add the verbs that plan."""
     _add_plan(verbs)
     _add_fits(verbs)
+    _add_compare(verbs)
     _add_search(verbs)
     _add_frontier(verbs)
 
@@ -77,6 +80,32 @@ def _add_fits(verbs: Verbs) -> None:
     _add_mesh(parser)
     _add_memory(parser, required=True)
     _add_options(parser)
+
+
+def _add_compare(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "compare",
+        _compare,
+        summary="compare the plan of a model with standard layouts, and print flags of other tools",
+        details="Plan a model on a mesh, and beside it DDP, FSDP2, HSDP, tensor, sequence and expert\n"
+        "parallelism and their products, at the same prices; print the flags of torchtitan,\n"
+        f"Megatron-LM and FSDP2 for the nearest of them. No device is needed.\n\n{TARGETS}\n\n"
+        "Exit status 1: the model cannot be captured.\n" + _NOT_VALID,
+        example="autoshard compare hf:llama/config.json --batch 64 --seq 4096 --mesh dp=8,tp=8 --cluster h100",
+    )
+    add_target(parser)
+    _add_mesh(parser)
+    _add_memory(parser)
+    _add_options(parser)
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        choices=NAMES,
+        help="a standard layout to compare with, several times for several; default: all that the mesh has",
+    )
+    parser.add_argument("--details", action="store_true", help="print what every layout spends where")
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all figures to write")
 
 
 def _add_search(verbs: Verbs) -> None:
@@ -170,8 +199,8 @@ def _keywords(function: str, options: argparse.Namespace) -> dict[str, Any]:
                 keywords[name] = getattr(options, name)
         target = Target.of(collect_options(function, keywords), None)
         if mesh is not None:
-            if resolve_pipeline(mesh, target.options.pipeline) is not None and function == "frontier":
-                raise UsageError(f"--mesh {options.mesh}: a frontier plans no pipeline. Give axis pp another name.")
+            if resolve_pipeline(mesh, target.options.pipeline) is not None and function in ("frontier", "compare"):
+                raise UsageError(f"--mesh {options.mesh}: {function} plans no pipeline. Give axis pp another name.")
             # For its error: the cluster may be too small.
             target.cluster.first(mesh.size)
     return keywords
@@ -209,6 +238,21 @@ def _fits(options: argparse.Namespace) -> int:
         f"{format_seconds(plan.step_seconds)}"
     )
     return int(not plan.fits)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    """Print the plan beside standard layouts, and write the file of the figures."""
+    check_output("-o", options.output)
+    keywords = _keywords("compare", options)
+    module, args, kwargs = load_target(options)
+    comparison = compare(module, parse_mesh(options.mesh), args, kwargs, baselines=options.baseline, **keywords)
+    console().print(comparison.table())
+    for layout in comparison if options.details else ():
+        if layout.plan is not None:
+            console().print(f"\n{layout.name}", *layout.expenses.tables(), highlight=False)
+    if options.output is not None:
+        options.output.write_text(comparison.to_json(), "utf-8")
+        print_line(f"wrote {options.output}")
 
 
 def _search(options: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -63,11 +64,11 @@ class _Kind:
 
 
 _DATA = ("DDP", "FSDP2", "FSDP2 whole", "HSDP")
-_KINDS = (
+_KINDS: tuple[_Kind, ...] = (
     *(_Kind(data) for data in _DATA),
     *(_Kind(data, model) for model in ("TP", "TP+SP") for data in ("", "DDP", "FSDP2", "HSDP")),
     *(_Kind(data, "EP") for data in ("DDP", "FSDP2")),
-)  # type: tuple[_Kind, ...]
+)
 NAMES = tuple(kind.name for kind in _KINDS)
 """Names of all standard layouts."""
 
@@ -93,8 +94,9 @@ class StandardLayouts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the layouts that a mesh of this many axes has; some may not fit the model."""
-        return tuple(kind.name for kind in _KINDS if self._has(kind))
+        """Names of the layouts that the mesh has axes for, and the model experts; some may not fit the model."""
+        has_experts = bool(self.axes) and self._search.has_experts
+        return tuple(kind.name for kind in _KINDS if self._has(kind) and (kind.model != "EP" or has_experts))
 
     def make(self, name: str) -> Layout:
         """Return a layout.
@@ -130,7 +132,7 @@ class StandardLayouts:
     def _data_axes(self, kind: _Kind) -> tuple[str, ...]:
         return self.axes[:-1] if kind.model in ("TP", "TP+SP") else self.axes
 
-    @property
+    @cached_property
     def _search(self) -> TensorParallelSearch:
         return TensorParallelSearch(self.rules, self.axes[-1], self._size(self.axes[-1:]))
 
@@ -151,6 +153,8 @@ class StandardLayouts:
 
     def _check_batch(self, data: tuple[str, ...]) -> None:
         """Raise a `HintError` unless the ranks of data parallelism get equal numbers of samples."""
+        if not data:
+            return
         inputs, ranks = self.rules.batch_inputs(), self._size(data)
         if not inputs:
             raise HintError("no input has a batch that data parallelism could split.")

@@ -130,9 +130,7 @@ class TensorParallelSearch:
         column_loops = (product.parameter for loop in chosen for product in loop.columns)
         rows = dict.fromkeys(product.parameter for loop in chosen for product in loop.rows)
         tables = dict.fromkeys(name for factors in embeddings for name in self._shards_of(factors))
-        head_names = (
-            product.parameter for product in self.products for factors in heads if product.node in factors
-        )
+        head_names = (product.parameter for product in self.products for factors in heads if product.node in factors)
         return TensorParallel(shards, tuple(dict.fromkeys((*column_loops, *head_names))), tuple(rows), tuple(tables))
 
     def expert_parallel(self) -> Shards:
@@ -156,6 +154,11 @@ class TensorParallelSearch:
             experts = ", ".join(map(str, sorted(sizes)))
             raise HintError(f"{self.axis}={self.size} does not divide the {experts} experts.")
         return shards
+
+    @property
+    def has_experts(self) -> bool:
+        """True if there are parameters that have a matrix for each of several experts."""
+        return any(product.batch for product in self.products)
 
     @cached_property
     def products(self) -> list[Product]:

@@ -284,6 +284,11 @@ _ENTRY_POINTS = {
         {"shares": None},
         frozenset({"inputs", "input_placements", "output_placements", "dynamic", "shares", "compile", "overlap"}),
     ),
+    # No standard layout has shares, or gathers outputs.
+    "compare": _EntryPoint(
+        defaults={"shares": None, "output_placements": "planned"},
+        refused=frozenset({"inputs", "input_placements", "dynamic", "shares", "overlap", "pipeline"}),
+    ),
     # The programs run in float64, operator by operator, on equal ranks.
     "verify": _EntryPoint(
         defaults={"shares": None}, refused=frozenset({"mp_policy", "shares", "compile", "overlap", "pipeline"})
@@ -295,7 +300,7 @@ def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
     """Return the options of the keywords that a user gave to a function.
 
     Args:
-        function: the function: `"plan"`, `"parallelize"`, `"frontier"`, `"search"` or `"verify"`.
+        function: the function: `"plan"`, `"parallelize"`, `"frontier"`, `"search"`, `"compare"` or `"verify"`.
         keywords: as `OptionKeywords`.
 
     Raises:

@@ -30,8 +30,8 @@ from autoshard.patterns.padding import zero_padded_results
 from autoshard.patterns.propagation import CutPropagation, DimFactors, DimPart, DimPropagation, useful_cuts
 from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
-from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
 from autoshard.patterns.strategy import offered_factors
+from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_placeable
 from autoshard.specs.spec import Spec, placement_text

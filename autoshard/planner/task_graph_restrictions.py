@@ -265,11 +265,12 @@ class _RestrictionBuilder:
             if factors:
                 yield node, Restriction(self.axes[primitive], factors)
             else:
-                # Gradients are added up before they are reduced. Views, and what no parameter has a part in, such as
-                # positions, cost next to nothing: each lies as those that read it.
-                free = self.rules.rules[node].free or node not in self.computed
-                preferred = frozenset() if free else None
-                yield node, Restriction(self.axes[primitive], self._of(others, node), preferred=preferred, sums_count=not free)
+                # Views, and what no parameter has a part in, such as positions, cost next to nothing: each lies as
+                # those that read it. Gradients are added up before they are reduced, as sums that pass.
+                factors, free = self._of(others, node), self.rules.rules[node].free or node not in self.computed
+                preferred = frozenset[int]() if free else None
+                sums_count = bool(factors) and not free
+                yield node, Restriction(self.axes[primitive], factors, preferred=preferred, sums_count=sums_count)
 
     def _shards(self, task_graph: TaskGraph, primitive: Primitive) -> Iterator[DimPart]:
         """Return the parts of dims that pinned shards of a task graph's parameters are."""
