@@ -15,7 +15,7 @@ from autoshard.capture.marks import assign_task_graphs, defaults_of
 from autoshard.capture.recomputation import recomputable
 from autoshard.compare.comparison import PLAN, ComparedLayout, Comparison, NearestLayout
 from autoshard.compare.flags import Job, fsdp2_code, megatron_flags, torchtitan_flags
-from autoshard.compare.layouts import NAMES, Hints, Layout, StandardLayouts
+from autoshard.compare.layouts import NAMES, Hints, StandardLayout, StandardLayouts
 from autoshard.errors import AutoshardError, BudgetError, PlanError
 from autoshard.names import suggestion
 from autoshard.options import OptionKeywords, collect_options
@@ -149,7 +149,7 @@ class LayoutPlanner:
         self.first = call.planner_of(target)
         self.standard = StandardLayouts(self.first.rules, call.mesh)
 
-    def compare_standard(self, name: str) -> tuple[ComparedLayout, Layout | None]:
+    def compare_standard(self, name: str) -> tuple[ComparedLayout, StandardLayout | None]:
         """Return a standard layout with its plan, or with the reason why it cannot be had."""
         try:
             layout = self.standard.make(name)
@@ -167,7 +167,7 @@ class LayoutPlanner:
         return ComparedLayout(name, "own", plan, hints=hints)
 
     @freeze_older_objects()
-    def _plan_standard(self, layout: Layout) -> ShardingPlan:
+    def _plan_standard(self, layout: StandardLayout) -> ShardingPlan:
         # There is next to nothing to choose: the first solution is taken, and memory follows from the layout.
         settings = replace(self.target.settings, effort="fast", memory_limit=None)
         target = replace(self.target, hints=layout.hints, settings=settings)
@@ -182,7 +182,7 @@ class LayoutPlanner:
                 candidate = self._solve(planner, layout)
         return with_provenance(planner.describe(candidate), planner, self.call.seconds, self.target)
 
-    def _solve(self, planner: Planner, layout: Layout) -> CandidatePlan:
+    def _solve(self, planner: Planner, layout: StandardLayout) -> CandidatePlan:
         candidate = planner.solve(planner.constraints)
         if not layout.regathers:
             return candidate
@@ -200,7 +200,7 @@ class LayoutPlanner:
         assign_task_graphs(graph.graph, defaults_of(self.module))
         return planner_for(self.module, graph, self.call.mesh, target, like=self.first)
 
-    def flags(self, layout: Layout, plan: ShardingPlan, reference: ShardingPlan, fits: bool) -> NearestLayout:
+    def flags(self, layout: StandardLayout, plan: ShardingPlan, reference: ShardingPlan, fits: bool) -> NearestLayout:
         """Return a standard layout with its flags, and its loss beside the plan."""
         layers = self.first.rules.parameter_layers.values()
         inputs = self.first.rules.batch_inputs()
@@ -225,8 +225,8 @@ class LayoutPlanner:
 
 
 def _nearest(
-    reference: ShardingPlan, rows: Mapping[str, tuple[ComparedLayout, Layout | None]], limit: int
-) -> tuple[Layout, ShardingPlan, ShardingPlan, bool] | None:
+    reference: ShardingPlan, rows: Mapping[str, tuple[ComparedLayout, StandardLayout | None]], limit: int
+) -> tuple[StandardLayout, ShardingPlan, ShardingPlan, bool] | None:
     """Return the arguments of `LayoutPlanner.flags` for the nearest standard layout; None if there is none."""
     made = [(layout, row.plan) for row, layout in rows.values() if layout is not None and row.plan is not None]
     if not made:

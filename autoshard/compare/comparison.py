@@ -1,4 +1,4 @@
-"""`Comparison`: a plan beside other layouts of the same step, and the nearest standard one in the words of other tools."""
+"""`Comparison`: a plan beside other layouts of the same step, and the nearest standard one with its flags."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class Comparison:
             if layout.plan is not None:
                 table.add_row(*map(Text, self._cells(layout.name, layout.plan, axes)))
         left_out = [f"no {layout.name}: {layout.reason}" for layout in self.layouts if layout.plan is None]
-        near = [Text(), self.nearest.table()] if self.nearest is not None else []
+        near: list[Text | Group] = [] if self.nearest is None else [Text(), self.nearest.table()]
         return Group(table, *map(Text, left_out), *near)
 
     def _cells(self, name: str, plan: ShardingPlan, axes: list[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A standard layout in the words of other tools: torchtitan, Megatron-LM, and torch's own FSDP2 and tensor parallelism."""
+"""A standard layout as flags of torchtitan and Megatron-LM, and as code with torch's FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autoshard.compare.layouts import Layout
+from autoshard.compare.layouts import StandardLayout
 from autoshard.compare.tensor_parallel import glob_names
 from autoshard.specs.axes import MeshShape
 
@@ -26,7 +26,7 @@ class Job:
         layers: paths of the repeated layers, in order.
     """
 
-    layout: Layout
+    layout: StandardLayout
     mesh: MeshShape
     samples: int
     recomputes: bool
@@ -109,7 +109,7 @@ def fsdp2_code(job: Job) -> str:
     if layout.sharded:
         lines.append("from torch.distributed.fsdp import fully_shard")
     shape = f"({', '.join(map(str, sizes.values()))},)"
-    body = [f'mesh = init_device_mesh("cuda", {shape}, mesh_dim_names=({_quoted(sizes)},))']
+    body = [f'mesh = init_device_mesh("cuda", {shape}, mesh_dim_names=({_names_text(sizes)},))']
     if job.tensor > 1:
         styles = dict(_styles(job))
         used = sorted({style.partition("(")[0] for style in styles.values()})
@@ -125,7 +125,7 @@ def fsdp2_code(job: Job) -> str:
             "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing"
         )
         classes = sorted({job.modules[layer].__name__ for layer in job.layers if layer in job.modules})
-        check = f"type(part).__name__ in [{_quoted(classes)}]"
+        check = f"type(part).__name__ in [{_names_text(classes)}]"
         body.append(f"apply_activation_checkpointing(model, check_fn=lambda part: {check})")
     body += _data_parallel(job, tuple(data))
     if not layout.sharded and layout.replicated:
@@ -133,7 +133,7 @@ def fsdp2_code(job: Job) -> str:
     return "\n".join([*lines, "", *body])
 
 
-def _quoted(names: Iterable[str]) -> str:
+def _names_text(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
@@ -141,7 +141,7 @@ def _data_parallel(job: Job, axes: Sequence[str]) -> Iterator[str]:
     """Yield the lines that make a model data parallel over some axes of the mesh."""
     if not axes:
         return
-    part = f"mesh[{_quoted(axes)}]"
+    part = f"mesh[{_names_text(axes)}]"
     if not job.layout.sharded:
         yield f"model = DistributedDataParallel(model, device_mesh={part})"
         return

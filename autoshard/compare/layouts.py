@@ -22,7 +22,7 @@ ModelParallel = Literal["", "TP", "TP+SP", "EP"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StandardLayout:
     """A standard layout on the axes of a mesh.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Kind:
 
     Attributes:
         data: `"DDP"`, `"FSDP2"`, `"FSDP2 whole"` or `"HSDP"`; empty if there are no axes of data parallelism.
-        model: as in `Layout`.
+        model: as in `StandardLayout`.
     """
 
     data: str
@@ -98,7 +98,7 @@ class StandardLayouts:
         has_experts = bool(self.axes) and self._search.has_experts
         return tuple(kind.name for kind in _KINDS if self._has(kind) and (kind.model != "EP" or has_experts))
 
-    def make(self, name: str) -> Layout:
+    def make(self, name: str) -> StandardLayout:
         """Return a layout.
 
         Raises:
@@ -123,7 +123,7 @@ class StandardLayouts:
         }
         hints |= self._primitives(kind, data, shards)
         regathers = bool(sharded) and kind.data != "FSDP2 whole"
-        return Layout(name, hints, replicated, sharded, axis, kind.model, regathers, tensor_parallel)
+        return StandardLayout(name, hints, replicated, sharded, axis, kind.model, regathers, tensor_parallel)
 
     def _has(self, kind: _Kind) -> bool:
         data = self._data_axes(kind)

@@ -122,13 +122,8 @@ def _primitives_of(value: object) -> tuple[Primitive, ...]:
     """Return the primitives of a hint; none if it is another hint."""
     if isinstance(value, Primitive):
         return (value,)
-    if (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and all(isinstance(each, Primitive) for each in value)
-    ):
-        return tuple(value)
-    return ()
+    values = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    return tuple(values) if all(isinstance(each, Primitive) for each in values) else ()
 
 
 def _value_text(value: HintValue) -> str:

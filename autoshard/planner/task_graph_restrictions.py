@@ -254,23 +254,31 @@ class _RestrictionBuilder:
     def _along_shards(
         self, task_graph: TaskGraph, primitive: Primitive, nodes: Sequence[fx.Node]
     ) -> Iterator[tuple[fx.Node, Restriction]]:
-        split = self.rules.factors_along(self._shards(task_graph, primitive))
+        shards = list(self._shards(task_graph, primitive))
+        split = self.rules.factors_along(shards)
         kinds = {"batch": lambda: self.batch, "sequence": lambda: self.sequence, "whole": dict}
         others: Mapping[fx.Node, frozenset[int]] = kinds[primitive.rest or "whole"]()
         # A rank with shards of the groups' matrices gets the rows of these groups.
         groups = {node: _group_factors(self.rules, node) for node in nodes}
         sends_rows = any(groups[node] & split.get(node, frozenset()) for node in nodes)
+        sharded = {self.weights.parameters[part.node] for part in shards}
         for node in nodes:
-            factors = (groups[node] if sends_rows else None) or split.get(node)
-            if factors:
-                yield node, Restriction(self.axes[primitive], factors)
+            along, other = self._of(split, node), self._of(others, node)
+            # Views, and what no parameter has a part in, such as positions, cost next to nothing: each lies as those
+            # that read it.
+            is_open = self.rules.rules[node].free or node not in self.computed
+            if sends_rows and groups[node]:
+                along = groups[node]
+            elif primitive.rest == "batch" and sharded.isdisjoint(self.weights.names(node)):
+                # Only products with shards must follow them: a gate has a dim of the experts, and belongs to samples.
+                is_open = is_open or not other
+                along, other = frozenset(), along | other
+            if along:
+                yield node, Restriction(self.axes[primitive], along)
             else:
-                # Views, and what no parameter has a part in, such as positions, cost next to nothing: each lies as
-                # those that read it. Gradients are added up before they are reduced, as sums that pass.
-                factors, free = self._of(others, node), self.rules.rules[node].free or node not in self.computed
-                preferred = frozenset[int]() if free else None
-                sums_count = bool(factors) and not free
-                yield node, Restriction(self.axes[primitive], factors, preferred=preferred, sums_count=sums_count)
+                # Gradients are added up before they are reduced, as sums that pass.
+                preferred, sums_count = frozenset[int]() if is_open else None, bool(other) and not is_open
+                yield node, Restriction(self.axes[primitive], other, preferred=preferred, sums_count=sums_count)
 
     def _shards(self, task_graph: TaskGraph, primitive: Primitive) -> Iterator[DimPart]:
         """Return the parts of dims that pinned shards of a task graph's parameters are."""
