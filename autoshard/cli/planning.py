@@ -200,7 +200,8 @@ def _keywords(function: str, options: argparse.Namespace) -> dict[str, Any]:
         target = Target.of(collect_options(function, keywords), None)
         if mesh is not None:
             if resolve_pipeline(mesh, target.options.pipeline) is not None and function in ("frontier", "compare"):
-                raise UsageError(f"--mesh {options.mesh}: {function} plans no pipeline. Give axis pp another name.")
+                what = {"frontier": "a frontier", "compare": "a comparison"}[function]
+                raise UsageError(f"--mesh {options.mesh}: {what} plans no pipeline. Give axis pp another name.")
             # For its error: the cluster may be too small.
             target.cluster.first(mesh.size)
     return keywords

@@ -84,9 +84,7 @@ def megatron_flags(job: Job) -> str:
     flags.append("--overlap-grad-reduce")
     if layout.sharded:
         if not layout.regathers:
-            notes.append(
-                "# Nothing gathers shards once for both halves: optim_grads holds parameters whole at all times."
-            )
+            notes.append("# Shards are not gathered once for both halves: optim_grads holds parameters whole instead.")
         strategy = "optim_grads_params" if layout.regathers else "optim_grads"
         flags += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}", "--overlap-param-gather"]
         flags += ["--ckpt-format fsdp_dtensor", "--no-gradient-accumulation-fusion"]

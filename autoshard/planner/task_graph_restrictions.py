@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ from autoshard.specs.layout import dim_of
 from autoshard.specs.spec import is_shard, split_factor_of
 
 _COPY_OPS = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
+_SUM_OPS = _COPY_OPS | {torch.ops.aten.add.Tensor}
 _HEAVY_SHARE = 0.95  # part of the arithmetic of a task graph that its heavy operators do
 
 
@@ -38,23 +40,27 @@ class Restriction:
         allowed: the factors that these axes may split; None for all but those of `forbidden`.
         forbidden: the factors that they must not split.
         preferred: the factors that as many of these axes as possible should split; None for all that are allowed.
-        sums_count: True if an axis over which partial sums pass counts as one that splits a preferred factor.
+        sums: the partial sums that pass over these axes: `"allowed"`; `"preferred"`, which count as if a preferred
+            factor were split; or `"refused"`.
     """
 
     axes: tuple[int, ...]
     allowed: frozenset[int] | None = None
     forbidden: frozenset[int] = frozenset()
     preferred: frozenset[int] | None = None
-    sums_count: bool = False
+    sums: Literal["allowed", "preferred", "refused"] = "allowed"
 
     def filter_strategies(self, strategies: Sequence[Choices]) -> tuple[Choices, ...]:
         """Return the allowed strategies that split preferred factors on most axes."""
         allowed = []
         for choices in strategies:
             split = [choices[axis] for axis in self.axes if choices[axis] > WHOLE]
+            sums = sum(choices[axis] < WHOLE for axis in self.axes)
+            if sums and self.sums == "refused":
+                continue
             if self.forbidden.isdisjoint(split) and (self.allowed is None or self.allowed.issuperset(split)):
                 count = sum(self.preferred is None or factor in self.preferred for factor in split)
-                count += self.sums_count * sum(choices[axis] < WHOLE for axis in self.axes)
+                count += sums if self.sums == "preferred" else 0
                 allowed.append((count, choices))
         most = max((count for count, _ in allowed), default=0)
         # Axes outside the task graph may be fixed in a way that leaves no allowed strategy: then all are.
@@ -276,9 +282,15 @@ class _RestrictionBuilder:
             if along:
                 yield node, Restriction(self.axes[primitive], along)
             else:
-                # Gradients are added up before they are reduced, as sums that pass.
-                preferred, sums_count = frozenset[int]() if is_open else None, bool(other) and not is_open
-                yield node, Restriction(self.axes[primitive], other, preferred=preferred, sums_count=sums_count)
+                yield node, self._of_rest(node, self.axes[primitive], other, is_open)
+
+    def _of_rest(self, node: fx.Node, axes: tuple[int, ...], factors: frozenset[int], is_open: bool) -> Restriction:
+        if is_open:
+            return Restriction(axes, factors, preferred=frozenset())
+        # Gradients are added up before they are reduced; what else could take sums takes what is reduced.
+        if self.rules.calls[node].op not in _SUM_OPS:
+            return Restriction(axes, factors, sums="refused")
+        return Restriction(axes, factors, sums="preferred" if factors else "allowed")
 
     def _shards(self, task_graph: TaskGraph, primitive: Primitive) -> Iterator[DimPart]:
         """Return the parts of dims that pinned shards of a task graph's parameters are."""
