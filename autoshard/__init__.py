@@ -14,6 +14,8 @@ from autoshard.api import (
 from autoshard.capture.marks import replicate, set_default_strategy, shard, split
 from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.cluster import Cluster
+from autoshard.compare.compare import compare
+from autoshard.compare.comparison import Comparison
 from autoshard.doctor.doctor import doctor
 from autoshard.errors import (
     AutoshardError,
@@ -48,6 +50,7 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "Cluster",
+    "Comparison",
     "Frontier",
     "HintError",
     "InputError",
@@ -67,6 +70,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "checkpointable",
+    "compare",
     "doctor",
     "frontier",
     "full_state_dict",

@@ -1,4 +1,4 @@
-"""The verbs that plan without devices: `plan`, `fits`, `search` and `frontier`."""
+"""The verbs that plan without devices: `plan`, `fits`, `compare`, `search` and `frontier`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from autoshard.cli.arguments import (
 )
 from autoshard.cli.plan_files import Plan, plan_tables
 from autoshard.cli.targets import TARGETS, add_target, load_target
+from autoshard.compare.compare import compare
+from autoshard.compare.layouts import NAMES
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.options import EFFORTS, RECOMPUTE, Search, collect_options
 from autoshard.options.target import Target
@@ -35,13 +37,14 @@ from autoshard.units import format_bytes, format_seconds
 
 _NOT_VALID = "2: an argument is not valid; nothing was planned."
 _PLOTS = (".png", ".svg", ".pdf")
-_WITHOUT_PIPELINE = {"frontier": "a frontier", "why_not": "this command"}
+_WITHOUT_PIPELINE = {"frontier": "a frontier", "compare": "a comparison", "why_not": "this command"}
 
 
 def add_planning_verbs(verbs: Verbs) -> None:
     """Add the verbs that plan."""
     _add_plan(verbs)
     _add_fits(verbs)
+    _add_compare(verbs)
     _add_search(verbs)
     _add_frontier(verbs)
 
@@ -80,6 +83,32 @@ def _add_fits(verbs: Verbs) -> None:
     _add_mesh(parser)
     add_memory(parser, required=True)
     add_options(parser)
+
+
+def _add_compare(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "compare",
+        _compare,
+        summary="compare the plan of a model with standard layouts, and print flags of other tools",
+        details="Plan a model on a mesh, and beside it DDP, FSDP2, HSDP, tensor, sequence and expert\n"
+        "parallelism and their products, at the same prices; print the flags of torchtitan,\n"
+        f"Megatron-LM and FSDP2 for the nearest of them. No device is needed.\n\n{TARGETS}\n\n"
+        "Exit status 1: the model cannot be captured.\n" + _NOT_VALID,
+        example="autoshard compare hf:llama/config.json --batch 64 --seq 4096 --mesh dp=8,tp=8 --cluster h100",
+    )
+    add_target(parser)
+    _add_mesh(parser)
+    add_memory(parser)
+    add_options(parser)
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        choices=NAMES,
+        help="a standard layout to compare with, several times for several; default: all that the mesh has",
+    )
+    parser.add_argument("--details", action="store_true", help="print what every layout spends where")
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all figures to write")
 
 
 def _add_search(verbs: Verbs) -> None:
@@ -226,6 +255,21 @@ def _fits(options: argparse.Namespace) -> int:
         f"{format_seconds(plan.step_seconds)}"
     )
     return int(not plan.fits)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    """Print the plan beside standard layouts, and write the file of the figures."""
+    check_output("-o", options.output)
+    keywords = planning_keywords("compare", options)
+    module, args, kwargs = load_target(options)
+    comparison = compare(module, parse_mesh(options.mesh), args, kwargs, baselines=options.baseline, **keywords)
+    console().print(comparison.table())
+    for layout in comparison if options.details else ():
+        if layout.plan is not None:
+            console().print(f"\n{layout.name}", *layout.expenses.tables(), highlight=False)
+    if options.output is not None:
+        options.output.write_text(comparison.to_json(), "utf-8")
+        print_line(f"wrote {options.output}")
 
 
 def _search(options: argparse.Namespace) -> None:

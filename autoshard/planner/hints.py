@@ -6,21 +6,24 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from autoshard.capture.marks import Primitive, TaskGraph
+from autoshard.capture.marks import Primitive, TaskGraph, replicate, split
 from autoshard.errors import HintError
 from autoshard.names import ancestors, matching, suggestion
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import is_shard, parse_placement, placement_text, shard_placement, split_factor_of
 
-HintValue = Placement | Sequence[Placement | None] | Mapping[str, Placement] | Primitive
+HintValue = Placement | Sequence[Placement | None] | Mapping[str, Placement] | Primitive | Sequence[Primitive]
 Pins = tuple[Placement | None, ...]
 """A placement per mesh axis; None where the planner decides."""
 
 
-_PRIMITIVE = re.compile(r"(?P<kind>replicate|split)(?:\((?P<devices>[^()]*)\))?")
+_PRIMITIVE = re.compile(
+    r"(?P<kind>replicate|split)(?:\((?P<devices>[^()=]*?)(?:,?\s*rest\s*=\s*['\"]?(?P<rest>\w+)['\"]?)?\))?"
+)
 _AXIS = re.compile(r"(?P<axis>\w+)\s*:\s*(?P<placement>.*)")
 _SEPARATOR = re.compile(r"\s*,\s*(?![^(]*\))")  # not those of S(0,f=3)
 
@@ -50,7 +53,7 @@ def resolve(
         hints: glob -> placements. A glob is matched against parameter names and module paths (`*` matches dots too); a
             module stands for every parameter below it. Placements are one placement, for every mesh axis; a sequence of
             one for each mesh axis, None where the planner may choose; or a mapping from names of axes, which leaves
-            other axes to the planner. Primitives are ignored; they are for `task_graphs`.
+            other axes to the planner. Primitives, and sequences of them, are ignored; they are for `task_graphs`.
         parameters: name -> global shape.
         aliases: name -> every name of the same (tied) parameter; a hint may use any of them.
         modules: paths of the modules.
@@ -73,7 +76,7 @@ def resolve(
     names = {alias: name for name in parameters for alias in (name, *aliases.get(name, ()))}
     pinned: dict[str, list[_Pin | None]] = {}
     for glob, value in (hints or {}).items():
-        if isinstance(value, Primitive):
+        if _primitives_of(value):
             continue
         placements = _per_axis(glob, value, mesh)
         for name in _parameters_of(glob, names, modules):
@@ -91,8 +94,8 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     """Return the task graphs that hints make, by the paths of their modules.
 
     Args:
-        hints: as for `resolve`; those with another value than `autoshard.replicate(n)` or `autoshard.split(n)` are
-            ignored.
+        hints: as for `resolve`; those with another value than `autoshard.replicate(n)` or `autoshard.split(n)`, or a
+            sequence of such, are ignored.
         modules: paths of the modules.
 
     Raises:
@@ -102,19 +105,21 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     graphs: dict[str, TaskGraph] = {}
     # `resolve` raises the error of hints that are no mapping.
     for glob, value in hints.items() if isinstance(hints, Mapping) else ():
-        if not isinstance(value, Primitive):
+        primitives = _primitives_of(value)
+        if not primitives:
             continue
-        matched = matching(str(glob), modules)
+        text, matched = _value_text(primitives), matching(str(glob), modules)
         if not matched:
             raise HintError(
-                f"the hint {glob!r}: {value} matches no module. {suggestion(str(glob), set(modules) - {''})}"
+                f"the hint {glob!r}: {text} matches no module. {suggestion(str(glob), set(modules) - {''})}"
             )
         for path in matched:
-            before = graphs.setdefault(path, TaskGraph(value, path)).primitive
-            if before != value:
+            before = graphs.setdefault(path, TaskGraph(primitives, path)).primitives
+            if before != primitives:
                 raise InfeasibleHintError(
                     f"two hints contradict each other on the module {path or '(root)'}: {globs[path]!r} asks for "
-                    f"{before}, {glob!r} for {value}. Drop one of them, or let their globs match different modules."
+                    f"{_value_text(before)}, {glob!r} for {text}. Drop one of them, or let their globs match different "
+                    "modules."
                 )
             globs.setdefault(path, glob)
     return graphs
@@ -125,11 +130,21 @@ def describe(hints: Mapping[str, HintValue] | None) -> dict[str, str]:
     return {glob: _value_text(value) for glob, value in (hints or {}).items()}
 
 
+def _primitives_of(value: object) -> tuple[Primitive, ...]:
+    """Return the primitives of a hint; none if it is another hint."""
+    if isinstance(value, Primitive):
+        return (value,)
+    values = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    return tuple(values) if all(isinstance(each, Primitive) for each in values) else ()
+
+
 def _value_text(value: HintValue) -> str:
     if isinstance(value, Placement):
         return placement_text(value)
-    if isinstance(value, Primitive):
-        return str(value)
+    primitives = _primitives_of(value)
+    if primitives:
+        return ", ".join(map(str, primitives))
+    value = cast("Mapping[str, Placement] | Sequence[Placement | None]", value)
     if isinstance(value, Mapping):
         return ", ".join(f"{axis}: {placement_text(placement)}" for axis, placement in value.items())
     return " ".join("-" if placement is None else placement_text(placement) for placement in value)
@@ -140,18 +155,17 @@ def parse_value(text: str) -> HintValue:
 
     Args:
         text: `"S(0)"`, for every mesh axis; `"R S(0) -"`, one for each, `-` where the planner chooses; `"tp: S(0)"`,
-            by names of axes; or a primitive, `"split('tp')"` or `"replicate(4)"`. Blanks and quotes may be left out.
+            by names of axes; or primitives, `"split('tp')"` or `"replicate(4)"`. Blanks and quotes may be left out.
 
     Raises:
         HintError: the text is none of these.
     """
-    primitive = _PRIMITIVE.fullmatch(text.strip())
+    parts = _SEPARATOR.split(text.strip())
+    primitives = [_PRIMITIVE.fullmatch(part) for part in parts]
     try:
-        if primitive is not None:
-            names = [part.strip().strip("'\"") for part in (primitive["devices"] or "").split(",")]
-            devices = int(names[0]) if len(names) == 1 and names[0].isdigit() else tuple(filter(None, names)) or None
-            return Primitive(primitive["kind"], devices)  # type: ignore[arg-type]
-        parts = _SEPARATOR.split(text.strip())
+        if None not in primitives:
+            values = tuple(_primitive(match) for match in primitives if match is not None)
+            return values[0] if len(values) == 1 else values
         if ":" in text:
             pairs = [_AXIS.fullmatch(part) for part in parts]
             by_axis = {pair["axis"]: parse_placement(pair["placement"]) for pair in pairs if pair is not None}
@@ -169,6 +183,16 @@ def parse_value(text: str) -> HintValue:
     if len(placements) == 1 and placements[0] is not None:
         return placements[0]
     return tuple(placements)
+
+
+def _primitive(match: re.Match[str]) -> Primitive:
+    names = [name.strip().strip("'\"") for name in (match["devices"] or "").split(",") if name.strip()]
+    devices = int(names[0]) if len(names) == 1 and names[0].isdigit() else names or None
+    if match["kind"] == "split":
+        return split(devices, rest=match["rest"])  # type: ignore[arg-type]  # it checks the word itself
+    if match["rest"] is not None:
+        raise ValueError("replicate has no rest")
+    return replicate(devices)
 
 
 def recorded_hints(texts: Mapping[str, str]) -> dict[str, HintValue]:
@@ -215,8 +239,8 @@ def _check_placement(glob: str, value: object) -> Placement:
 def _not_a_placement(glob: str, value: object) -> HintError:
     return HintError(
         f"the hint {glob!r}: {value!r} pins no placement: give Replicate() or Shard(dim), one for every mesh axis, a "
-        f"sequence of one per axis, or a mapping from names of mesh axes; of a module also autoshard.replicate(n) or "
-        f"autoshard.split(n)."
+        f"sequence of one per axis, or a mapping from names of mesh axes; of a module also autoshard.replicate(n), "
+        f"autoshard.split(n), or several of them for different axes."
     )
 
 

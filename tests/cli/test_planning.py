@@ -165,3 +165,26 @@ def test_an_argument_that_is_not_valid_is_one_line_before_the_model_is_built(
     assert printed.err.count("\n") == 1
     assert said in printed.err
     assert not (folder / "built").exists()
+
+
+def test_compare_prints_the_table_and_the_flags(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--mesh",
+        "dp=2,tp=2",
+        "--cluster",
+        "a100",
+        "--baseline",
+        "DDP",
+        "--baseline",
+        "FSDP2 x TP",
+        "--details",
+    ]
+    assert main(["compare", "planned_models:make", *arguments, "-o", "compared.json"]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads((folder / "compared.json").read_text("utf-8"))
+    assert [layout["name"] for layout in data["layouts"]] == ["autoshard", "DDP", "FSDP2 x TP"]
+    assert "tensor_parallel_degree" in printed
+    assert "--tensor-model-parallel-size" in printed
+    assert printed.count("Expenses of a step") == 3
+    assert main(["compare", "planned_models:make", "--mesh", "pp=2"]) == 2
+    assert "a comparison plans no pipeline" in capsys.readouterr().err

@@ -139,6 +139,8 @@ def test_hints_are_described_as_text() -> None:
         ("split(4)", autoshard.split(4)),
         ("split(tp)", autoshard.split("tp")),
         ("replicate('dp', 'ep')", autoshard.replicate(("dp", "ep"))),
+        ("split(tp, rest=whole)", autoshard.split("tp", rest="whole")),
+        ("replicate(dp), split(4)", (autoshard.replicate("dp"), autoshard.split(4))),
     ],
 )
 def test_values_are_read_from_text(text: str, value: object) -> None:
@@ -152,13 +154,27 @@ def test_the_record_of_a_plan_is_read_as_its_hints() -> None:
         "embed.weight": {"dp": Shard(0), "tp": shard_placement(1, 2)},
         "layers.*.mlp": autoshard.split(("dp", "tp")),
         "": autoshard.replicate(2),
+        "layers": (autoshard.replicate("dp"), autoshard.split(("tp", "ep"), rest="sequence")),
     }
     # A plan also records the primitives of the model's code.
     assert recorded_hints({**describe(hints), "replicate(4)": "tp"}) == hints
 
 
 @pytest.mark.parametrize(
-    "text", ["", "S", "tp:", "tp:S", ":S(0)x", "split(", "S(0) tp:R", "tp:R:S(0)", "merge(4)", "tp:R,tp:R"]
+    "text",
+    [
+        "",
+        "S",
+        "tp:",
+        "tp:S",
+        ":S(0)x",
+        "split(",
+        "S(0) tp:R",
+        "tp:R:S(0)",
+        "merge(4)",
+        "tp:R,tp:R",
+        "split(4, rest=all)",
+    ],
 )
 def test_texts_that_are_no_hints(text: str) -> None:
     with pytest.raises(HintError, match="is no placement: write"):
