@@ -12,10 +12,13 @@ from autoshard.api import (
     register_forward_method,
     sampler_arguments,
     shard_dataloader,
+    why_not,
 )
 from autoshard.capture.marks import replicate, set_default_strategy, shard, split
 from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.cluster import Cluster
+from autoshard.compare.compare import compare
+from autoshard.compare.comparison import Comparison
 from autoshard.doctor.doctor import doctor
 from autoshard.errors import (
     AutoshardError,
@@ -34,6 +37,7 @@ from autoshard.options.mesh_context import use_mesh
 from autoshard.patterns.registry import register_rule
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
+from autoshard.plans.alternative import Alternative
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.adafactor import Adafactor
@@ -46,10 +50,12 @@ from autoshard.version import __version__
 
 __all__ = [
     "Adafactor",
+    "Alternative",
     "AutoshardError",
     "BudgetError",
     "CaptureError",
     "Cluster",
+    "Comparison",
     "Frontier",
     "HintError",
     "InputError",
@@ -69,6 +75,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "checkpointable",
+    "compare",
     "doctor",
     "frontier",
     "full_state_dict",
@@ -89,4 +96,5 @@ __all__ = [
     "split",
     "use_mesh",
     "verify",
+    "why_not",
 ]

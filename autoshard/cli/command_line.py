@@ -21,8 +21,10 @@ from autoshard.cli.arguments import (
 from autoshard.cli.calibration import add_calibrate
 from autoshard.cli.plan_files import explanation, plan_tables, read_plan, read_saved
 from autoshard.cli.planning import add_planning_verbs
+from autoshard.cli.simulation import add_simulate
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.cli.verification import add_verify
+from autoshard.cli.why import add_why
 from autoshard.cluster.cluster import Cluster
 from autoshard.doctor.doctor import doctor, report_page
 from autoshard.errors import AutoshardError
@@ -60,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_planning_verbs(verbs)
+    add_why(verbs)
+    add_simulate(verbs)
     _add_saved_plan_verbs(verbs)
     add_verify(verbs)
     _add_doctor(verbs)

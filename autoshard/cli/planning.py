@@ -1,4 +1,4 @@
-"""The verbs that plan without devices: `plan`, `fits`, `search` and `frontier`."""
+"""The verbs that plan without devices: `plan`, `fits`, `compare`, `search` and `frontier`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from autoshard.cli.arguments import (
     add_verb,
     check_output,
     console,
+    parse_hints,
     parse_mesh,
     print_error,
     print_line,
@@ -21,6 +22,8 @@ from autoshard.cli.arguments import (
 )
 from autoshard.cli.plan_files import Plan, plan_tables
 from autoshard.cli.targets import TARGETS, add_target, load_target
+from autoshard.compare.compare import compare
+from autoshard.compare.layouts import NAMES
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.options import EFFORTS, RECOMPUTE, Pipeline, Search, collect_options
 from autoshard.options.target import Target
@@ -36,12 +39,14 @@ from autoshard.units import format_bytes, format_seconds
 
 _NOT_VALID = "2: an argument is not valid; nothing was planned."
 _PLOTS = (".png", ".svg", ".pdf")
+_WITHOUT_PIPELINE = {"frontier": "a frontier", "compare": "a comparison", "why_not": "this command", "verify": "verify"}
 
 
 def add_planning_verbs(verbs: Verbs) -> None:
     """Add the verbs that plan."""
     _add_plan(verbs)
     _add_fits(verbs)
+    _add_compare(verbs)
     _add_search(verbs)
     _add_frontier(verbs)
 
@@ -82,6 +87,32 @@ def _add_fits(verbs: Verbs) -> None:
     add_memory(parser, required=True)
     add_options(parser)
     _add_pipeline(parser)
+
+
+def _add_compare(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "compare",
+        _compare,
+        summary="compare the plan of a model with standard layouts, and print flags of other tools",
+        details="Plan a model on a mesh, and beside it DDP, FSDP2, HSDP, tensor, sequence and expert\n"
+        "parallelism and their products, at the same prices; print the flags of torchtitan,\n"
+        f"Megatron-LM and FSDP2 for the nearest of them. No device is needed.\n\n{TARGETS}\n\n"
+        "Exit status 1: the model cannot be captured.\n" + _NOT_VALID,
+        example="autoshard compare hf:llama/config.json --batch 64 --seq 4096 --mesh dp=8,tp=8 --cluster h100",
+    )
+    add_target(parser)
+    add_mesh(parser)
+    add_memory(parser)
+    add_options(parser)
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        choices=NAMES,
+        help="a standard layout to compare with, several times for several; default: all that the mesh has",
+    )
+    parser.add_argument("--details", action="store_true", help="print what every layout spends where")
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all figures to write")
 
 
 def _add_search(verbs: Verbs) -> None:
@@ -141,7 +172,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Add the memory limit."""
+    """Add the option of the memory limit."""
     text = "bytes that a device may hold, such as 70GiB"
     parser.add_argument("--memory", dest="memory_limit", required=required, metavar="BYTES", help=text)
 
@@ -162,6 +193,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", metavar="NAME", help="the optimizer, for its memory; default: adamw")
     parser.add_argument("--effort", choices=EFFORTS, default="full", help="of the search; default: full")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search, without the capture")
+    parser.add_argument(
+        "--hint",
+        action="append",
+        dest="hints",
+        metavar="GLOB=PLACEMENTS",
+        help="placements that the plan must have, such as '*.up.weight=tp:S(0)', or a primitive, '*.mlp=split(tp)'",
+    )
 
 
 def _add_pipeline(parser: argparse.ArgumentParser, *, axis: bool = True) -> None:
@@ -184,22 +222,24 @@ def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, A
         UsageError: an option is not valid.
     """
     mesh = MeshShape.of(parse_mesh(options.mesh)) if "mesh" in options else None
+    hints = parse_hints(options.hints or (), mesh)
     with usage_errors():
         search_options = Search(effort=options.effort, time_limit=options.time_limit)
         keywords: dict[str, Any] = {"cluster": options.cluster, "search": search_options}
         for name in ("recompute", "optimizer", "memory_limit", "output_placements"):
             if getattr(options, name, None) is not None:
                 keywords[name] = getattr(options, name)
+        if hints:
+            keywords["hints"] = hints
         pipeline = {name: getattr(options, name, None) for name in ("axis", "schedule", "microbatches", "virtual")}
         if any(value is not None for value in pipeline.values()):
             given = {name: value for name, value in pipeline.items() if value is not None}
             keywords["pipeline"] = Pipeline(**given)
         target = Target.of(collect_options(function, keywords), None)
         if mesh is not None:
-            if resolve_pipeline(mesh, target.options.pipeline) is not None and function != "plan":
-                raise UsageError(
-                    f"--mesh {options.mesh}: {function} works on meshes without a pipeline. Give axis pp another name."
-                )
+            if resolve_pipeline(mesh, target.options.pipeline) is not None and function in _WITHOUT_PIPELINE:
+                name = _WITHOUT_PIPELINE[function]
+                raise UsageError(f"--mesh {options.mesh}: {name} plans no pipeline. Give axis pp another name.")
             # For its error: the cluster may be too small.
             target.cluster.first(mesh.size)
     return keywords
@@ -238,6 +278,21 @@ def _fits(options: argparse.Namespace) -> int:
         f"{format_seconds(plan.step_seconds)}"
     )
     return int(not plan.fits)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    """Print the plan beside standard layouts, and write the file of the figures."""
+    check_output("-o", options.output)
+    keywords = planning_keywords("compare", options)
+    module, args, kwargs = load_target(options)
+    comparison = compare(module, parse_mesh(options.mesh), args, kwargs, baselines=options.baseline, **keywords)
+    console().print(comparison.table())
+    for layout in comparison if options.details else ():
+        if layout.plan is not None:
+            console().print(f"\n{layout.name}", *layout.expenses.tables(), highlight=False)
+    if options.output is not None:
+        options.output.write_text(comparison.to_json(), "utf-8")
+        print_line(f"wrote {options.output}")
 
 
 def _search(options: argparse.Namespace) -> None:

@@ -311,6 +311,12 @@ _ENTRY_POINTS = {
             }
         ),
     ),
+    "why_not": _EntryPoint(refused=frozenset({"overlap", "pipeline"})),
+    # No standard layout has shares, or gathers outputs.
+    "compare": _EntryPoint(
+        defaults={"shares": None, "output_placements": "planned"},
+        refused=frozenset({"inputs", "input_placements", "dynamic", "shares", "overlap", "pipeline"}),
+    ),
     # The programs run in float64, operator by operator, on equal ranks.
     "verify": _EntryPoint(
         defaults={"shares": None},
@@ -323,7 +329,8 @@ def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
     """Return the options of the keywords that a user gave to a function.
 
     Args:
-        function: the function: `"plan"`, `"parallelize"`, `"frontier"`, `"search"` or `"verify"`.
+        function: the function: `"plan"`, `"parallelize"`, `"frontier"`, `"search"`, `"compare"`, `"why_not"` or
+            `"verify"`.
         keywords: as `OptionKeywords`.
 
     Raises:

@@ -22,6 +22,10 @@ Pins = tuple[Placement | None, ...]
 Shapes = Mapping[str, Sequence[int]]
 
 
+class InfeasibleHintError(HintError):
+    """The option names what there is, and no plan on this mesh can have it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pin:
     """A placement, and the glob that asks for it."""
@@ -126,7 +130,7 @@ class PlacementOption:
             return placement
         dim: int = placement.dim  # type: ignore[attr-defined]
         if not -len(shape) <= dim < len(shape):
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{self.subject(glob)} shards dim {dim} of {name}, which has {len(shape)} dims (shape {tuple(shape)}). "
                 f"Choose a dim below {len(shape)}, or let the glob match fewer tensors."
             )
@@ -136,7 +140,7 @@ class PlacementOption:
     def _merge(self, before: Pin | None, pin: Pin, name: str, axis: str) -> Pin:
         """Return the pin of an axis; raise a `HintError` if two globs ask for different ones."""
         if before is not None and before.placement != pin.placement:
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{self.subject(before.glob)} and {self.subject(pin.glob)} contradict each other on {name}, mesh axis "
                 f"{axis!r}: {before.glob!r} asks for {placement_text(before.placement)}, {pin.glob!r} for "
                 f"{placement_text(pin.placement)}. Drop one of them, or let their globs match different tensors."

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
+from typing import cast
 
 from torch.distributed.tensor import Placement
 
-from autoshard.capture.marks import Primitive, TaskGraph
+from autoshard.capture.marks import Primitive, TaskGraph, replicate, split
 from autoshard.errors import HintError
 from autoshard.names import ancestors, matching, suggestion
-from autoshard.options.placements import Pin, Pins, PlacementOption, PlacementValue
+from autoshard.options.placements import InfeasibleHintError, Pin, Pins, PlacementOption, PlacementValue
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.spec import is_shard, placement_text, split_factor_of
+from autoshard.specs.spec import is_shard, parse_placement, placement_text, split_factor_of
 
-HintValue = PlacementValue | Primitive
-_HINTS = PlacementOption("the hint {}", "; of a module also autoshard.replicate(n) or autoshard.split(n)")
+HintValue = PlacementValue | Primitive | Sequence[Primitive]
+_HINTS = PlacementOption(
+    "the hint {}",
+    "; of a module also autoshard.replicate(n), autoshard.split(n), or several of them for different axes",
+)
+
+_PRIMITIVE = re.compile(
+    r"(?P<kind>replicate|split)(?:\((?P<devices>[^()=]*?)(?:,?\s*rest\s*=\s*['\"]?(?P<rest>\w+)['\"]?)?\))?"
+)
+_AXIS = re.compile(r"(?P<axis>\w+)\s*:\s*(?P<placement>.*)")
+_SEPARATOR = re.compile(r"\s*,\s*(?![^(]*\))")  # not those of S(0,f=3)
 
 
 def resolve(
@@ -31,7 +42,7 @@ def resolve(
         hints: glob -> placements. A glob is matched against parameter names and module paths (`*` matches dots too); a
             module stands for every parameter below it. Placements are one placement, for every mesh axis; a sequence of
             one for each mesh axis, None where the planner may choose; or a mapping from names of axes, which leaves
-            other axes to the planner. Primitives are ignored; they are for `task_graphs`.
+            other axes to the planner. Primitives, and sequences of them, are ignored; they are for `task_graphs`.
         parameters: name -> global shape.
         aliases: name -> every name of the same (tied) parameter; a hint may use any of them.
         modules: paths of the modules.
@@ -52,7 +63,7 @@ def resolve(
         )
     # A tied parameter is pinned once, under its first name.
     names = {alias: name for name in parameters for alias in (name, *aliases.get(name, ()))}
-    placements = {glob: value for glob, value in (hints or {}).items() if not isinstance(value, Primitive)}
+    placements = {glob: value for glob, value in (hints or {}).items() if not _primitives_of(value)}
     pinned = _HINTS.resolve(placements, lambda glob: _parameters_of(glob, names, modules), parameters, mesh)
     for name, pins in pinned.items():
         _check_sizes(name, parameters[name], pins, mesh)
@@ -63,8 +74,8 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     """Return the task graphs that hints make, by the paths of their modules.
 
     Args:
-        hints: as for `resolve`; those with another value than `autoshard.replicate(n)` or `autoshard.split(n)` are
-            ignored.
+        hints: as for `resolve`; those with another value than `autoshard.replicate(n)` or `autoshard.split(n)`, or a
+            sequence of such, are ignored.
         modules: paths of the modules.
 
     Raises:
@@ -74,19 +85,21 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     graphs: dict[str, TaskGraph] = {}
     # `resolve` raises the error of hints that are no mapping.
     for glob, value in hints.items() if isinstance(hints, Mapping) else ():
-        if not isinstance(value, Primitive):
+        primitives = _primitives_of(value)
+        if not primitives:
             continue
-        matched = matching(str(glob), modules)
+        text, matched = _value_text(primitives), matching(str(glob), modules)
         if not matched:
             raise HintError(
-                f"the hint {glob!r}: {value} matches no module. {suggestion(str(glob), set(modules) - {''})}"
+                f"the hint {glob!r}: {text} matches no module. {suggestion(str(glob), set(modules) - {''})}"
             )
         for path in matched:
-            before = graphs.setdefault(path, TaskGraph(value, path)).primitive
-            if before != value:
-                raise HintError(
+            before = graphs.setdefault(path, TaskGraph(primitives, path)).primitives
+            if before != primitives:
+                raise InfeasibleHintError(
                     f"two hints contradict each other on the module {path or '(root)'}: {globs[path]!r} asks for "
-                    f"{before}, {glob!r} for {value}. Drop one of them, or let their globs match different modules."
+                    f"{_value_text(before)}, {glob!r} for {text}. Drop one of them, or let their globs match different "
+                    "modules."
                 )
             globs.setdefault(path, glob)
     return graphs
@@ -97,14 +110,74 @@ def describe(hints: Mapping[str, HintValue] | None) -> dict[str, str]:
     return {glob: _value_text(value) for glob, value in (hints or {}).items()}
 
 
+def _primitives_of(value: object) -> tuple[Primitive, ...]:
+    """Return the primitives of a hint; none if it is another hint."""
+    if isinstance(value, Primitive):
+        return (value,)
+    values = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    return tuple(values) if all(isinstance(each, Primitive) for each in values) else ()
+
+
 def _value_text(value: HintValue) -> str:
     if isinstance(value, Placement):
         return placement_text(value)
-    if isinstance(value, Primitive):
-        return str(value)
+    primitives = _primitives_of(value)
+    if primitives:
+        return ", ".join(map(str, primitives))
+    value = cast("Mapping[str, Placement] | Sequence[Placement | None]", value)
     if isinstance(value, Mapping):
         return ", ".join(f"{axis}: {placement_text(placement)}" for axis, placement in value.items())
     return " ".join("-" if placement is None else placement_text(placement) for placement in value)
+
+
+def parse_value(text: str) -> HintValue:
+    """Return the value of a hint that `describe` wrote.
+
+    Args:
+        text: `"S(0)"`, for every mesh axis; `"R S(0) -"`, one for each, `-` where the planner chooses; `"tp: S(0)"`,
+            by names of axes; or primitives, `"split('tp')"` or `"replicate(4)"`. Blanks and quotes may be left out.
+
+    Raises:
+        HintError: the text is none of these.
+    """
+    parts = _SEPARATOR.split(text.strip())
+    primitives = [_PRIMITIVE.fullmatch(part) for part in parts]
+    try:
+        if None not in primitives:
+            values = tuple(_primitive(match) for match in primitives if match is not None)
+            return values[0] if len(values) == 1 else values
+        if ":" in text:
+            pairs = [_AXIS.fullmatch(part) for part in parts]
+            by_axis = {pair["axis"]: parse_placement(pair["placement"]) for pair in pairs if pair is not None}
+            if len(by_axis) < len(parts):
+                raise ValueError("a part is no axis with a placement, or an axis occurs twice")
+            return by_axis
+        placements = [None if word == "-" else parse_placement(word) for part in parts for word in part.split()]
+        if not placements:
+            raise ValueError("there is nothing")
+    except ValueError as error:
+        raise HintError(
+            f"{text!r} is no placement: write S(0) or R for every mesh axis, tp:S(0) for one of them, R,S(0) for each "
+            "in turn, or split(tp) or replicate(4)."
+        ) from error
+    if len(placements) == 1 and placements[0] is not None:
+        return placements[0]
+    return tuple(placements)
+
+
+def _primitive(match: re.Match[str]) -> Primitive:
+    names = [name.strip().strip("'\"") for name in (match["devices"] or "").split(",") if name.strip()]
+    devices = int(names[0]) if len(names) == 1 and names[0].isdigit() else names or None
+    if match["kind"] == "split":
+        return split(devices, rest=match["rest"])  # type: ignore[arg-type]  # it checks the word itself
+    if match["rest"] is not None:
+        raise ValueError("replicate has no rest")
+    return replicate(devices)
+
+
+def recorded_hints(texts: Mapping[str, str]) -> dict[str, HintValue]:
+    """Return the hints in the record of a plan, which also has the primitives of the model's code."""
+    return {glob: parse_value(text) for glob, text in texts.items() if not _PRIMITIVE.fullmatch(glob)}
 
 
 def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]) -> tuple[str, ...]:
@@ -145,17 +218,17 @@ def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[Pin | None], me
         text = f"the hint {globs} shards dim {dim} of {name}, of size {size}, over {over}"
         placements = ", ".join(placement_text(pin.placement) for pin in sharding.values())
         if size < parts:
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{text}: that is less than one element for each of the {parts} parts. Use fewer or other axes."
             )
         strided = any(split_factor_of(pin.placement) > 1 for pin in sharding.values())
         if strided and sum(mesh.axes[axis].size > 1 for axis in sharding) > 1:
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{text}, as {placements}: torch gathers a dim wrongly that several axes split, one of them strided. "
                 "Use plain Shards, or one axis."
             )
         if not _divides(size, {axis: pin.placement for axis, pin in sharding.items()}, mesh):
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{text}, as {placements}: {size} does not divide evenly. Only a plain Shard over one axis alone may "
                 "be uneven."
             )

@@ -55,7 +55,7 @@ class Decision:
         module: path of the module that it comes from, `""` for the root.
         phase: `"forward"` or `"backward"`.
         strategy: the specs of its operands and results, in words.
-        seconds: predicted time of its compute and of the collectives of the strategy.
+        seconds: predicted time of its compute; the collectives inside its strategy are among those of the plan.
     """
 
     node: str
@@ -190,6 +190,7 @@ _SHARDING = record(
         module=TEXT,
         operator=TEXT,
         largest=list_of(record(name=TEXT, kind=TEXT, bytes=COUNT)),
+        modules=table(table(COUNT)),
     ),
     device_memory=COUNT,
     collectives=list_of(
@@ -220,6 +221,7 @@ _SHARDING = record(
 
 # Files that older versions wrote lack them.
 _SHARDING["required"] = [name for name in _SHARDING["required"] if name not in ("update_seconds", "step_replay")]
+_SHARDING["properties"]["memory"]["required"].remove("modules")
 
 
 def _check_rows(data: Mapping[str, Any], what: str) -> None:

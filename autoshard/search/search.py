@@ -23,6 +23,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
 from autoshard.planner.planning import capture_with_progress
+from autoshard.planner.replanner import Replanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.arguments import check_examples, check_module
 from autoshard.runtime.rank_agreement import from_first_rank
@@ -142,6 +143,7 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
         own_memory=own_memory,
     )
     candidates, notes = _search_counts(request, options)
+    candidates = tuple(_remembering(candidate, request, target) for candidate in candidates)
     return SearchResult(
         option=options.option,  # type: ignore[arg-type]
         cluster=target.cluster.name,
@@ -176,6 +178,15 @@ def _search_counts(request: Request, options: SearchOptions) -> tuple[tuple[Mesh
     if all(candidate.plan is None for candidate in candidates):
         raise failures[-1]
     return tuple(candidates), tuple(notes)
+
+
+def _remembering(candidate: MeshCandidate, request: Request, target: Target) -> MeshCandidate:
+    """Return a candidate whose plan, if it has one without a pipeline, answers `why_not`."""
+    if not isinstance(candidate.plan, ShardingPlan):
+        return candidate
+    mesh = candidate.plan.mesh
+    replanner = Replanner.of(request.module, request.graph, request.capture_seconds, mesh, target)
+    return replace(candidate, plan=replanner.remember(candidate.plan))
 
 
 def _batch_size(call: BatchCall) -> int:

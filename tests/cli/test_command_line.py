@@ -11,7 +11,22 @@ from autoshard.cli import main
 from tests.pipeline.test_pipeline_plan import plan_of
 from tests.sample_plan import sample_plan
 
-VERBS = ("plan", "fits", "search", "frontier", "show", "explain", "html", "verify", "doctor", "calibrate", "selfcheck")
+VERBS = (
+    "plan",
+    "fits",
+    "compare",
+    "search",
+    "frontier",
+    "why",
+    "simulate",
+    "show",
+    "explain",
+    "html",
+    "verify",
+    "doctor",
+    "calibrate",
+    "selfcheck",
+)
 
 
 @pytest.mark.parametrize("verb", VERBS)

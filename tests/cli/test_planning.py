@@ -158,7 +158,7 @@ PLAN = ("plan", "planned_models:make")
         (("plan", "hf:nowhere", "--batch", "4", "--seq", "16", "--mesh", "dp=2"), "hf:nowhere: there is no file"),
         (("fits", "planned_models:make", "--mesh", "dp=2", "--memory", "1XB"), "has the unit 'XB'"),
         (("search", "planned_models:make", "--devices", "0"), "devices=0: pass the number of devices"),
-        (("frontier", "planned_models:make", "--mesh", "pp=2"), "frontier works on meshes without a pipeline"),
+        (("frontier", "planned_models:make", "--mesh", "pp=2"), "a frontier plans no pipeline"),
         (("frontier", "planned_models:make", "--mesh", "x=2", "--gaps", "-1"), "--gaps -1: pass a number of gaps"),
         (("frontier", "planned_models:make", "--mesh", "x=2", "--plot", "plot.doc"), "name a file that ends in .png"),
     ],
@@ -172,3 +172,26 @@ def test_an_argument_that_is_not_valid_is_one_line_before_the_model_is_built(
     assert printed.err.count("\n") == 1
     assert said in printed.err
     assert not (folder / "built").exists()
+
+
+def test_compare_prints_the_table_and_the_flags(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--mesh",
+        "dp=2,tp=2",
+        "--cluster",
+        "a100",
+        "--baseline",
+        "DDP",
+        "--baseline",
+        "FSDP2 x TP",
+        "--details",
+    ]
+    assert main(["compare", "planned_models:make", *arguments, "-o", "compared.json"]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads((folder / "compared.json").read_text("utf-8"))
+    assert [layout["name"] for layout in data["layouts"]] == ["autoshard", "DDP", "FSDP2 x TP"]
+    assert "tensor_parallel_degree" in printed
+    assert "--tensor-model-parallel-size" in printed
+    assert printed.count("Expenses of a step") == 3
+    assert main(["compare", "planned_models:make", "--mesh", "pp=2"]) == 2
+    assert "a comparison plans no pipeline" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def test_a_plan_of_a_config_equals_one_device(target: str, capsys: pytest.Captur
     ("arguments", "said"),
     [
         (("--mesh", "tp=2", "--steps", "0"), "--steps 0: pass a number of training steps"),
-        (("--mesh", "pp=2"), "verify works on meshes without a pipeline"),
+        (("--mesh", "pp=2"), "verify plans no pipeline"),
         (("--mesh", "tp=2", "--plan", "no_such_plan.json"), "cannot be read"),
         (("--mesh", "tp=2", "--set", "hidden_sice=3"), "has no such entry. Close ones are hidden_size"),
         (("--mesh", "tp=2", "--set", "hidden_size"), "write the name of an entry and its value"),
