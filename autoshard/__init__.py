@@ -6,13 +6,19 @@ from autoshard.api import (
     load_full_state_dict,
     load_safetensors,
     materialize,
+    no_sync,
     parallelize,
     plan,
     register_forward_method,
+    sampler_arguments,
+    shard_dataloader,
+    why_not,
 )
 from autoshard.capture.marks import replicate, set_default_strategy, shard, split
 from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.cluster import Cluster
+from autoshard.compare.compare import compare
+from autoshard.compare.comparison import Comparison
 from autoshard.doctor.doctor import doctor
 from autoshard.errors import (
     AutoshardError,
@@ -31,8 +37,10 @@ from autoshard.options.mesh_context import use_mesh
 from autoshard.patterns.registry import register_rule
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
+from autoshard.plans.alternative import Alternative
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.adafactor import Adafactor
 from autoshard.runtime.checkpoint import checkpointable
 from autoshard.search.result import SearchResult
 from autoshard.search.search import search
@@ -41,10 +49,13 @@ from autoshard.verify.verify import verify
 from autoshard.version import __version__
 
 __all__ = [
+    "Adafactor",
+    "Alternative",
     "AutoshardError",
     "BudgetError",
     "CaptureError",
     "Cluster",
+    "Comparison",
     "Frontier",
     "HintError",
     "InputError",
@@ -64,21 +75,26 @@ __all__ = [
     "__version__",
     "calibrate",
     "checkpointable",
+    "compare",
     "doctor",
     "frontier",
     "full_state_dict",
     "load_full_state_dict",
     "load_safetensors",
     "materialize",
+    "no_sync",
     "parallelize",
     "plan",
     "register_forward_method",
     "register_rule",
     "replicate",
+    "sampler_arguments",
     "search",
     "set_default_strategy",
     "shard",
+    "shard_dataloader",
     "split",
     "use_mesh",
     "verify",
+    "why_not",
 ]

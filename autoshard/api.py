@@ -1,16 +1,18 @@
-"""The front door: `plan`, `frontier`, `parallelize`, `materialize`, and the whole state of a parallelised module."""
+"""The front door: `plan`, `frontier`, `parallelize`, and the initial numbers, data and state of a module."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import contextlib
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from autoshard.errors import InputError, PlanError
-from autoshard.options import OptionKeywords, Pipeline, collect_options
+from autoshard.options import Hints, OptionKeywords, Options, Pipeline, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
@@ -21,9 +23,12 @@ from autoshard.pipeline.run.pipeline_module import (
     resolve_pipeline,
 )
 from autoshard.planner.frontier_search import frontier_plans
+from autoshard.planner.hints import recorded_hints
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planning import with_provenance
 from autoshard.planner.progress_line import show_progress
+from autoshard.planner.replanner import Replanner
+from autoshard.plans.alternative import Alternative
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.overlap import check_overlap
@@ -35,10 +40,12 @@ from autoshard.runtime.arguments import (
     check_not_parallelized,
     check_plan,
 )
+from autoshard.runtime.calls import global_example
+from autoshard.runtime.data_loader import BatchPart, ShardedDataLoader
 from autoshard.runtime.forward_methods import register_method
 from autoshard.runtime.full_state import gather_state, load_state
 from autoshard.runtime.materialize import Initializer, Model, materialize_module
-from autoshard.runtime.module_runtime import Runtime
+from autoshard.runtime.module_runtime import RUNTIME, Runtime, runtime_of
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.search.search import auto_mesh, device_type_of_job
@@ -59,7 +66,7 @@ def plan(
     Args:
         module: the model; captured as it is (training or evaluation, frozen parameters).
         mesh: a `DeviceMesh`, or axis sizes such as `{"dp": 8, "tp": 8}`.
-        example_args: positional arguments of a call, tensors of global shape.
+        example_args: positional arguments of a call, tensors of global shape (see `Options.example_inputs`).
         example_kwargs: keyword arguments of a call.
         **keywords: the fields of `autoshard.Options`, without `overlap`.
 
@@ -82,12 +89,57 @@ def plan(
     shape = MeshShape.of(mesh)
     options = collect_options("plan", keywords)
     pipeline = resolve_pipeline(shape, options.pipeline)
+    _check_accumulate(options, pipeline is not None)
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     if pipeline is not None:
         return plan_with_options(BatchCall(module, args, kwargs, pipeline.batch_dims), shape, pipeline, target)
+    target = target.on_mesh(shape)
+    args, kwargs = global_example(module, args, kwargs, target, shape)
     planner = ModulePlanner(module, shape, target)
     # Under `torch.no_grad()` the plan is one of inference, as the call itself would be.
-    return planner.plan(planner.capture(args, kwargs, grad=torch.is_grad_enabled()))
+    call = planner.capture(args, kwargs, grad=torch.is_grad_enabled())
+    return Replanner.of(module, call.graph, call.seconds, shape, target).remember(planner.plan(call))
+
+
+def why_not(
+    plan: ShardingPlan | PipelinePlan,
+    asked: Hints,
+    module: nn.Module,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    **keywords: Unpack[OptionKeywords],
+) -> Alternative[ShardingPlan]:
+    """Find the best plan that has what is asked for, and what it costs in place of a plan that was loaded from a file.
+
+    A plan that `autoshard.plan` returns answers by itself: `plan.why_not(asked)`.
+
+    Args:
+        plan: the plan.
+        asked: what it should have, as for `ShardingPlan.why_not`.
+        module, example_args, example_kwargs: what the plan was made for, as for `autoshard.plan`.
+        **keywords: the options that the plan was made with. The cluster, the memory limit and the hints are by default
+            those that the plan records.
+
+    Raises:
+        PlanError: the plan is of another model, of another cluster, or of a pipeline.
+        CaptureError, HintError, InputError, TypeError: as for `autoshard.plan`.
+    """
+    check_module(module)
+    if not isinstance(plan, ShardingPlan):
+        raise PlanError(f"why_not asks a ShardingPlan, not a {type(plan).__name__}: ask the plan of a stage.")
+    args, kwargs = check_examples(example_args, example_kwargs)
+    recorded: dict[str, Any] = {"cluster": plan.cluster or None, "memory_limit": plan.options.get("memory_limit")}
+    recorded |= {"inputs": plan.options.get("inputs", "global"), "hints": recorded_hints(plan.hints)}
+    target = Target.of(collect_options("why_not", {**recorded, **keywords}), None)
+    if target.cluster.name != plan.cluster:
+        raise PlanError(
+            f"the plan was made for the cluster {plan.cluster!r}, and the cluster is {target.cluster.name!r}: pass "
+            "cluster= as the plan was made with."
+        )
+    check_plan(plan, module, plan.mesh)
+    call = ModulePlanner(module, plan.mesh, target).capture(args, kwargs, grad=torch.is_grad_enabled())
+    plan.check(plan.mesh, call.graph.fingerprint, plan.shapes)
+    return Replanner.of(module, call.graph, call.seconds, plan.mesh, target)(plan, asked)
 
 
 def frontier(
@@ -123,12 +175,14 @@ def frontier(
         raise PlanError(f"gaps={gaps!r}: it is a number of gaps to search, zero or more.")
     shape = MeshShape.of(mesh)
     options = collect_options("frontier", keywords)
-    target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
+    target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape)
+    args, kwargs = global_example(module, args, kwargs, target, shape)
     call = ModulePlanner(module, shape, target).capture(args, kwargs, grad=torch.is_grad_enabled())
     planner = call.planner_of(target)
     with show_progress(options.search.verbose) as planner.progress:
         plans = frontier_plans(planner, gaps)
-    return Frontier([with_provenance(plan, planner, call.seconds, target) for plan in plans])
+    replanner = Replanner.of(module, call.graph, call.seconds, shape, target)
+    return Frontier([replanner.remember(with_provenance(plan, planner, call.seconds, target)) for plan in plans])
 
 
 def parallelize(
@@ -180,20 +234,25 @@ def parallelize(
     # The capture runs on the CPU, which has all dtypes: devices would refuse theirs in the first step only.
     check_dtypes(module, device_type)
     target = Target.of(options, device_type)
+    call = BatchCall(module, args, kwargs, options.pipeline.batch_dims)
     pipeline: Pipeline | None
     if isinstance(mesh, str):
+        _check_accumulate(options, True)
         if plan is not None:
             raise PlanError('mesh="auto" and a plan: a plan is for one mesh, pass that.')
-        mesh, pipeline, plan = auto_mesh(module, args, kwargs, target)
+        mesh, pipeline, plan = auto_mesh(call, target)
     else:
         pipeline = resolve_pipeline(MeshShape.of(mesh), options.pipeline)
+        _check_accumulate(options, pipeline is not None)
     if pipeline is not None:
-        call = BatchCall(module, args, kwargs, pipeline.batch_dims)
         return parallelize_pipeline(call, mesh, pipeline, target, plan=plan)
+    shape = MeshShape.of(mesh)
     if plan is not None:
-        check_plan(plan, module, MeshShape.of(mesh))
+        check_plan(plan, module, shape)
         assert isinstance(plan, ShardingPlan)
-    planner = ModulePlanner(module, MeshShape.of(mesh), target)
+    target = target.on_mesh(shape, plan)
+    args, kwargs = global_example(module, args, kwargs, target, shape)
+    planner = ModulePlanner(module, shape, target)
     Runtime(ProgramMaker(module, mesh, planner, plan)).start(args, kwargs)
     return module
 
@@ -203,9 +262,10 @@ def register_forward_method(module: nn.Module, method: str) -> None:
 
     Afterwards `model.encode(x)` gives the numbers of one device, with gradients. Every kind of call is captured and
     planned once, under the placements that parameters have, with the options of `parallelize`: `dynamic` holds for
-    arguments that have the names of arguments of `forward`, as do the placements of local inputs; the others lie as the
-    first input of `forward`. Outputs are whole unless `output_placements="planned"`. Inside of other calls, the method
-    is part of their programs. All ranks call this function, and then the method, alike; twice does what once does.
+    arguments that have the names of arguments of `forward`, as do the placements of local inputs; of the others, those
+    with the batch's size are rows. Outputs are whole unless `output_placements="planned"` or `outputs="local"`. Inside
+    of other calls, the method is part of their programs. All ranks call this function, and then the method, alike;
+    twice does what once does.
 
     Args:
         module: the result of `parallelize`; not a `PipelineModule`.
@@ -218,6 +278,94 @@ def register_forward_method(module: nn.Module, method: str) -> None:
     """
     check_module(module)
     register_method(module, method, ModulePlanner)
+
+
+def shard_dataloader(loader: DataLoader[Any], model: nn.Module) -> ShardedDataLoader:
+    """Return a loader that yields, on every rank, what a parallelised module takes of the batches of a loader.
+
+    The loader is the one of a program for one device: its batches are those of all ranks together. With
+    `inputs="local"`, each rank gets its rows along the data axes, of a smaller last batch as `Shard` cuts it (some may
+    be empty); of a data set with `__getitem__`, a rank reads its own rows alone. With `inputs="global"`, and for a
+    pipeline, all ranks get whole batches. Ranks draw shuffled orders alike, with any random state of torch. The result
+    has `set_epoch`, `state_dict` and `load_state_dict`. All ranks call this function, and iterate, together.
+
+    Args:
+        loader: a `DataLoader`, shuffled or not, of a data set with `__getitem__` or an `IterableDataset` that yields
+            the same rows on all ranks; or torchdata's `StatefulDataLoader`. It is not changed.
+        model: the result of `parallelize`.
+
+    Raises:
+        InputError: the module is not parallelised, or the loader makes no batches. While iterating, on every rank: the
+            ranks draw other batches, such as by a `DistributedSampler`.
+    """
+    check_module(model)
+    device_mesh, axes = _data_axes_of(model)
+    hosts = None if isinstance(model, PipelineModule) else model.__dict__[RUNTIME].maker.hosts
+    return ShardedDataLoader(loader, device_mesh, BatchPart.of(device_mesh, axes), hosts)
+
+
+def sampler_arguments(model: nn.Module) -> dict[str, int]:
+    """Return the arguments of a `DistributedSampler` for a module: the number of parts, and the part of this rank.
+
+    `DistributedSampler(data, **autoshard.sampler_arguments(model))` has a loader read this rank's rows. The loader's
+    `batch_size` is that of one rank then, and the sampler repeats rows where the parts do not divide the data.
+
+    Args:
+        model: the result of `parallelize`.
+
+    Returns:
+        `num_replicas` and `rank`; 1 and 0 where every rank passes whole batches.
+
+    Raises:
+        InputError: the module is not parallelised.
+    """
+    check_module(model)
+    part = BatchPart.of(*_data_axes_of(model))
+    return {"num_replicas": part.count, "rank": part.index}
+
+
+def _data_axes_of(model: nn.Module) -> tuple[DeviceMesh, tuple[str, ...]]:
+    """Return the mesh of a parallelised module, and the axes along which its calls are given rows of their own."""
+    if isinstance(model, PipelineModule):
+        return model.device_mesh, ()
+    runtime = model.__dict__.get(RUNTIME)
+    if not isinstance(runtime, Runtime):
+        raise InputError(f"{type(model).__name__} is not parallelised: call autoshard.parallelize first.")
+    return runtime.device_mesh, runtime.data_axes if runtime.inputs == "local" else ()
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Context in which backwards of a parallelised module add up gradients on each rank, and reduce none.
+
+    The first backward outside of it adds its own gradients and reduces the sums, once for all microbatches of a step:
+
+        for x in microbatches[:-1]:
+            with autoshard.no_sync(model):
+                model(x).backward()
+        model(microbatches[-1]).backward()
+        optimizer.step()
+
+    The numbers are those of `backward` without it. The forward runs in the context, too; one that ran before it reduces
+    gradients as always. Until they are reduced, sums are not in `.grad`, which one small parameter alone has, as zeros;
+    `zero_grad()`, which sets it to None, drops them. Gradients that `torch.autograd.grad` asks for need the last
+    backward.
+
+    A sum has the size of the gradient before its reduction: where a parameter is sharded over the axis that splits the
+    batch, that of the whole parameter on this axis. A plan counts it with the option `accumulate`. Gradients that are
+    reduced in another dtype than the parameter's are reduced by every backward.
+
+    Args:
+        module: the result of `parallelize`; not a `PipelineModule`, whose `train_step` adds up its microbatches. All
+            ranks enter and leave together.
+
+    Raises:
+        InputError: the module is not parallelised, or is a pipeline. Later, `optimizer.step()` raises it if gradients
+            are not reduced.
+    """
+    check_module(module)
+    with runtime_of(module, "no_sync").accumulation.without_reductions():
+        yield
 
 
 def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:
@@ -332,6 +480,14 @@ def load_full_state_dict(
     """
     _check_no_pipeline(model, "load_full_state_dict")
     return load_state(model, state, strict, device)
+
+
+def _check_accumulate(options: Options, may_have_pipeline: bool) -> None:
+    if options.accumulate > 1 and may_have_pipeline:
+        raise PlanError(
+            f"accumulate={options.accumulate}: a pipeline adds up the gradients of its microbatches itself. Pass the "
+            "whole batch, with pipeline=autoshard.Pipeline(microbatches=...); or a mesh without a pipeline axis."
+        )
 
 
 def _check_no_pipeline(model: nn.Module, function: str) -> None:

@@ -66,3 +66,15 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
+
+
+def byte_unit(amount: float) -> tuple[str, int]:
+    """Return the binary unit in which `format_bytes` writes an amount, and the bytes of the unit."""
+    name = format_bytes(amount).split()[1]
+    return name, _UNITS[name]
+
+
+def second_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit in which `format_seconds` writes a time, and the seconds of the unit."""
+    name = format_seconds(seconds).split()[1]
+    return name, {"s": 1.0, "ms": 1e-3}.get(name, 1e-6)

@@ -43,7 +43,7 @@ def make(layers: int, mesh: DeviceMesh) -> tuple[LlamaForCausalLM, torch.optim.O
     torch.manual_seed(0)
     model = autoshard.parallelize(LlamaForCausalLM(config), mesh, example_kwargs=batch(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    return model, autoshard.checkpointable(optimizer)  # its state can be saved under any placements
+    return model, optimizer
 
 
 def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:

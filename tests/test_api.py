@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -263,6 +264,71 @@ def test_a_call_may_leave_out_labels_that_have_a_placement() -> None:
             ours, theirs = held_by_ranks(module(*given).detach()), [expected(*whole).detach()]
             assert relative_difference({"": ours}, {"": theirs}) <= TOLERANCE
             module.eval()
+
+
+def rows(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Every rank's rows, of which the ranks along `dp` have different ones."""
+    return local_of(distribute(tensor, mesh, Spec.of(Shard(0), Replicate())))
+
+
+def test_local_inputs_need_no_placements_and_no_global_example() -> None:
+    module, inputs = gpt()
+    expected = alone(lambda module, inputs: {"loss": step(module, inputs)}, module, inputs)
+    with simulated_mesh(dp=2, tp=2) as mesh:
+        example = {
+            name: torch.empty(tensor.shape[0] // 2, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+            for name, tensor in inputs.items()
+        }
+        autoshard.parallelize(module, mesh, (), example, cluster=fast_links(), inputs="local", example_inputs="local")
+        assert module.sharding_plan.input_placements == dict.fromkeys(inputs, (Shard(0), Replicate()))
+        results = _results({"loss": step(module, {name: rows(one, mesh) for name, one in inputs.items()})}, module)
+        assert relative_difference(results, expected) <= TOLERANCE
+
+
+def assert_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """On every rank, of what may differ from rank to rank."""
+    for one, other in zip(held_by_ranks(ours.detach()), itertools.cycle(held_by_ranks(theirs.detach())), strict=False):
+        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class Embedded(nn.Module):
+    """Rows of the batch under names, a number, and what has no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, y: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        rows = self.linear(x) * scale
+        loss = {} if y is None else {"loss": (rows - y).square().mean()}
+        return {"rows": rows, "flat": rows.reshape(-1), "columns": rows.sum(0), **loss}
+
+
+def test_local_outputs_are_rows_and_their_gradients_those_of_the_mean() -> None:
+    """The first call is lazy, and the second, of fewer rows, leaves out what the first one had."""
+    module = Embedded()
+    expected = copy.deepcopy(module)
+    x, y, scale = torch.randn(8, 8), torch.randn(8, 6), torch.randn(6)
+    x, y, scale = x.double(), y.double(), scale.double()
+    with simulated_mesh(dp=2, tp=2) as mesh:
+        autoshard.parallelize(
+            module,
+            mesh,
+            cluster=fast_links(),
+            inputs="local",
+            outputs="local",
+            output_placements={"los*": {"dp": Replicate(), "tp": Replicate()}},
+        )
+        ours, theirs = module(rows(x, mesh), scale, y=rows(y, mesh)), expected(x, scale, y)
+        for name, split in (("rows", True), ("flat", True), ("columns", False)):
+            assert_equal(ours[name], rows(theirs[name], mesh) if split else theirs[name])
+        ((ours["rows"] - rows(y, mesh)).square().mean() + ours["loss"]).backward()
+        (2 * theirs["loss"]).backward()
+        assert relative_difference(_results({}, module), _results({}, expected)) <= TOLERANCE
+        module.eval()
+        with torch.no_grad():
+            ours, theirs = module(rows(x[:6], mesh), scale), expected(x[:6], scale)
+        assert_equal(ours["rows"], rows(theirs["rows"], mesh))
 
 
 def test_dtensor_inputs_may_lie_anyhow() -> None:

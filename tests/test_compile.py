@@ -86,18 +86,23 @@ def _step(model: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor, list[Tensor
 
 
 def _compiled_equals_eager() -> None:
+    """With `compile=True`, and within a model that `torch.compile` was asked for."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     compiled, kwargs = _parallelized(mesh, compile=True)
+    inside = _parallelized(mesh, compile=False)[0]
     eager = _parallelized(mesh, compile=False)[0]
-    _step(compiled, kwargs)  # inductor compiles
-    loss, gradients, issued = _step(compiled, kwargs)
     expected, others, issued_eagerly = _step(eager, kwargs)
-    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
     largest = max(other.abs().max() for other in others)
-    for gradient, other in zip(gradients, others, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-12 * float(largest))
-    assert issued == issued_eagerly
-    assert "wait_tensor" in issued
+    for model in (compiled, torch.compile(inside)):
+        _step(model, kwargs)  # inductor compiles
+        loss, gradients, issued = _step(model, kwargs)
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+        for gradient, other in zip(gradients, others, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-12 * float(largest))
+        assert issued == issued_eagerly
+        assert "wait_tensor" in issued
+    programs = inside._autoshard_runtime._programs.values()  # type: ignore[union-attr]
+    assert [served.program.compiled for served in programs] == [True]
 
 
 @pytest.mark.slow

@@ -82,14 +82,13 @@ def _other_dynamic_sizes_later(rank: int) -> None:
 def _other_local_rows_later(rank: int) -> None:
     module = _parallel(_batch(4), inputs="local")
     module(_batch(2))
-    module(_batch(3 - rank))
+    module(_batch(2 + rank))
 
 
-def _other_local_rows_of_placed_inputs_later(rank: int) -> None:
-    placements = {"input": (torch.distributed.tensor.Shard(0),)}
-    module = _parallel(_batch(4), inputs="local", input_placements=placements)
-    module(_batch(2))
-    module(_batch(3 - rank))
+def _other_rows_where_rows_are_not_split(rank: int) -> None:
+    _parallel(_batch(4), inputs="local", input_placements={"input": torch.distributed.tensor.Replicate()})(
+        _batch(4) + rank
+    )
 
 
 def _other_dtypes(rank: int) -> None:
@@ -178,8 +177,8 @@ CASES: dict[Callable[[int], None], str] = {
     _other_numbers_later: r"the input input has other numbers on rank 1 than on rank 0",
     _other_dynamic_sizes: r"input: torch.float32 \(6, 6\) on rank 0; torch.float32 \(8, 6\) on rank 1",
     _other_dynamic_sizes_later: r"input: torch.float32 \(4, 6\) on rank 0; torch.float32 \(6, 6\) on rank 1",
-    _other_local_rows_later: r"input: torch.float32 \(3, 6\) on rank 0; torch.float32 \(2, 6\) on rank 1.*drop_last",
-    _other_local_rows_of_placed_inputs_later: r"\(3, 6\) on rank 0; torch.float32 \(2, 6\) on rank 1.*drop_last",
+    _other_local_rows_later: r"given 2, 3 elements of dim 0 of input; the parts that Shard\(0\) makes of 5 are 3, 2",
+    _other_rows_where_rows_are_not_split: r"other numbers on rank 1 than on rank 0.*over no axis.*data_axes",
     _other_dtypes: r"torch.float32 \(4, 6\) on rank 0; torch.float64 \(4, 6\) on rank 1",
     _other_gradient_modes: r"whether gradients are wanted: yes on rank 0; no on rank 1",
     _other_training_modes: r"in training mode: yes on rank 0; no on rank 1",
@@ -254,7 +253,7 @@ def _exchanges(options: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("options", "steady"),
-    [({}, []), ({"dynamic": _ROWS}, [16]), ({"inputs": "local"}, [16])],
+    [({}, []), ({"dynamic": _ROWS}, [16]), ({"inputs": "local"}, [32])],
     ids=["whole-batches", "dynamic-sizes", "local-rows"],
 )
 def test_later_calls_of_a_kind_compare_one_number_or_none(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
 from tests.memory_models import build
@@ -85,3 +87,31 @@ def test_saved_tensors_are_freed_with_their_last_use_unless_the_graph_is_kept(re
                     torch.equal(one.grad.to_local(), 2 * old)
                     for one, old in zip(module.parameters(), first, strict=True)
                 )
+
+
+def test_sums_of_gradients_are_held_until_they_are_reduced() -> None:
+    """In every run but the first: those of data parallel, and those of shards, which are whole before."""
+    peaks = []
+    for placement in (Replicate(), Shard(0)):
+        module, inputs = build("MLP")
+        with first_rank({"x": 2}) as mesh:
+            hints = {"*.weight": placement}
+            autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), hints=hints, accumulate=3)
+            optimizer = torch.optim.AdamW(module.parameters())
+            tracker = Tracker()
+            for step in range(2):
+                optimizer.zero_grad()
+                if step:
+                    state = [value for of in optimizer.state.values() for value in of.values()]
+                    tracker.track((*module.parameters(), *inputs.values(), *state), "at rest")
+                with tracker if step else contextlib.nullcontext():
+                    for run in range(3):
+                        with autoshard.no_sync(module) if run < 2 else contextlib.nullcontext():
+                            module(**inputs).backward()
+                    optimizer.step()
+        memory = module.sharding_plan.memory
+        peaks.append(memory.peak)
+        # An operator is one moment, with the addition of its gradient to the sum.
+        assert tracker.peak.bytes <= memory.peak < 1.06 * tracker.peak.bytes
+    # Shards alone would take half of the memory.
+    assert peaks[1] > 0.6 * peaks[0]

@@ -80,6 +80,7 @@ def test_earlier_keywords_point_at_the_line_of_the_caller() -> None:
         ({"search": {"effort": "fast"}}, r"search=\{'effort': 'fast'\}: pass an autoshard\.Search"),
         ({"pipeline": "1F1B"}, r"pipeline='1F1B': pass an autoshard\.Pipeline"),
         ({"inputs": "mine"}, "inputs='mine': choose"),
+        ({"accumulate": 0}, "accumulate=0: it is the number of backwards"),
         ({"shares": {"dp": (1, 0)}}, "every rank takes a whole number above zero"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import re
 import warnings
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -15,11 +16,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import pytree, storage_of
 from autoshard.errors import InputError, warn_caller
+from autoshard.names import matching
 
 Path = tuple[Any, ...]
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+"""The positional and the keyword arguments of a call."""
 
 
 def leaves_by_path(tree: Any) -> list[tuple[Path, Any]]:
@@ -66,12 +71,12 @@ class Record:
         """Return a record of these values; `context` is the type of the dataclass and the names of the fields."""
         return Record(context[0], dict(zip(context[1], values, strict=True)))
 
-    def restore(self) -> Any:
-        """Return the dataclass with these fields."""
+    def restore(self, call: Call) -> Any:
+        """Return the dataclass with these fields; `call` as for `restore_objects`."""
         # As by `copy.copy`, `__init__` is not called. `object.__setattr__` sets fields of frozen dataclasses, too.
         instance: Any = object.__new__(self.kind)
         for name, value in self.fields.items():
-            object.__setattr__(instance, name, restore_dataclasses(value))
+            object.__setattr__(instance, name, restore_objects(value, call))
         return instance
 
 
@@ -105,43 +110,87 @@ def _record(leaf: Any) -> Record:
     return Record(type(leaf), {name: record_dataclasses(getattr(leaf, name)) for name in names})
 
 
-def restore_dataclasses(tree: Any) -> Any:
-    """Return the tree with the dataclasses that `record_dataclasses` replaced."""
-    return pytree.tree_map(
-        lambda leaf: leaf.restore() if isinstance(leaf, Record) else leaf,
-        tree,
-        is_leaf=lambda node: isinstance(node, Record),
-    )
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of a call, in an output that holds it: its position, or its keyword."""
+
+    key: int | str
+
+    def of(self, call: Call) -> Any:
+        """Return the argument of a call."""
+        args, kwargs = call
+        return args[self.key] if isinstance(self.key, int) else kwargs[self.key]
+
+
+def restore_objects(tree: Any, call: Call) -> Any:
+    """Return the tree with the dataclasses that `record_dataclasses` replaced, and the arguments of a call."""
+
+    def restore(leaf: Any) -> Any:
+        if isinstance(leaf, Record):
+            return leaf.restore(call)
+        return leaf.of(call) if isinstance(leaf, Argument) else leaf
+
+    return pytree.tree_map(restore, tree, is_leaf=lambda node: isinstance(node, Record))
+
+
+def find_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, tuple[Argument, list[Any]]]:
+    """Return the arguments that are objects of registered types, with their leaves, by identity.
+
+    Builtin containers are left out: calls may change them, and then return other ones.
+    """
+    passed: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {
+        id(value): (Argument(key), pytree.tree_leaves(value))
+        for key, value in passed
+        if type(value) in pytree.SUPPORTED_NODES and type(value).__module__ not in ("builtins", "collections")
+    }
 
 
 _PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
 
 
 class OpaqueOutputs:
-    """Replacement, by None, of objects in an output other than tensors, plain values and known containers.
+    """Replacement, by plain values, of objects in an output other than tensors, plain values and known containers.
 
     Hugging Face models return their key-value cache beside the loss by default. A training step has no use for it, and
-    a graph returns tensors alone.
+    a graph returns tensors alone. A cache that a call was given, and returns with the tensors that it had, is that of
+    the caller in every call.
 
     Attributes:
         replaced: path in the output -> name of the type that was replaced.
+        arguments: path in the output -> the argument that stands there.
     """
 
     def __init__(self) -> None:
         self.replaced: dict[str, str] = {}
+        self.arguments: dict[str, Argument] = {}
 
-    def replace(self, output: Any) -> Any:
-        """Return the output with None for such objects; the output itself if no tensor would be left."""
-        recorded = record_dataclasses(output)
+    def replace(self, output: Any, passed: Mapping[int, tuple[Argument, list[Any]]]) -> Any:
+        """Return the output with plain values for such objects; the output itself if no tensor would be left.
+
+        Args:
+            output: of `forward`.
+            passed: the objects that it was given, as `find_objects` returns them, before the call.
+        """
+        recorded = _with_arguments(record_dataclasses(output), passed)
         leaves = leaves_by_path(recorded)
-        opaque = {leaf_name(path): type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
+        opaque = {leaf_name(path): leaf for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
         # torch has a message of its own for an output without any tensor.
         if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
             return output
         if not opaque:
             return recorded
-        self.replaced.update(opaque)
-        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, recorded)
+        arguments = {name: leaf for name, leaf in opaque.items() if isinstance(leaf, Argument)}
+        self.arguments |= arguments
+        self.replaced |= {name: type(leaf).__name__ for name, leaf in opaque.items() if name not in arguments}
+
+        def plain(leaf: Any) -> Any:
+            # A text, as outputs of transformers drop what is None. The layout of the result has the argument again.
+            if isinstance(leaf, Argument):
+                return str(leaf.key)
+            return leaf if isinstance(leaf, _PLAIN) else None
+
+        return pytree.tree_map(plain, recorded)
 
     def warn(self, model: str) -> None:
         """Warn of the replaced objects, if there are any."""
@@ -153,6 +202,20 @@ class OpaqueOutputs:
                 "type with torch.utils._pytree.register_pytree_node to keep it.",
                 stacklevel=2,
             )
+
+
+def _with_arguments(output: Any, passed: Mapping[int, tuple[Argument, list[Any]]]) -> Any:
+    """Return the output with an `Argument` for every object that `forward` was given and whose leaves are the same."""
+
+    def is_passed(node: Any) -> bool:
+        if id(node) not in passed:
+            return False
+        before, now = passed[id(node)][1], pytree.tree_leaves(node)
+        return len(before) == len(now) and all(map(operator.is_, before, now))
+
+    if not passed:
+        return output
+    return pytree.tree_map(lambda leaf: passed[id(leaf)][0] if is_passed(leaf) else leaf, output, is_leaf=is_passed)
 
 
 InputInfo = TypeVar("InputInfo")
@@ -181,7 +244,8 @@ def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 def _leaf(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype, value.requires_grad)
+        # The program of a `DTensor` takes it as it lies.
+        return (value.shape, value.dtype, value.requires_grad, isinstance(value, DTensor))
     # As text, nan is equal to nan, and 0.0 is not -0.0.
     if isinstance(value, float):
         return (type(value), repr(value))
@@ -305,11 +369,13 @@ def _leaf_names(positional: Sequence[str], call: Any) -> Iterator[str]:
 def without_omitted_arguments(
     module: nn.Module, inputs: Mapping[str, InputInfo], passed: Container[str]
 ) -> dict[str, InputInfo]:
-    """Return information on inputs by name, without arguments of `forward` that a call omits, such as labels."""
+    """Return what is said of inputs by name or glob, without arguments of `forward` that a call omits, as labels."""
     arguments = inspect.signature(type(module).forward).parameters
     # Names that are not arguments stay, for an error to name them.
     return {
-        name: info for name, info in inputs.items() if name in passed or re.split(r"[.\[]", name)[0] not in arguments
+        name: info
+        for name, info in inputs.items()
+        if name in passed or not matching(re.split(r"[.\[]", name)[0], arguments)
     }
 
 
@@ -397,14 +463,15 @@ class ResultLayout:
 
     Attributes:
         structure: of the object that `forward` returned.
-        leaves: in flattening order, the name of each returned tensor and the value of each other leaf.
+        leaves: in flattening order, the name of each returned tensor, the value of each other leaf, and the arguments
+            that are returned as they are.
         attributes: the tensors that `forward` leaves in Python.
         checks: of the run, one flag each.
         views: outputs in the memory of an input or a buffer, by name.
     """
 
     structure: pytree.TreeSpec
-    leaves: tuple[str | Constant, ...]
+    leaves: tuple[str | Constant | Argument, ...]
     attributes: tuple[Attribute, ...] = ()
     checks: tuple[RuntimeCheck, ...] = ()
     views: Mapping[str, OutputView] = field(default_factory=dict)
@@ -426,12 +493,15 @@ class ResultLayout:
             if flag is not check.wanted:
                 check.fail()
 
-    def unflatten(self, tensors: list[Any]) -> Any:
-        """Return the user's output object with these tensors in it."""
+    def unflatten(self, tensors: list[Any], call: Call = ((), {})) -> Any:
+        """Return the user's output object with these tensors in it, and with the arguments of the call."""
         assert len(tensors) == len(self.names), f"{len(self.names)} output tensors were captured, got {len(tensors)}"
         remaining = iter(tensors)
-        leaves = [next(remaining) if isinstance(leaf, str) else leaf.value for leaf in self.leaves]
-        return restore_dataclasses(self.structure.unflatten(leaves))
+        leaves = [
+            next(remaining) if isinstance(leaf, str) else leaf.value if isinstance(leaf, Constant) else leaf
+            for leaf in self.leaves
+        ]
+        return restore_objects(self.structure.unflatten(leaves), call)
 
     def assigned_tensors(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return, of all output tensors, those that `forward` leaves in Python."""

@@ -70,6 +70,12 @@ _ADVICE = (
         "function, or save it with ctx.save_for_backward",
     ),
     (
+        ("<class 'transformers.cache_utils",),
+        "a cache of transformers lies whole on one device. Call "
+        "autoshard.integrations.generation.prepare_generation(model) before model.generate(...), which then makes "
+        "caches in shards; or pass use_cache=False",
+    ),
+    (
         ("Unsupported input type", "Invalid input type", "pytree"),
         "arguments are tensors, plain values, or containers known to torch.utils._pytree; register the type there",
     ),

@@ -27,6 +27,7 @@ from autoshard.capture._torch import (
     version_of,
 )
 from autoshard.capture.call_layout import (
+    Argument,
     CallLayout,
     Constant,
     OpaqueOutputs,
@@ -34,6 +35,7 @@ from autoshard.capture.call_layout import (
     RuntimeCheck,
     call_layout,
     call_tensors,
+    find_objects,
     find_output_views,
     result_names,
 )
@@ -175,7 +177,7 @@ def export_forward(
     constants = {node: item.value for node, item in placeholders.items() if item.value is not None}
     replace_position_masks(graph_module.graph, constants)
     checks = tuple(check for _, check in watch.reads.assumptions)
-    outputs, set_buffers, result = _take_outputs(program, watch.assigned, checks)
+    outputs, set_buffers, result = _take_outputs(program, watch, checks)
     kinds = {node: item.kind for node, item in placeholders.items()}
     buffers = tuple(_take_buffers(zip(watch.assigned.buffers, set_buffers, strict=True), names, kinds))
     sources = [(item.kind, item.name, node) for node, item in placeholders.items()]
@@ -245,11 +247,12 @@ class _ForwardWatch:
         self._gradients.begin()
         self._random.begin()
         self.reads.begin(call_tensors(state.twin, args, kwargs))
+        passed = find_objects(args, kwargs)
         state.begin()
         try:
             output = forward(*args, **kwargs)
             state.end()  # before code of this library reads attributes of the module
-            output = self.assigned.end(self.opaque.replace(output))
+            output = self.assigned.end(self.opaque.replace(output, passed))
             self._gradients.end(output)
             self._random.end(model)
         except GuardOnDataDependentSymNode as error:
@@ -384,7 +387,7 @@ def _lost_error(reader: fx.Node) -> CaptureError:
 
 
 def _take_outputs(
-    program: torch.export.ExportedProgram, assigned: AssignedTensors, checks: tuple[RuntimeCheck, ...]
+    program: torch.export.ExportedProgram, watch: _ForwardWatch, checks: tuple[RuntimeCheck, ...]
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...], ResultLayout]:
     """Return the nodes of outputs and flags, those of assigned buffers, and the layout of the result of `forward`."""
     output = program.graph_module.graph.output_node()
@@ -393,17 +396,18 @@ def _take_outputs(
     specs = program.graph_signature.output_specs
     assert len(specs) == structure.num_leaves == len(output.args[0])
     # A hook put the result of `forward` into a tuple with further tensors; its structure is the first part.
+    assigned = watch.assigned
     attributes = assigned.attributes
     if attributes or assigned.buffers or checks:
         structure = pytree.tree_flatten(structure.unflatten(range(structure.num_leaves))[0])[1]
-    leaves: list[str | Constant] = []
+    leaves: list[str | Constant | Argument] = []
     nodes = []
     for name, spec, node in zip(result_names(structure), specs, output.args[0], strict=False):
         if isinstance(spec.arg, TensorArgument):
             leaves.append(name)
             nodes.append(node)
         else:
-            leaves.append(Constant(spec.arg.value))
+            leaves.append(watch.opaque.arguments.get(name, Constant(spec.arg.value)))
     result = ResultLayout(structure, tuple(leaves), attributes, checks)
     # Behind the leaves of the result: attributes, then buffers, then flags of checks.
     further = output.args[0][len(leaves) :]

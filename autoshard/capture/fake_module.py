@@ -93,6 +93,9 @@ def fake_copy(
             table.update({name: _rebind(value, memo) for name, value in table.items() if callable(value)})
     if reachable is not None:
         reachable.bind(memo)
+        # Checks of a parallelised module, which run in no program.
+        for key in [key for key, hook in part._forward_pre_hooks.items() if _is_autoshard(hook)]:
+            del part._forward_pre_hooks[key]
     # Hooks of the module itself run around the parallelised forward, not in it.
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_pre_hooks, twin._backward_hooks):
         hooks.clear()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import fx, nn
@@ -129,6 +129,8 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) 
 pin.register_autograd(_backward, setup_context=_setup_context)
 
 
+Rest = Literal["whole", "batch", "sequence"]
+
 _MARK = "autoshard_task_graph"  # the key, in `node.meta["custom"]`, of the mark of operators under a primitive
 _DEFAULT = "_autoshard_default_strategy"  # the attribute of a module that `set_default_strategy` makes
 
@@ -147,22 +149,25 @@ class Primitive:
     Attributes:
         kind: `"replicate"` or `"split"`.
         devices: the number of devices, or the mesh axes; None for all.
+        rest: of `"split"`: how operators are split that no sharded parameter splits; None if the planner chooses how
+            all operators are split.
     """
 
     kind: Literal["replicate", "split"]
     devices: int | tuple[str, ...] | None = None
+    rest: Rest | None = None
 
     def __str__(self) -> str:
-        if isinstance(self.devices, tuple):
-            return f"{self.kind}({', '.join(map(repr, self.devices))})"
-        return f"{self.kind}({'' if self.devices is None else self.devices})"
+        arguments = map(repr, self.devices) if isinstance(self.devices, tuple) else [str(self.devices or "")]
+        rest = [f"rest={self.rest!r}"] if self.rest else []
+        return f"{self.kind}({', '.join(filter(None, (*arguments, *rest)))})"
 
     def __enter__(self) -> Primitive:
         # Dynamo, which reads the code of branches and loops, would have to follow what stands here.
         numbers = None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
         if numbers is not None:
             stack = contextlib.ExitStack()
-            stack.enter_context(annotate_nodes({_MARK: TaskGraph(self, next(numbers))}))
+            stack.enter_context(annotate_nodes({_MARK: TaskGraph((self,), next(numbers))}))
             _entered.set((*_entered.get(), stack))
         return self
 
@@ -177,15 +182,15 @@ class Primitive:
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """One stretch of a model with one primitive.
+    """One stretch of a model, parallelised in one way.
 
     Attributes:
-        primitive: the parallelism.
+        primitives: the parallelism; several are of different mesh axes.
         place: for a context in `forward`, its number in the order in which contexts are entered; for a default or a
             hint, the path of its module.
     """
 
-    primitive: Primitive
+    primitives: tuple[Primitive, ...]
     place: int | str
 
 
@@ -214,18 +219,28 @@ def replicate(devices: Devices = None) -> Primitive:
     return Primitive("replicate", _check_devices("replicate", devices))
 
 
-def split(devices: Devices = None) -> Primitive:
+def split(devices: Devices = None, *, rest: Rest | None = None) -> Primitive:
     """Return tensor parallelism for the operators that run under it: `with autoshard.split(4):` in `forward`.
 
     No operator is sharded by the batch on these devices. The operators that compute most are split by dims of
     parameters where that is possible: rows or columns of a weight, heads, experts, classes. The planner chooses.
 
+    With `rest`, the planner does not choose. Hints shard parameters on these axes, and operators are split along the
+    dims of these shards, followed through the graph: heads, for instance, from the rows of a query's weight to the
+    columns of the weight behind attention. The other operators are as `rest` says. With the weights of Megatron-LM,
+    `split("tp", rest="whole")` is its tensor parallelism, and `rest="sequence"` adds its sequence parallelism; with
+    experts in shards, `rest="batch"` is expert parallelism.
+
     Args:
         devices: as for `replicate`, but of several axes of that size, the last counts.
+        rest: `"whole"`: other operators are split by nothing; `"batch"`: by the batch; `"sequence"`: by dim 1 of the
+            inputs that have the batch and two or three dims.
 
-    Returns, Raises, Source: as for `replicate`.
+    Returns, Raises, Source: as for `replicate`. With `rest` a `HintError` also says that hints shard no parameter.
     """
-    return Primitive("split", _check_devices("split", devices))
+    if rest is not None and rest not in get_args(Rest):
+        raise HintError(f"autoshard.split(rest={rest!r}): choose {', '.join(map(repr, get_args(Rest)))}, or None.")
+    return Primitive("split", _check_devices("split", devices), rest)
 
 
 def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
@@ -283,7 +298,7 @@ def keeping_marks(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
 def defaults_of(module: nn.Module) -> dict[str, TaskGraph]:
     """Return the task graphs of defaults, by the paths of the modules that have them."""
     defaults = ((path, part.__dict__.get(_DEFAULT)) for path, part in module.named_modules(remove_duplicate=False))
-    return {path: TaskGraph(default, path) for path, default in defaults if default is not None}
+    return {path: TaskGraph((default,), path) for path, default in defaults if default is not None}
 
 
 def mark_defaults(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
@@ -313,7 +328,7 @@ def task_graphs_with_counts(graph: fx.Graph) -> dict[str, TaskGraph]:
     return {
         name: mark
         for name, mark in marks
-        if mark is not None and isinstance(mark.place, int) and isinstance(mark.primitive.devices, int)
+        if mark is not None and isinstance(mark.place, int) and isinstance(mark.primitives[0].devices, int)
     }
 
 

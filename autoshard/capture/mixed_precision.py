@@ -234,7 +234,12 @@ def autocast_of_gpus() -> Iterator[None]:
             if device_type == "cuda":
                 device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
                 kernels.install()
-            initialize(self, device_type, dtype, enabled, cache_enabled)
+            # The CPU's autocast has no float32, in which GPUs keep a region; the kernels of GPUs have it. An exported
+            # region is entered again, as one of the CPU.
+            widens = device_type == "cpu" and dtype == torch.float32 and kernels.installed
+            initialize(self, device_type, torch.bfloat16 if widens else dtype, enabled, cache_enabled)
+            if widens:
+                self.fast_dtype = torch.float32
 
         stack.enter_context(attribute_patch(torch.autocast, "__init__", initialize_on_cpu))
         # The capture was called under autocast: enter it again, by the replaced `__init__`.
@@ -244,18 +249,22 @@ def autocast_of_gpus() -> Iterator[None]:
 
 
 class _Kernels:
-    """Kernels of GPUs that replace those of the CPU's autocast until a context ends."""
+    """Kernels of GPUs that replace those of the CPU's autocast until a context ends.
+
+    Attributes:
+        installed: True once they do.
+    """
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
-        self._installed = False
+        self.installed = False
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def install(self) -> None:
         """Replace the kernels, once."""
-        if self._installed:
+        if self.installed:
             return
-        self._installed = True
+        self.installed = True
         library = self._stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of replaced kernels

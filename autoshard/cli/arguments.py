@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -13,6 +13,7 @@ from typing import TypeAlias
 from rich.console import Console
 
 from autoshard.errors import AutoshardError, InputError
+from autoshard.planner.hints import HintValue, parse_value
 from autoshard.specs.axes import MeshShape
 
 _AXIS = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<size>\d+)\s*")
@@ -54,6 +55,35 @@ def parse_mesh(text: str) -> dict[str, int]:
     with usage_errors():
         MeshShape.of(axes)
     return axes
+
+
+def parse_hints(texts: Iterable[str], mesh: MeshShape | None) -> dict[str, HintValue]:
+    """Return the hints in texts such as `"layers.*.up.weight=tp:S(0)"` or `"layers.*.mlp=split(tp)"`.
+
+    Args:
+        texts: globs and their values, as `planner.hints.parse_value` reads them.
+        mesh: the mesh whose axes are named; None if there are several.
+
+    Raises:
+        UsageError: a text does not parse, a glob occurs twice, or the mesh has no such axis.
+    """
+    hints: dict[str, HintValue] = {}
+    for text in texts:
+        # A glob has no such sign, and S(0,f=3) has.
+        glob, sign, value = text.partition("=")
+        if not glob or not sign:
+            raise UsageError(
+                f"the hint {text!r} has no glob or no placements: write, for example, '*.up.weight=tp:S(0)'."
+            )
+        if glob in hints:
+            raise UsageError(f"the hint {text!r}: the glob {glob!r} occurs twice. Write its placements in one hint.")
+        with usage_errors():
+            placements = hints[glob] = parse_value(value)
+        if isinstance(placements, Mapping) and mesh is not None:
+            unknown = [axis for axis in placements if axis not in mesh.names]
+            if unknown:
+                raise UsageError(f"the hint {text!r} names the axis {unknown[0]!r}; the axes of the mesh are {mesh}.")
+    return hints
 
 
 def check_output(option: str, path: Path | None) -> None:

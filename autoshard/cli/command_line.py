@@ -19,12 +19,16 @@ from autoshard.cli.arguments import (
     usage_errors,
 )
 from autoshard.cli.calibration import add_calibrate
-from autoshard.cli.plan_files import explanation, html_page, plan_tables, read_plan, read_saved
+from autoshard.cli.plan_files import explanation, plan_tables, read_plan, read_saved
 from autoshard.cli.planning import add_planning_verbs
+from autoshard.cli.simulation import add_simulate
 from autoshard.cli.targets import TARGETS, add_target, load_target
+from autoshard.cli.verification import add_verify
+from autoshard.cli.why import add_why
 from autoshard.cluster.cluster import Cluster
 from autoshard.doctor.doctor import doctor, report_page
 from autoshard.errors import AutoshardError
+from autoshard.plans.frontier import Frontier
 from autoshard.selfcheck.__main__ import add_arguments, run_command
 from autoshard.version import __version__
 
@@ -58,7 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_planning_verbs(verbs)
+    add_why(verbs)
+    add_simulate(verbs)
     _add_saved_plan_verbs(verbs)
+    add_verify(verbs)
     _add_doctor(verbs)
     add_calibrate(verbs)
     selfcheck = add_verb(
@@ -96,13 +103,17 @@ def _add_saved_plan_verbs(verbs: Verbs) -> None:
         "html",
         _html,
         summary="write a saved plan as a self-contained web page",
-        details="Write a saved plan, or plan of a pipeline, as a web page that loads nothing else.",
+        details="Write a saved plan, plan of a pipeline, or frontier as a web page that loads nothing else.\n"
+        "Its charts need plotly: pip install 'autoshard[html]'.",
         example="autoshard html plan.json plan.html",
     )
     for verb in (show, explain, html):
         verb.add_argument("plan", metavar="PLAN.json", help="file of the plan")
     explain.add_argument("glob", metavar="GLOB", help="glob of parameter names or module paths, such as 'layers.*.mlp'")
     html.add_argument("output", metavar="OUT.html", type=Path, help="file to write")
+    html.add_argument(
+        "--memory", metavar="BYTES", help="of a frontier, show the fastest plan within it; default: the turning point"
+    )
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -115,7 +126,13 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _html(options: argparse.Namespace) -> None:
     check_output("OUT.html", options.output)
-    options.output.write_text(html_page(read_plan(options.plan)), "utf-8")
+    saved = read_saved(options.plan)
+    if options.memory is None:
+        saved.to_html(options.output)
+    elif isinstance(saved, Frontier):
+        saved.to_html(options.output, chosen=saved.at(memory=options.memory))
+    else:
+        raise UsageError(f"--memory {options.memory} selects a plan of a frontier, and {options.plan} is one plan.")
     print_line(f"wrote {options.output}")
 
 

@@ -8,10 +8,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autoshard.cli.arguments import UsageError
-from autoshard.pipeline.plan import pipeline_page
 from autoshard.pipeline.plan.pipeline_plan import FORMAT as PIPELINE
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.plans import frontier, html, plan_data
+from autoshard.plans import frontier, plan_data
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.plan_text import explanation_table, plan_table
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -65,8 +64,3 @@ def explanation(plan: Plan, glob: str) -> RenderableType:
     """Return the explanation of the parts of a plan that a glob matches; `PlanError` where nothing matches."""
     # As Text, for brackets in a string are markup to rich.
     return Text(plan.explain(glob)) if isinstance(plan, PipelinePlan) else explanation_table(plan, glob)
-
-
-def html_page(plan: Plan) -> str:
-    """Return the HTML page of a plan."""
-    return pipeline_page.page(plan) if isinstance(plan, PipelinePlan) else html.page(plan)

@@ -1,4 +1,4 @@
-"""The verbs that plan without devices: `plan`, `fits`, `search` and `frontier`."""
+"""The verbs that plan without devices: `plan`, `fits`, `compare`, `search` and `frontier`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ import importlib.util
 from pathlib import Path
 from typing import Any, get_args
 
-from autoshard import api
+import autoshard
 from autoshard.cli.arguments import (
     UsageError,
     Verbs,
     add_verb,
     check_output,
     console,
+    parse_hints,
     parse_mesh,
     print_error,
     print_line,
     usage_errors,
 )
-from autoshard.cli.plan_files import Plan, html_page, plan_tables
+from autoshard.cli.plan_files import Plan, plan_tables
 from autoshard.cli.targets import TARGETS, add_target, load_target
+from autoshard.compare.compare import compare
+from autoshard.compare.layouts import NAMES
 from autoshard.errors import AutoshardError, BudgetError
-from autoshard.options import EFFORTS, RECOMPUTE, Search, collect_options
+from autoshard.options import EFFORTS, RECOMPUTE, Pipeline, Search, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
+from autoshard.pipeline.schedule.actions import SCHEDULES
+from autoshard.pipeline.schedule.schedule_search import CUSTOM
+from autoshard.plans.html import HasPage
 from autoshard.search.result import Option
 from autoshard.search.search import SearchOptions, search
 from autoshard.specs.axes import MeshShape
@@ -33,12 +39,14 @@ from autoshard.units import format_bytes, format_seconds
 
 _NOT_VALID = "2: an argument is not valid; nothing was planned."
 _PLOTS = (".png", ".svg", ".pdf")
+_WITHOUT_PIPELINE = {"frontier": "a frontier", "compare": "a comparison", "why_not": "this command", "verify": "verify"}
 
 
 def add_planning_verbs(verbs: Verbs) -> None:
     """Add the verbs that plan."""
     _add_plan(verbs)
     _add_fits(verbs)
+    _add_compare(verbs)
     _add_search(verbs)
     _add_frontier(verbs)
 
@@ -56,10 +64,11 @@ def _add_plan(verbs: Verbs) -> None:
         "    --cluster h100 --memory 70GiB -o plan.json --html plan.html",
     )
     add_target(parser)
-    _add_mesh(parser)
-    _add_memory(parser)
-    _add_options(parser)
-    _add_files(parser)
+    add_mesh(parser)
+    add_memory(parser)
+    add_options(parser)
+    _add_pipeline(parser)
+    _add_files(parser, "the plan")
 
 
 def _add_fits(verbs: Verbs) -> None:
@@ -74,9 +83,36 @@ def _add_fits(verbs: Verbs) -> None:
         example="autoshard fits mypackage.models:make --mesh dp=8 --memory 24GiB --cluster a100",
     )
     add_target(parser)
-    _add_mesh(parser)
-    _add_memory(parser, required=True)
-    _add_options(parser)
+    add_mesh(parser)
+    add_memory(parser, required=True)
+    add_options(parser)
+    _add_pipeline(parser)
+
+
+def _add_compare(verbs: Verbs) -> None:
+    parser = add_verb(
+        verbs,
+        "compare",
+        _compare,
+        summary="compare the plan of a model with standard layouts, and print flags of other tools",
+        details="Plan a model on a mesh, and beside it DDP, FSDP2, HSDP, tensor, sequence and expert\n"
+        "parallelism and their products, at the same prices; print the flags of torchtitan,\n"
+        f"Megatron-LM and FSDP2 for the nearest of them. No device is needed.\n\n{TARGETS}\n\n"
+        "Exit status 1: the model cannot be captured.\n" + _NOT_VALID,
+        example="autoshard compare hf:llama/config.json --batch 64 --seq 4096 --mesh dp=8,tp=8 --cluster h100",
+    )
+    add_target(parser)
+    add_mesh(parser)
+    add_memory(parser)
+    add_options(parser)
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        choices=NAMES,
+        help="a standard layout to compare with, several times for several; default: all that the mesh has",
+    )
+    parser.add_argument("--details", action="store_true", help="print what every layout spends where")
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all figures to write")
 
 
 def _add_search(verbs: Verbs) -> None:
@@ -99,9 +135,10 @@ def _add_search(verbs: Verbs) -> None:
         help="shortest step (the default), fewest devices, or the best step of every number of devices",
     )
     parser.add_argument("--no-pipelines", action="store_true", help="only meshes without a pipeline")
-    _add_memory(parser)
-    _add_options(parser)
-    _add_files(parser)
+    add_memory(parser)
+    add_options(parser)
+    _add_pipeline(parser, axis=False)
+    _add_files(parser, "the search and its best plan")
 
 
 def _add_frontier(verbs: Verbs) -> None:
@@ -116,33 +153,36 @@ def _add_frontier(verbs: Verbs) -> None:
         example="autoshard frontier mypackage.models:make --mesh x=8 --cluster a100 --plot frontier.png",
     )
     add_target(parser)
-    _add_mesh(parser)
+    add_mesh(parser)
     parser.add_argument(
         "--gaps", type=int, default=4, metavar="N", help="widest gaps between plans to search; default: 4"
     )
-    _add_options(parser)
+    add_options(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all plans to write")
+    parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the frontier to write")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help=f"picture to write: {', '.join(_PLOTS)}")
 
 
-def _add_mesh(parser: argparse.ArgumentParser) -> None:
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Add the mesh, and the option that concerns its outputs."""
     parser.add_argument("--mesh", required=True, metavar="AXES", help="names and sizes of the axes, as in dp=8,tp=8")
     parser.add_argument(
         "--output-placements", choices=("planned",), help="leave outputs in shards; by default they come back whole"
     )
 
 
-def _add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+def add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Add the option of the memory limit."""
     text = "bytes that a device may hold, such as 70GiB"
     parser.add_argument("--memory", dest="memory_limit", required=required, metavar="BYTES", help=text)
 
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
+def _add_files(parser: argparse.ArgumentParser, content: str) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of the plan to write")
-    parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the plan to write")
+    parser.add_argument("--html", type=Path, metavar="OUT.html", help=f"web page of {content} to write")
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of planning that all verbs share."""
     parser.add_argument(
         "--cluster",
@@ -153,25 +193,53 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", metavar="NAME", help="the optimizer, for its memory; default: adamw")
     parser.add_argument("--effort", choices=EFFORTS, default="full", help="of the search; default: full")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search, without the capture")
+    parser.add_argument(
+        "--hint",
+        action="append",
+        dest="hints",
+        metavar="GLOB=PLACEMENTS",
+        help="placements that the plan must have, such as '*.up.weight=tp:S(0)', or a primitive, '*.mlp=split(tp)'",
+    )
 
 
-def _keywords(function: str, options: argparse.Namespace) -> dict[str, Any]:
+def _add_pipeline(parser: argparse.ArgumentParser, *, axis: bool = True) -> None:
+    """Add the options of pipelines."""
+    group = parser.add_argument_group("pipelines")
+    if axis:
+        group.add_argument(
+            "--pipeline-axis", dest="axis", metavar="AXIS", help="the axis of the stages; default: pp, if there is one"
+        )
+    names = ("auto", CUSTOM, *SCHEDULES)
+    group.add_argument("--schedule", choices=names, metavar="NAME", help=f"default: the best of {', '.join(names[1:])}")
+    group.add_argument("--microbatches", type=int, metavar="N", help="of a step; by default the best number")
+    group.add_argument("--virtual", type=int, metavar="N", help="stages of a rank; by default the best number")
+
+
+def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords of a function of autoshard, after a check of them and of the mesh.
 
     Raises:
         UsageError: an option is not valid.
     """
     mesh = MeshShape.of(parse_mesh(options.mesh)) if "mesh" in options else None
+    hints = parse_hints(options.hints or (), mesh)
     with usage_errors():
         search_options = Search(effort=options.effort, time_limit=options.time_limit)
         keywords: dict[str, Any] = {"cluster": options.cluster, "search": search_options}
         for name in ("recompute", "optimizer", "memory_limit", "output_placements"):
             if getattr(options, name, None) is not None:
                 keywords[name] = getattr(options, name)
+        if hints:
+            keywords["hints"] = hints
+        pipeline = {name: getattr(options, name, None) for name in ("axis", "schedule", "microbatches", "virtual")}
+        if any(value is not None for value in pipeline.values()):
+            given = {name: value for name, value in pipeline.items() if value is not None}
+            keywords["pipeline"] = Pipeline(**given)
         target = Target.of(collect_options(function, keywords), None)
         if mesh is not None:
-            if resolve_pipeline(mesh, target.options.pipeline) is not None and function == "frontier":
-                raise UsageError(f"--mesh {options.mesh}: a frontier plans no pipeline. Give axis pp another name.")
+            if resolve_pipeline(mesh, target.options.pipeline) is not None and function in _WITHOUT_PIPELINE:
+                name = _WITHOUT_PIPELINE[function]
+                raise UsageError(f"--mesh {options.mesh}: {name} plans no pipeline. Give axis pp another name.")
             # For its error: the cluster may be too small.
             target.cluster.first(mesh.size)
     return keywords
@@ -181,14 +249,15 @@ def _plan(options: argparse.Namespace) -> None:
     """Plan a model on a mesh; print the plan, and write its files."""
     _check_outputs(options)
     plan = _make_plan(options)
-    _print_and_write(plan, options)
+    _print_and_save(plan, options)
+    _write_page(plan, options)
 
 
 def _make_plan(options: argparse.Namespace) -> Plan:
     # Arguments that are quick to check come before the model, which may take long to build.
-    keywords = _keywords("plan", options)
+    keywords = planning_keywords("plan", options)
     module, args, kwargs = load_target(options)
-    return api.plan(module, parse_mesh(options.mesh), args, kwargs, **keywords)
+    return autoshard.plan(module, parse_mesh(options.mesh), args, kwargs, **keywords)
 
 
 def _fits(options: argparse.Namespace) -> int:
@@ -211,32 +280,49 @@ def _fits(options: argparse.Namespace) -> int:
     return int(not plan.fits)
 
 
+def _compare(options: argparse.Namespace) -> None:
+    """Print the plan beside standard layouts, and write the file of the figures."""
+    check_output("-o", options.output)
+    keywords = planning_keywords("compare", options)
+    module, args, kwargs = load_target(options)
+    comparison = compare(module, parse_mesh(options.mesh), args, kwargs, baselines=options.baseline, **keywords)
+    console().print(comparison.table())
+    for layout in comparison if options.details else ():
+        if layout.plan is not None:
+            console().print(f"\n{layout.name}", *layout.expenses.tables(), highlight=False)
+    if options.output is not None:
+        options.output.write_text(comparison.to_json(), "utf-8")
+        print_line(f"wrote {options.output}")
+
+
 def _search(options: argparse.Namespace) -> None:
-    """Print the meshes, and write the files of the best plan."""
+    """Print the meshes, and write the file of the best plan, and the page of the search."""
     _check_outputs(options)
-    keywords = _keywords("search", options)
+    keywords = planning_keywords("search", options)
     pipelines = not options.no_pipelines
     with usage_errors():
         SearchOptions(options.option, options.devices, pipelines)
     module, args, kwargs = load_target(options)
     result = search(module, options.devices, args, kwargs, option=options.option, pipelines=pipelines, **keywords)
     console().print(result.table())
-    _print_and_write(result.plan, options)
+    _print_and_save(result.plan, options)
+    _write_page(result, options)
 
 
 def _frontier(options: argparse.Namespace) -> None:
-    """Print the plans that are worth their memory, and write the file and the picture of them."""
-    check_output("-o", options.output)
+    """Print the plans that are worth their memory, and write the file, the page and the picture of them."""
+    _check_outputs(options)
     _check_plot(options.plot)
     if options.gaps < 0:
         raise UsageError(f"--gaps {options.gaps}: pass a number of gaps to search, 0 or more.")
-    keywords = _keywords("frontier", options)
+    keywords = planning_keywords("frontier", options)
     module, args, kwargs = load_target(options)
-    frontier = api.frontier(module, parse_mesh(options.mesh), args, kwargs, gaps=options.gaps, **keywords)
+    frontier = autoshard.frontier(module, parse_mesh(options.mesh), args, kwargs, gaps=options.gaps, **keywords)
     console().print(*plan_tables(frontier))
     if options.output is not None:
         frontier.save(options.output)
         print_line(f"wrote {options.output}")
+    _write_page(frontier, options)
     if options.plot is not None:
         frontier.plot(options.plot)
         print_line(f"wrote {options.plot}")
@@ -256,11 +342,14 @@ def _check_plot(path: Path | None) -> None:
         raise UsageError("--plot needs matplotlib, which is not installed: pip install 'autoshard[plot]'")
 
 
-def _print_and_write(plan: Plan, options: argparse.Namespace) -> None:
+def _print_and_save(plan: Plan, options: argparse.Namespace) -> None:
     console().print(*plan_tables(plan))
     if options.output is not None:
         plan.save(options.output)
         print_line(f"wrote {options.output}")
+
+
+def _write_page(result: HasPage, options: argparse.Namespace) -> None:
     if options.html is not None:
-        options.html.write_text(html_page(plan), "utf-8")
+        result.to_html(options.html)
         print_line(f"wrote {options.html}")

@@ -1,13 +1,15 @@
-"""The TARGET of a command: a model and its example call, from a Python function, a config.json, or timm."""
+"""The TARGET of a command: a model and its example call, from a Python function, a config.json, timm or torchvision."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import inspect
+import json
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.cli.arguments import UsageError
+from autoshard.cli.arguments import UsageError, usage_errors
 from autoshard.names import suggestion
+from autoshard.runtime.arguments import check_factory_result
+from autoshard.units import format_bytes
 
 Example = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 
@@ -27,15 +31,18 @@ TARGET is the model with an example call:
                            current directory; it returns (model, args, kwargs)
   hf:PATH                  a config.json of transformers, or a folder with one;
                            needs --batch and --seq
-  timm:NAME                a model of timm by its name; needs --batch"""
+  timm:NAME                a model of timm by its name; needs --batch
+  torchvision:NAME         a classifier of torchvision by its name; needs --batch"""
 
 _AUTO_CLASS = "AutoModelForCausalLM"
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Add TARGET and its options to the parser of a verb."""
-    parser.add_argument("target", metavar="TARGET", help="package.module:function, hf:PATH or timm:NAME")
-    parser.add_argument("--batch", type=int, metavar="N", help="of hf: and timm:, samples of the global batch")
+    parser.add_argument(
+        "target", metavar="TARGET", help="package.module:function, hf:PATH, timm:NAME or torchvision:NAME"
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="samples of the global batch; not of a function")
     parser.add_argument("--seq", type=int, metavar="N", help="of hf:, tokens of a sequence")
     parser.add_argument(
         "--class",
@@ -43,13 +50,25 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"of hf:, the class of transformers; default: {_AUTO_CLASS}",
     )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        metavar="KEY=VALUE",
+        help="of hf:, an entry of the config in place of the file's, such as num_hidden_layers=2; may occur often",
+    )
 
 
-def load_target(options: argparse.Namespace) -> Example:
+def load_target(options: argparse.Namespace, device: str = "meta") -> Example:
     """Load the model and the example call that the options of `add_target` name.
 
-    Models of transformers and timm are on the meta device, in training mode; those of transformers in the dtype of
-    their config, and without a cache.
+    Models of libraries are in training mode; those of transformers in the dtype of their config, and
+    without a cache.
+
+    Args:
+        options: those of `add_target`.
+        device: of models of libraries. On another device than meta, parameters have their initial values,
+            and inputs random ones.
 
     Returns:
         The model, positional arguments, keyword arguments.
@@ -59,26 +78,44 @@ def load_target(options: argparse.Namespace) -> Example:
             option does not belong to it.
     """
     scheme, _, name = options.target.partition(":")
-    needs = {"hf": ("batch", "seq"), "timm": ("batch",)}.get(scheme, ())
-    takes = (*needs, "model_class") if scheme == "hf" else needs
-    for option in ("batch", "seq", "model_class"):
+    needs = ("batch", "seq") if scheme == "hf" else ("batch",) if scheme in _IMAGE_MODELS else ()
+    takes = (*needs, "model_class", "settings") if scheme == "hf" else needs
+    for option in ("batch", "seq", "model_class", "settings"):
         _check_option(scheme, option, getattr(options, option), needed=option in needs, taken=option in takes)
     if scheme == "hf":
-        return _load_config(Path(name), options.model_class or _AUTO_CLASS, options.batch, options.seq)
-    if scheme == "timm":
-        return _load_timm(name, options.batch)
+        settings = _parse_settings(options.settings or ())
+        return _load_config(
+            Path(name), options.model_class or _AUTO_CLASS, options.batch, options.seq, settings, device
+        )
+    if scheme in _IMAGE_MODELS:
+        return _load_image_model(scheme, name, options.batch, device)
     return load_example(options.target)
 
 
-def _check_option(scheme: str, option: str, value: int | str | None, *, needed: bool, taken: bool) -> None:
-    flag = {"model_class": "--class"}.get(option, f"--{option}")
+def _check_option(scheme: str, option: str, value: int | str | list[str] | None, *, needed: bool, taken: bool) -> None:
+    flag = {"model_class": "--class", "settings": "--set"}.get(option, f"--{option}")
     if value is None and needed:
         raise UsageError(f"a target {scheme}: needs {flag}, such as {flag} {'16' if option == 'batch' else '4096'}.")
     if value is not None and not taken:
-        kind = f"a target {scheme}:" if scheme in ("hf", "timm") else "a Python function"
-        raise UsageError(f"{flag} {value} is not an option of {kind}, which has its sizes itself. Leave {flag} out.")
+        kind = f"a target {scheme}:" if scheme in ("hf", *_IMAGE_MODELS) else "a Python function"
+        text = " ".join(value) if isinstance(value, list) else value
+        raise UsageError(f"{flag} {text} is not an option of {kind}, which has its sizes itself. Leave {flag} out.")
     if isinstance(value, int) and value < 1:
         raise UsageError(f"{flag} {value}: pass a whole number from 1 up.")
+
+
+def _parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the entries of a config in texts such as `"num_hidden_layers=2"`; values are JSON, or text."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name.isidentifier() or not equals:
+            raise UsageError(f"--set {text}: write the name of an entry and its value, as in num_hidden_layers=2.")
+        try:
+            settings[name] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[name] = value
+    return settings
 
 
 def load_example(text: str) -> Example:
@@ -95,7 +132,9 @@ def load_example(text: str) -> Example:
     """
     name, _, attribute = text.partition(":")
     if not name or not attribute:
-        raise UsageError(f'"{text}" names no factory: write "package.module:factory", hf:PATH or timm:NAME.')
+        raise UsageError(
+            f'"{text}" names no factory: write "package.module:factory", hf:PATH, timm:NAME or torchvision:NAME.'
+        )
     module = _import_module(name)
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -103,17 +142,8 @@ def load_example(text: str) -> Example:
         raise UsageError(f"{name} has no function {attribute}. {suggestion(attribute, functions)}")
     with _failures_of(f"{attribute} of {name}", getattr(module, "__file__", None)):
         result = factory()
-    match result:
-        case (nn.Module() as model, tuple() | list() as args, Mapping() as kwargs):
-            return model, tuple(args), kwargs
-        case (nn.Module() as model, Mapping() as kwargs):
-            return model, (), kwargs
-        case (nn.Module() as model, tuple() | list() as args):
-            return model, tuple(args), {}
-    shape = f"a {type(result).__name__}"
-    if isinstance(result, tuple):
-        shape = f"({', '.join(type(item).__name__ for item in result)})"
-    raise UsageError(f"{text} returned {shape}: return (model, args, kwargs), with args a tuple and kwargs a mapping.")
+    with usage_errors():
+        return check_factory_result(result, text)
 
 
 def _import_module(name: str) -> ModuleType:
@@ -135,8 +165,10 @@ def _import_module(name: str) -> ModuleType:
             raise
 
 
-def _load_config(path: Path, class_name: str, batch: int, seq: int) -> Example:
-    """Return a model of transformers on the meta device, with token ids and labels of shape (batch, seq)."""
+def _load_config(
+    path: Path, class_name: str, batch: int, seq: int, settings: Mapping[str, Any], device: str
+) -> Example:
+    """Return a model of transformers, with token ids and labels of shape (batch, seq)."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise UsageError(
@@ -151,10 +183,22 @@ def _load_config(path: Path, class_name: str, batch: int, seq: int) -> Example:
         raise UsageError(f"--class {class_name}: transformers {fault} {class_name}. {suggestion(class_name, models)}")
     with _failures_of(f"the config {file}"):
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    text_config = config.get_text_config()
+    for key, value in settings.items():
+        owner = config if hasattr(config, key) else text_config
+        if not hasattr(owner, key):
+            known = [*(config.to_dict() | text_config.to_dict())]
+            raise UsageError(f"--set {key}: the config {file} has no such entry. {suggestion(key, known)}")
+        setattr(owner, key, value)
     # A step of training keeps no keys and values for later tokens.
-    config.get_text_config().use_cache = False
-    with _failures_of(f"{class_name} of transformers with {file}"), torch.device("meta"):
-        model = build(config).train()
+    text_config.use_cache = False
+    with _failures_of(f"{class_name} of transformers with {file}"):
+        with torch.device("meta"):
+            model = build(config).train()
+        if device != "meta":
+            _check_memory(model, file)
+            with torch.device(device):
+                model = build(config).train()
     inputs = inspect.signature(model.forward).parameters
     if "input_ids" not in inputs:
         raise UsageError(
@@ -162,7 +206,20 @@ def _load_config(path: Path, class_name: str, batch: int, seq: int) -> Example:
             "labels. Write a function that returns the model and its inputs, and pass package.module:function."
         )
     tokens = torch.empty(batch, seq, dtype=torch.long, device="meta")
+    if device != "meta":
+        tokens = torch.randint(text_config.vocab_size, (batch, seq), device=device)
     return model, (), {name: tokens.clone() for name in ("input_ids", "labels") if name in inputs}
+
+
+def _check_memory(model: nn.Module, file: Path) -> None:
+    """Raise a `UsageError` if this machine cannot hold the model, its gradients and two copies in float64."""
+    needed = 4 * 8 * sum(parameter.numel() for parameter in model.parameters())
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > present:
+        raise UsageError(
+            f"hf:{file}: real numbers of this model need about {format_bytes(needed)} in float64, and this machine has "
+            f"{format_bytes(present)}. Make it smaller: --set num_hidden_layers=2 --set hidden_size=256, for example."
+        )
 
 
 def _builder(kind: object) -> Callable[[Any], nn.Module] | None:
@@ -175,13 +232,33 @@ def _builder(kind: object) -> Callable[[Any], nn.Module] | None:
     return build or (getattr(kind, "_from_config", None) if issubclass(kind, nn.Module) else None)
 
 
-def _load_timm(name: str, batch: int) -> Example:
-    """Return a model of timm on the meta device, with images of shape (batch, channels, height, width)."""
-    timm = _import_package("timm", f"timm:{name}", "pip install timm")
-    with _failures_of(f"timm.create_model({name!r})"), torch.device("meta"):
-        model = timm.create_model(name).train()
-        images = torch.empty(batch, *model.pretrained_cfg["input_size"])
-    return model, (images,), {}
+def _load_image_model(package: str, name: str, batch: int, device: str) -> Example:
+    """Return a model of timm or torchvision, with images of shape (batch, channels, height, width)."""
+    library = _import_package(package, f"{package}:{name}", f"pip install {package}")
+    function, build = _IMAGE_MODELS[package]
+    with _failures_of(f"{function}({name!r})"), torch.device(device):
+        model, size = build(library, name)
+        images = torch.randn(batch, *size)
+    return model.train(), (images,), {}
+
+
+def _build_timm(timm: Any, name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    model = timm.create_model(name)
+    return model, tuple(model.pretrained_cfg["input_size"])
+
+
+def _build_torchvision(torchvision: Any, name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    # The description of the weights has the size of images; the weights themselves are not fetched.
+    transforms = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    size = transforms.crop_size[0]
+    return torchvision.models.get_model(name, weights=None), (3, size, size)
+
+
+_IMAGE_MODELS: dict[str, tuple[str, Callable[[Any, str], tuple[nn.Module, tuple[int, ...]]]]] = {
+    "timm": ("timm.create_model", _build_timm),
+    "torchvision": ("torchvision.models.get_model", _build_torchvision),
+}
+"""Package of image models -> the name of its function, for errors, and what builds a model and its image size."""
 
 
 def _import_package(name: str, target: str, remedy: str) -> Any:

@@ -166,10 +166,12 @@ def _parallelize_graph(
 
     It serves this one call, if the module's results can't be matched with the graph's outputs.
     """
-    if options.get("inputs") == "local" or isinstance(options.get("output_placements"), Mapping):
+    local = "local" in (options.get("inputs"), options.get("outputs"))
+    if local or isinstance(options.get("output_placements"), Mapping):
         raise CaptureError(
-            f"the results of {type(module).__name__} can't be told apart in Dynamo's graph, which inputs='local' and "
-            "named output_placements need. Call autoshard.parallelize(module, mesh, ...) in the place of torch.compile."
+            f"the results of {type(module).__name__} can't be told apart in Dynamo's graph, which inputs='local', "
+            "outputs='local' and named output_placements need. Call autoshard.parallelize(module, mesh, ...) instead "
+            "of torch.compile."
         )
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     owned = {index: tensors[names[id(value)]] for index, value in enumerate(inputs) if id(value) in names}

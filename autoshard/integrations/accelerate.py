@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,19 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from autoshard.api import full_state_dict
-from autoshard.errors import InputError, MeshError, PlanError
+from autoshard.errors import InputError, PlanError
+from autoshard.runtime.data_loader import BatchPart
 from autoshard.runtime.module_runtime import RUNTIME, Runtime
 from autoshard.runtime.rank_agreement import from_first_rank
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.data_axes import check_data_axes, row_placements
 
 try:
     from accelerate import Accelerator, DataLoaderConfiguration
@@ -74,7 +75,9 @@ class AutoshardAccelerator(Accelerator):
     def __init__(self, mesh: DeviceMesh, data_axes: Sequence[str] = (), **keywords: Any) -> None:
         _check_keywords(keywords)
         self.mesh = mesh
-        self.data_placements = data_placements(mesh, data_axes)
+        self._shape = MeshShape.of(mesh)
+        self._data_axes = check_data_axes(self._shape, data_axes)
+        self._part = BatchPart.of(mesh, self._data_axes)
         config = keywords.pop("dataloader_config", None) or DataLoaderConfiguration()
         if config.dispatch_batches:
             raise PlanError(
@@ -90,17 +93,12 @@ class AutoshardAccelerator(Accelerator):
     @property
     def num_processes(self) -> int:
         """The number of ranks with rows of their own."""
-        sizes = zip(self.data_placements, self.mesh.shape, strict=True)
-        return math.prod(size for placement, size in sizes if placement.is_shard())
+        return self._part.count
 
     @property
     def process_index(self) -> int:
         """The number of this rank's rows, in the order in which `Shard(0)` cuts them."""
-        index = 0
-        for axis, placement in enumerate(self.data_placements):
-            if placement.is_shard():
-                index = index * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
-        return index
+        return self._part.index
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -108,6 +106,15 @@ class AutoshardAccelerator(Accelerator):
         """Register a parallelised module, which stays as it is; raise an `InputError` for another one."""
         check_parallelised(model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Context in which backwards reduce no gradients, if the module's plan counts the sums (`accumulate=`).
+
+        Otherwise every backward reduces: sums may need more memory than the plan's limit. `accumulate` uses it, too.
+        """
+        with check_parallelised(model).counted_no_sync():
+            yield
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Wrap an optimizer as accelerate does; its state lies where its parameters do."""
@@ -139,9 +146,8 @@ class AutoshardAccelerator(Accelerator):
         rows = tensor if tensor.ndim else tensor[None]
         if self.num_processes == 1:
             return rows
-        return gather_full_tensor(
-            DTensor.from_local(rows.contiguous(), self.mesh, self.data_placements, run_check=False)
-        )
+        placements = row_placements(self._shape, self._data_axes)
+        return gather_full_tensor(DTensor.from_local(rows.contiguous(), self.mesh, placements, run_check=False))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Join the rows of all ranks, without those that fill the last batch; raise an `InputError` for objects."""
@@ -222,19 +228,6 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
             raise PlanError(f"{name} is not for AutoshardAccelerator: pass {remedy} to autoshard.parallelize instead.")
 
 
-def data_placements(mesh: DeviceMesh, data_axes: Sequence[str]) -> tuple[Placement, ...]:
-    """Return the placements of a batch: `Shard(0)` on the data axes, `Replicate()` on the others.
-
-    Raises:
-        MeshError: the mesh has no such axis, or a text was given for a sequence of names.
-    """
-    names = MeshShape.of(mesh).names
-    unknown = [data_axes] if isinstance(data_axes, str) else [name for name in data_axes if name not in names]
-    if unknown:
-        raise MeshError(f"data_axes={data_axes!r}: it is a tuple of names of mesh axes, out of {', '.join(names)}.")
-    return tuple(Shard(0) if name in data_axes else Replicate() for name in names)
-
-
 def check_parallelised(model: nn.Module) -> Runtime:
     """Return the runtime of a parallelised module; raise an `InputError` for another one."""
     runtime = model.__dict__.get(RUNTIME)
@@ -248,11 +241,7 @@ def check_parallelised(model: nn.Module) -> Runtime:
 
 def data_axes_of(runtime: Runtime) -> tuple[str, ...]:
     """Return the names of the mesh axes along which the calls of a module pass rows of their own."""
-    if runtime.inputs != "local":
-        return ()
-    names = MeshShape.of(runtime.device_mesh).names
-    tables = runtime.input_placements.values()
-    return tuple(name for axis, name in enumerate(names) if any(table[axis].is_shard(0) for table in tables))
+    return runtime.data_axes if runtime.inputs == "local" else ()
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:

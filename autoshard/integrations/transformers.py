@@ -8,11 +8,10 @@ from are shards that `torch.distributed.checkpoint` saves.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoshard.api import full_state_dict, load_safetensors, parallelize
-from autoshard.capture.call_layout import call_tensors
 from autoshard.errors import InputError, PlanError
 from autoshard.options import OptionKeywords, Pipeline
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
@@ -41,14 +39,13 @@ from autoshard.specs.axes import MeshShape
 try:
     from accelerate import DataLoaderConfiguration
     from accelerate.utils import GradientAccumulationPlugin
-    from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
     from autoshard.integrations.accelerate import (
         SHARDS,
         AutoshardAccelerator,
         check_parallelised,
         data_axes_of,
-        data_placements,
         unwrap_optimizer,
     )
 except ImportError as error:
@@ -170,12 +167,7 @@ class AutoshardTrainer(Trainer):
         if not self._has_outer_loss() and "shares" not in options:
             options.setdefault("output_placements", "planned")
         if self._data_axes:
-            whole = data_placements(mesh, ())
-            rows = data_placements(mesh, self._data_axes)
-            placements = {
-                name: rows if tensor.ndim else whole for name, tensor in call_tensors(model, (), example).items()
-            }
-            options = {"inputs": "local", "input_placements": placements, **options}
+            options = {"inputs": "local", "data_axes": tuple(self._data_axes), **options}
         trains = self.train_dataset is not None
         model.train(trains)
         with torch.set_grad_enabled(trains):
@@ -260,8 +252,7 @@ class AutoshardTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Gather the whole tensors, by all ranks, and write them, by the first one."""
         state = _state_to_save(self.model) if state_dict is None else state_dict
-        with _unchanged_configs(self.model):
-            super()._save(output_dir, state)
+        super()._save(output_dir, state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the shards of model and optimizer, by all ranks, and the scheduler."""
@@ -322,9 +313,6 @@ class AutoshardTrainer(Trainer):
 def save_pretrained(model: nn.Module, folder: str | Path, **keywords: Any) -> None:
     """Save a parallelised model, or its adapters, to files that `from_pretrained` reads; all ranks call it together.
 
-    The model's own `save_pretrained` writes into its configuration, on the rank that calls it. `forward` reads that, so
-    the next call would be a new one on this rank alone. This function leaves the configuration as it was.
-
     Args:
         model: a parallelised `PreTrainedModel` or `PeftModel`.
         folder: for the files; on the machine of the first rank.
@@ -337,8 +325,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, **keywords: Any) -> No
     state = _state_to_save(model)
 
     def save() -> str:
-        with _unchanged_configs(model):
-            cast(Any, model).save_pretrained(folder, state_dict=state, **keywords)
+        cast(Any, model).save_pretrained(folder, state_dict=state, **keywords)
         return ""
 
     # The other ranks wait for the files.
@@ -364,22 +351,6 @@ def _adapters(model: nn.Module) -> Mapping[str, Any]:
     """Return the configurations of a `PeftModel`'s adapters, by their names; none of another model."""
     configs: Mapping[str, Any] = {} if isinstance(model, PreTrainedModel) else getattr(model, "peft_config", {})
     return configs
-
-
-@contextlib.contextmanager
-def _unchanged_configs(model: nn.Module) -> Iterator[None]:
-    """Undo what `save_pretrained` writes into configs: `forward` reads them, and the first rank alone writes."""
-    configs = [
-        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
-    ]
-    configs += _adapters(model).values()
-    before = {id(config): (config, dict(vars(config))) for config in configs}
-    try:
-        yield
-    finally:
-        for config, values in before.values():
-            vars(config).clear()
-            vars(config).update(values)
 
 
 def _check_one_way(model: nn.Module, mesh: DeviceMesh | None, others: Sequence[Any]) -> None:

@@ -32,6 +32,7 @@ class Allocation:
         kind: its purpose. A `"saved"` tensor is made by the forward half and read by the backward half, `"gathered"`
             is a copy of a parameter or input, `"communication"` is a buffer of another reshard or of a bucket of
             gradients, `"temporary"` is any other intermediate result.
+        module: path of the module that it belongs to, `""` for the root.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Allocation:
     start: int
     end: int
     kind: AllocationKind
+    module: str = ""
 
     def __post_init__(self) -> None:
         # Assertions, since no user makes allocations.
@@ -80,6 +82,27 @@ def live_bytes(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
     return np.cumsum(change)[:moments]
 
 
+def changes_by_kind(allocations: Iterable[Allocation]) -> dict[AllocationKind, np.ndarray]:
+    """Return for every kind that is held the moments at which its bytes change, and its bytes from each of them on.
+
+    Returns:
+        Kind -> an array of shape `(changes, 2)`: moment and bytes, in order.
+    """
+    changes: dict[AllocationKind, dict[int, int]] = {}
+    for allocation in allocations:
+        if allocation.bytes and allocation.start < allocation.end:
+            change = changes.setdefault(allocation.kind, {})
+            change[allocation.start] = change.get(allocation.start, 0) + allocation.bytes
+            change[allocation.end] = change.get(allocation.end, 0) - allocation.bytes
+    held = {}
+    for kind in KINDS:
+        moments = sorted(moment for moment, change in changes.get(kind, {}).items() if change)
+        if moments:
+            amounts = accumulate(changes[kind][moment] for moment in moments)
+            held[kind] = np.array(list(zip(moments, amounts, strict=True)), dtype=np.int64)
+    return held
+
+
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
     """A tensor that a device holds: its name, its kind (one of `KINDS`), and its bytes."""
@@ -103,6 +126,7 @@ class Memory:
         module: path of the module that runs at the peak, `""` for the root.
         operator: the operator that runs at the peak.
         largest: the largest tensors that are held at the peak.
+        modules: path of a module -> bytes of its own at the moment of the peak, by kind.
     """
 
     parameters: int = 0
@@ -116,6 +140,7 @@ class Memory:
     module: str = ""
     operator: str = ""
     largest: tuple[LiveTensor, ...] = ()
+    modules: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @staticmethod
     def of(allocations: Sequence[Allocation], place: DescribeMoment | None = None) -> Memory:
@@ -130,6 +155,11 @@ class Memory:
         live = [allocation for allocation in allocations if allocation.start <= moment < allocation.end]
         live.sort(key=lambda allocation: -allocation.bytes)  # stable: equal ones stay in the order of the step
         phase, module, operator = ("", "", "") if place is None else place(moment)
+        modules: dict[str, dict[str, int]] = {}
+        for allocation in live:
+            if allocation.bytes:
+                of_module = modules.setdefault(allocation.module, {})
+                of_module[allocation.kind] = of_module.get(allocation.kind, 0) + allocation.bytes
         return Memory(
             parameters=total("parameter"),
             gradients=total("gradient"),
@@ -143,6 +173,7 @@ class Memory:
             module=module,
             operator=operator,
             largest=tuple(LiveTensor(held.name, held.kind, held.bytes) for held in live[:_LARGEST] if held.bytes),
+            modules=modules,
         )
 
     @staticmethod

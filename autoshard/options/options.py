@@ -17,6 +17,7 @@ from autoshard.units import parse_bytes
 
 Hints = Mapping[str, Any]
 Placements = Mapping[str, Any] | Literal["planned"] | None
+"""Globs over names of outputs -> placements, as `autoshard.options.placements` reads them."""
 Shares = Mapping[str, Sequence[int]]
 """Name of one mesh axis -> the shares of its ranks, in proportion to one another."""
 OptimizerOption = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None
@@ -111,7 +112,8 @@ class Options:
             `autoshard.replicate(n)` or `autoshard.split(n)`. See docs/hints.md.
         memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach. Not for `frontier`.
         optimizer: the optimizer that will train the model: an optimizer, its class, or a name such as `"adamw"` (the
-            default), `"sgd"`, `"momentum"` or `"adafactor"`. Its state, and its temporary tensors, are memory.
+            default), `"sgd"`, `"momentum"` or `"adafactor"` (`autoshard.Adafactor`: torch's takes whole parameters
+            alone). Its state, and its temporary tensors, are memory.
         optimizer_bytes_per_element: of an optimizer that is none of these, the state that it keeps for every element
             of a trained parameter.
         cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh, the
@@ -144,15 +146,29 @@ class Options:
             far as memory allows, if they make the step shorter (`plan.shares` has them); else equal ones. None: equal
             ones. In a pipeline they are of every microbatch, on an axis besides the pipeline's, and need no `dynamic`;
             memory is that of the device with the least room for its share.
-        inputs: `"global"`: every rank passes whole tensors; `"local"`: its own shards, as a data loader yields them.
-            Where the example's batch does not divide and the plan splits it, shards may be of different lengths: those
-            that `Shard` makes, the last ones shorter or empty; the ranks then tell each other the lengths at every
-            call. Else all ranks pass equally many rows; the ranks compare the sizes of every call, as they do with
-            `dynamic`, and raise one error. A rank that makes fewer calls is not detected: the others wait for it until
-            torch's timeout.
-        input_placements: input path -> placements, for local inputs.
-        output_placements: None: outputs come back whole; `"planned"`: as they lie, as DTensors; or a mapping of output
-            paths to placements.
+        inputs: `"global"`: every rank passes whole tensors; `"local"`: its own rows, as a data loader yields them. The
+            ranks compare the sizes of every call and raise one error. They may pass rows of different numbers if these
+            are the parts that `Shard` makes of one batch, the last ones shorter or empty; other sizes are captured
+            once. A rank that makes fewer calls is not detected: the others wait for it until torch's timeout.
+        outputs: `"global"`: outputs come back whole; `"local"`: this rank's rows of the outputs that have the batch, as
+            plain tensors, and others whole. The gradients of such rows are those of the mean over the data axes of the
+            ranks' losses, as in `DistributedDataParallel`. Those of a loss that `forward` returns are that loss's.
+        data_axes: for local inputs and outputs, the names of the mesh axes along which ranks have rows of their own.
+            Ranks along other axes pass the same rows, which the first call of every kind compares. By default they are
+            the axes over which `input_placements` or the given plan split rows, or those with names such as `"dp"`,
+            `"fsdp"` or `"data"`, or the only axis.
+        example_inputs: the tensors of the example call: `"global"`, the whole batch; or `"local"`, with local inputs,
+            rows as one rank passes them.
+        input_placements: for local inputs, globs over their names -> placements, such as `{"mask": Replicate()}` or
+            `{"x": {"tp": Shard(1)}}`; see docs/hints.md. Axes that are left open are as by default: the first dim of
+            the inputs with the batch's size is split over the data axes, and all else is whole.
+        output_placements: None: as `outputs` says; `"planned"`: as they lie, as DTensors; or globs over names of
+            outputs -> placements, in which these come back as DTensors, or as local tensors with `outputs="local"`.
+            Axes that are left open are whole, with `outputs="local"` rows on the data axes.
+        accumulate: backwards for every step of the optimizer, all but the last of which run in `autoshard.no_sync`. The
+            predicted step is one run, with its part of the reductions; memory counts the sums of the runs before, most
+            of which have the size of gradients before their reduction. Plans of more runs shard less over axes that
+            split the batch. Not for pipelines, which add up their microbatches, nor for `frontier` and `search`.
         compile: compile the local forward and backward programs by inductor. The plan counts what the compiler fuses as
             one kernel.
         overlap: only for `parallelize`: the code that joins the program's collectives and orders them among its
@@ -161,7 +177,7 @@ class Options:
             the same; predicted seconds and memory are those of `"own"`.
         search: how to search, see `Search`.
         pipeline: schedule and microbatches of a pipeline, see `Pipeline`. A pipeline is given a whole batch as example,
-            and refuses `dynamic`, local inputs and `output_placements`.
+            and refuses `dynamic`, local inputs and outputs, and `output_placements`.
 
     Raises:
         PlanError, InputError, BudgetError: a value is not valid; the message names it.
@@ -177,8 +193,12 @@ class Options:
     dynamic: Dynamic | None = None
     shares: Shares | Literal["auto"] | None = "auto"
     inputs: str = "global"
+    outputs: str = "global"
+    data_axes: Sequence[str] | None = None
+    example_inputs: str = "global"
     input_placements: Mapping[str, Any] | None = None
     output_placements: Placements = None
+    accumulate: int = 1
     compile: bool = False
     overlap: str = "own"
     search: Search = field(default_factory=Search)
@@ -186,14 +206,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, RECOMPUTE)
-        if self.inputs not in ("global", "local"):
-            raise PlanError(
-                f'inputs={self.inputs!r}: choose "global" (every rank passes whole tensors) or "local" (its shards).'
-            )
-        if isinstance(self.output_placements, str) and self.output_placements != "planned":
-            raise PlanError(
-                f'output_placements={self.output_placements!r}: pass "planned" or a mapping of output names.'
-            )
+        _check_boundary(self)
         # A dict in place of an object is a likely mistake, and would fail late, in the planner.
         for name, group in (("search", Search), ("pipeline", Pipeline)):
             if not isinstance(getattr(self, name), group):
@@ -201,11 +214,16 @@ class Options:
                     f"{name}={getattr(self, name)!r}: pass an autoshard.{group.__name__}, such as "
                     f"autoshard.{group.__name__}({', '.join(f'{item.name}=...' for item in fields(group)[:2])})."
                 )
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise PlanError(
+                f"accumulate={self.accumulate!r}: it is the number of backwards for every step of the optimizer, a "
+                "whole number from 1 up."
+            )
         # Parsed for its errors: a wrong unit is reported before the module is captured.
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         _check_policy(self.mp_policy)
-        _check_shares(self.shares, self.output_placements)
+        _check_shares(self)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -228,8 +246,12 @@ class OptionKeywords(TypedDict, total=False):
     dynamic: Dynamic | None
     shares: Shares | Literal["auto"] | None
     inputs: str
+    outputs: str
+    data_axes: Sequence[str] | None
+    example_inputs: str
     input_placements: Mapping[str, Any] | None
     output_placements: Placements
+    accumulate: int
     compile: bool
     overlap: str
     search: Search
@@ -277,16 +299,28 @@ _ENTRY_POINTS = {
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
-        frozenset({"memory_limit", "shares", "compile", "overlap", "pipeline"}),
+        frozenset({"memory_limit", "shares", "accumulate", "compile", "overlap", "pipeline"}),
     ),
     "search": _EntryPoint(
         120.0,
         {"shares": None},
-        frozenset({"inputs", "input_placements", "output_placements", "dynamic", "shares", "compile", "overlap"}),
+        frozenset(
+            {
+                *("inputs", "outputs", "data_axes", "example_inputs", "input_placements", "output_placements"),
+                *("dynamic", "shares", "accumulate", "compile", "overlap"),
+            }
+        ),
+    ),
+    "why_not": _EntryPoint(refused=frozenset({"overlap", "pipeline"})),
+    # No standard layout has shares, or gathers outputs.
+    "compare": _EntryPoint(
+        defaults={"shares": None, "output_placements": "planned"},
+        refused=frozenset({"inputs", "input_placements", "dynamic", "shares", "overlap", "pipeline"}),
     ),
     # The programs run in float64, operator by operator, on equal ranks.
     "verify": _EntryPoint(
-        defaults={"shares": None}, refused=frozenset({"mp_policy", "shares", "compile", "overlap", "pipeline"})
+        defaults={"shares": None},
+        refused=frozenset({"mp_policy", "shares", "accumulate", "compile", "overlap", "pipeline", "example_inputs"}),
     ),
 }
 
@@ -295,7 +329,8 @@ def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
     """Return the options of the keywords that a user gave to a function.
 
     Args:
-        function: the function: `"plan"`, `"parallelize"`, `"frontier"`, `"search"` or `"verify"`.
+        function: the function: `"plan"`, `"parallelize"`, `"frontier"`, `"search"`, `"compare"`, `"why_not"` or
+            `"verify"`.
         keywords: as `OptionKeywords`.
 
     Raises:
@@ -341,7 +376,42 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise PlanError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}.")
 
 
-def _check_shares(shares: object, output_placements: Placements) -> None:
+def _check_boundary(options: Options) -> None:
+    """Raise a `PlanError` for options of inputs and outputs that are not valid, or have no meaning together."""
+    for name, meaning in (
+        ("inputs", "every rank passes whole tensors"),
+        ("outputs", "every rank is given whole tensors"),
+        ("example_inputs", "the example is the whole batch"),
+    ):
+        value = getattr(options, name)
+        if value not in ("global", "local"):
+            raise PlanError(f'{name}={value!r}: choose "global" ({meaning}) or "local" (its rows).')
+    planned = options.output_placements == "planned"
+    if isinstance(options.output_placements, str) and not planned:
+        raise PlanError(
+            f'output_placements={options.output_placements!r}: pass "planned" or a mapping of output names.'
+        )
+    if planned and options.outputs == "local":
+        raise PlanError(
+            'outputs="local" and output_placements="planned": local tensors do not tell how they lie. Name the outputs '
+            "that are not to be rows, and how they lie, or leave one of the two out."
+        )
+    if options.inputs == "global":
+        if options.input_placements:
+            raise PlanError(
+                'input_placements is for inputs="local": global inputs are sliced by the program, for free.'
+            )
+        if options.example_inputs == "local":
+            raise PlanError('example_inputs="local" is for inputs="local": calls are as large as the example.')
+        if options.data_axes is not None and options.outputs == "global":
+            raise PlanError(
+                'data_axes is for inputs="local" and outputs="local": otherwise every rank passes the whole batch, and '
+                "the plan decides which part it computes."
+            )
+
+
+def _check_shares(options: Options) -> None:
+    shares = options.shares
     if shares is None or shares == "auto":
         return
     # Names of axes and numbers of ranks are checked where the mesh is known.
@@ -353,8 +423,9 @@ def _check_shares(shares: object, output_placements: Placements) -> None:
     ((axis, counts),) = shares.items()
     if not (isinstance(counts, Sequence) and all(isinstance(share, int) and share > 0 for share in counts)):
         raise PlanError(f"shares of axis {axis!r} are {counts!r}: every rank takes a whole number above zero.")
-    if output_placements is not None:
-        raise PlanError("with shares, outputs come back whole: no DTensor lies in shares. Leave output_placements out.")
+    for name, default in (("output_placements", None), ("outputs", "global")):
+        if getattr(options, name) != default:
+            raise PlanError(f"with shares, outputs come back whole: no DTensor lies in shares. Leave {name} out.")
 
 
 def _check_policy(policy: object) -> None:

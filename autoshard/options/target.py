@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from torch.distributed.tensor import Placement
 
 from autoshard.capture.dynamic import Dynamic
 from autoshard.cluster.cluster import Cluster, default_cluster
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.options.options import Hints, Options, Placements, Shares
+from autoshard.options.placements import INPUTS, Shapes, fill, names_reached
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.reductions import DeferredReduction
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.data_axes import axes_of_rows, check_data_axes, find_data_axes, names_with_batch, row_placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,7 @@ class Settings:
             its saved tensors.
         reduced: the gradients that are reduced once for several runs; others are reduced with every run, and count in
             full.
+        holds_sums: True if the sums of the runs before are held in a run, and are no part of another account.
     """
 
     memory_limit: int | None = None
@@ -46,6 +53,7 @@ class Settings:
     gradient_steps: int = 1
     under_way: int = 1
     reduced: DeferredReduction = "step"
+    holds_sums: bool = False
 
     @property
     def left_unreduced(self) -> DeferredReduction | None:
@@ -70,7 +78,9 @@ class Target:
         options: as the user gave them.
         cluster: the devices, with the compiler's prices where local programs are compiled.
         settings: limits, and how to search.
-        hints, inputs, input_placements, output_placements, dynamic, shares: as in `Options`.
+        hints, inputs, outputs, input_placements, output_placements, dynamic, shares: as in `Options`.
+        data_axes: the names of the axes along which ranks have rows of their own, in the order of the mesh; empty
+            before `on_mesh`, and where inputs and outputs are global.
     """
 
     options: Options
@@ -78,6 +88,8 @@ class Target:
     settings: Settings
     hints: Hints | None
     inputs: Literal["global", "local"]
+    outputs: Literal["global", "local"]
+    data_axes: tuple[str, ...]
     input_placements: Mapping[str, Any]
     output_placements: Placements
     dynamic: Dynamic | None
@@ -113,11 +125,58 @@ class Target:
                 recompute=options.recompute,
                 effort=search.effort,
                 work_limit=search.work_limit,
+                gradient_steps=options.accumulate,
+                holds_sums=options.accumulate > 1,
             ),
             hints=options.hints,
             inputs=options.inputs,  # type: ignore[arg-type]
+            outputs=options.outputs,  # type: ignore[arg-type]
+            data_axes=(),
             input_placements=dict(options.input_placements or {}),
             output_placements=options.output_placements,
             dynamic=options.dynamic,
             shares=shares,
         )
+
+    def on_mesh(self, mesh: MeshShape, plan: ShardingPlan | None = None) -> Target:
+        """Return the target with its data axes on a mesh, and with the placements of local inputs of a given plan.
+
+        Raises:
+            MeshError: the mesh has no such axis, or no name tells which axes of several they are.
+            HintError: `input_placements` are not valid.
+        """
+        if self.inputs == self.outputs == "global":
+            return self
+        placements = self.input_placements
+        if not placements and plan is not None and plan.options.get("inputs") == "local":
+            placements = plan.input_placements
+        if self.options.data_axes is not None:
+            axes = check_data_axes(mesh, self.options.data_axes)
+        else:
+            asked = [INPUTS.per_axis(glob, value, mesh) for glob, value in placements.items()]
+            known = {*axes_of_rows(mesh, asked), *(self.shares if isinstance(self.shares, Mapping) else ())}
+            axes = tuple(name for name in mesh.names if name in known) or find_data_axes(mesh)
+        return replace(self, input_placements=placements, data_axes=axes)
+
+    def row_placements(self, mesh: MeshShape) -> tuple[Placement, ...]:
+        """Return the placements of a tensor whose rows, along dim 0, are split over the data axes."""
+        return row_placements(mesh, self.data_axes)
+
+    def input_pins(
+        self, mesh: MeshShape, shapes: Shapes, *, smallest_batch: int = 2
+    ) -> dict[str, tuple[Placement, ...]]:
+        """Return how local inputs lie: as `input_placements` says, else rows over the data axes, else whole.
+
+        Args:
+            mesh: the mesh axes.
+            shapes: input path -> its shape, global or local.
+            smallest_batch: the smallest size that may be that of a batch.
+
+        Raises:
+            HintError: a placement is not valid for an input of that name.
+        """
+        batch = names_with_batch(shapes, smallest=smallest_batch)
+        rows, whole = self.row_placements(mesh), row_placements(mesh, ())
+        default = {name: rows if name in batch else whole for name in shapes}
+        pins = INPUTS.resolve(self.input_placements, lambda glob: names_reached(glob, shapes), shapes, mesh)
+        return default | {name: fill(row, default[name]) for name, row in pins.items()}

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -27,11 +27,13 @@ from autoshard.patterns.borrowed import batch_rule, whole_rule
 from autoshard.patterns.ops.routed_rows import with_routed_rows
 from autoshard.patterns.ops.view import with_merged_dims
 from autoshard.patterns.padding import zero_padded_results
-from autoshard.patterns.propagation import CutPropagation, DimFactors, DimPropagation, useful_cuts
+from autoshard.patterns.propagation import CutPropagation, DimFactors, DimPart, DimPropagation, useful_cuts
 from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
+from autoshard.patterns.strategy import offered_factors
 from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.data_axes import names_with_batch
 from autoshard.specs.layout import canonical, is_placeable
 from autoshard.specs.spec import Spec, placement_text
 
@@ -183,6 +185,9 @@ class GraphRules:
             substituted.setdefault(id(each), at(each, sizes))
         self.calls = {node: substituted[id(call)] for node, call in self.calls.items()}
         self.rules = {node: substituted[id(rule)] for node, rule in self.rules.items()}
+        # What was found of the other sizes is not of these.
+        for name in ("propagation", "_routed_propagation"):
+            self.__dict__.pop(name, None)
 
     def pin_spec(self, node: fx.Node, mesh: MeshShape) -> Spec | None:
         """The spec that the user pinned this node to with `autoshard.shard`, if it is such a node.
@@ -346,14 +351,57 @@ class GraphRules:
 
         Source: Whale 3.1.2: each replica consumes its part of the mini-batch.
         """
-        inputs = [source.node for source in self.graph.inputs if source.kind == "input"]
-        firsts = {node: int(Value(node).meta.shape[0]) for node in inputs if Value(node).meta.shape}
-        sizes = Counter(size for size in firsts.values() if size > 1).most_common(1)
-        return self.factors_along((node, 0) for node, first in firsts.items() if sizes and first == sizes[0][0])
+        return self.factors_along(DimPart(node, 0) for node in self.batch_inputs())
 
-    def factors_along(self, dims: Iterable[tuple[fx.Node, int]]) -> dict[fx.Node, frozenset[int]]:
-        """Return for every operator those of its factors that run over one of these dims of placeholders, outermost."""
-        return DimPropagation(self.dims(), self.rules, dims).solve()
+    def batch_inputs(self) -> list[fx.Node]:
+        """Return the inputs whose first dim is the batch."""
+        inputs = {source.name: source.node for source in self.graph.inputs if source.kind == "input"}
+        names = names_with_batch({name: Value(node).meta.shape for name, node in inputs.items()})
+        return [node for name, node in inputs.items() if name in names]
+
+    def batch_dims(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+        """Return the dim of the batch of every node that has it outermost in a dim."""
+        factors, dims = self.batch_factors(), dict[fx.Node, int]()
+        for node in nodes:
+            value = value_of(node)
+            batch = factors.get(value.node, frozenset())
+            for dim, parts in enumerate(self.rules[value.node].results[value.result] or ()):
+                if parts and parts[0] in batch:
+                    dims.setdefault(node, dim)
+        return dims
+
+    def factors_along(self, parts: Iterable[DimPart]) -> dict[fx.Node, frozenset[int]]:
+        """Return for every operator the offered factors that run over one of these parts of dims, outermost."""
+        parts = list(parts)
+        found = self.propagation.solve(parts)
+        if self._routed_propagation is None:
+            return found
+        # Rows that are sent to groups have other loops.
+        for node, factors in self._routed_propagation.solve(parts).items():
+            variant, offered = self._routed_propagation.rules[node], offered_factors(self.rules[node])
+            names = {variant.factors[factor].name for factor in factors}
+            also = (index for index, factor in enumerate(offered) if factor.name in names)
+            found[node] = found.get(node, frozenset()).union(also)
+        return found
+
+    @cached_property
+    def propagation(self) -> DimPropagation:
+        """Follows dims through the graph."""
+        return DimPropagation(self.dims(), self.rules)
+
+    @cached_property
+    def _routed_propagation(self) -> DimPropagation | None:
+        """The same along the rows that are sent to groups; None if none are."""
+        variants = {
+            node: variant
+            for node, rule in self.rules.items()
+            for variant in rule.variants
+            if any(factor.routed for factor in variant.factors)
+        }
+        if not variants:
+            return None
+        rules = {**self.rules, **variants}
+        return DimPropagation(self.dims(rules), rules)
 
     def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[DimFactors]]:
         """Yield for every dim of every tensor the descriptions of it by the operators that touch it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
@@ -156,27 +157,68 @@ def useful_cuts(
     }
 
 
+class DimPart(NamedTuple):
+    """A part of a dim of a placeholder, which blocks of the dim make up.
+
+    Attributes:
+        node: the placeholder.
+        dim: its dim.
+        outer: the number of equal parts of the dim, each of which is cut into the same blocks.
+        blocks: the blocks of each part that the part is about, such as the shards over a mesh axis; None for all of the
+            dim.
+    """
+
+    node: fx.Node
+    dim: int
+    outer: int = 1
+    blocks: int | None = None
+
+
 class DimPropagation:
     """The loops of operators that run over some dims of placeholders, outermost.
 
     A dim is followed from operator to operator, along dims of tensors that they share and factors that they loop over.
     """
 
-    def __init__(
-        self,
-        dims: Iterable[Sequence[DimFactors]],
-        rules: Mapping[fx.Node, Rule],
-        starts: Iterable[tuple[fx.Node, int]],
-    ) -> None:
+    def __init__(self, dims: Iterable[Sequence[DimFactors]], rules: Mapping[fx.Node, Rule]) -> None:
         self.rules = rules
-        self.starts = starts
         self.dims = list(dims)
         self.touching = _positions_by_factor(self.dims)
         self.steps: dict[_FactorOf, int] = {}  # of a factor, how many of its steps, the outermost, are meant
 
-    def solve(self) -> dict[fx.Node, frozenset[int]]:
-        """Return for every operator its factors that run over the dims."""
-        waiting = Worklist(position for start in self._mark_starts() for position in self.touching[start])
+    def solve(self, parts: Iterable[DimPart]) -> dict[fx.Node, frozenset[int]]:
+        """Return for every operator its factors that run over parts of dims."""
+        marks: dict[_FactorOf, int] = {}
+        for node, dim, outer, blocks in parts:
+            dims = self.rules[node].results[0]
+            if dims is not None:
+                marks |= self.marks((node, dims[dim]), outer, blocks)
+        return self.follow(marks)
+
+    def marks(self, dim: DimFactors, outer: int = 1, blocks: int | None = None) -> dict[_FactorOf, int]:
+        """Return the marks for `follow` of a part of a dim; without marks, no factors make up such blocks.
+
+        Args:
+            dim: an operator, and the factors that it takes the dim for.
+            outer, blocks: as in `DimPart`.
+        """
+        (node, factors), marks, left = dim, {}, 1
+        for factor in factors:
+            size = self._size(node, factor)
+            steps = size if blocks is None else _steps_inside((outer, blocks), left, size)
+            if blocks is None or steps > 1:
+                marks[node, factor] = steps
+            left *= size
+        return marks
+
+    def follow(self, marks: Mapping[_FactorOf, int]) -> dict[fx.Node, frozenset[int]]:
+        """Return for every operator its factors that run over what some factors run over.
+
+        Args:
+            marks: an operator and its factor -> how many of its steps, the outermost, are followed.
+        """
+        self.steps = dict(marks)
+        waiting = Worklist(position for start in marks for position in self.touching[start])
         for position in waiting:
             for changed in self._propagate(self.dims[position]):
                 waiting.add(self.touching[changed])
@@ -184,14 +226,6 @@ class DimPropagation:
         for node, factor in self.steps:
             factors[node].add(factor)
         return {node: frozenset(some) for node, some in factors.items()}
-
-    def _mark_starts(self) -> Iterator[_FactorOf]:
-        """Mark the factors of the dims that are followed, and yield them."""
-        for node, dim in self.starts:
-            dims = self.rules[node].results[0]
-            for factor in dims[dim] if dims is not None else ():
-                self.steps[node, factor] = self._size(node, factor)
-                yield node, factor
 
     def _size(self, node: fx.Node, factor: int) -> int:
         # A plain number: arithmetic on dynamic sizes is slow, and the example's values tell what is inside what.

@@ -30,10 +30,10 @@ from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.plan_data import Collective, Decision
 from autoshard.program.aliasing import makes_view, storage_root
 from autoshard.program.predicted_program import PredictedProgram
-from autoshard.program.program_replay import KernelPrices, operations
+from autoshard.program.program_replay import KernelPrices, issue_calls, operations
 from autoshard.reshard.collective_schedule import KEEPS_INPUT, waits_of
 from autoshard.reshard.path import Path, Resharder
-from autoshard.simulate.events import Timeline, replay
+from autoshard.simulate.events import Operation, Timeline, replay
 from autoshard.specs.axes import SharedAxis
 from autoshard.specs.spec import Spec
 
@@ -188,7 +188,7 @@ class StepAccount:
                 yield from ((name, how) for name in self.flow.graph.aliases[source.name])
 
     def decisions(self) -> Iterator[Decision]:
-        """Return the choice of every operator as text."""
+        """Return the choice of every operator as text, with the seconds of its compute."""
         graph = self.flow.graph
         for node in self.rules.operators:
             pinned = self.rules.pin_spec(node, self.mesh)
@@ -197,7 +197,8 @@ class StepAccount:
             if pinned is None:
                 text = describe(self.rules.rules[node], self._choices(node), self.mesh)
             name = f"{op.namespace}.{op.overloadpacket.__name__}"
-            yield Decision(node.name, name, graph.module_path(node), graph.phase(node), text, self.seconds(node))
+            seconds = self.compute_seconds(node)
+            yield Decision(node.name, name, graph.module_path(node), graph.phase(node), text, seconds)
 
     def seconds(self, node: fx.Node) -> float:
         """Return the seconds of an operator: its compute, and the collectives inside its local program."""
@@ -206,6 +207,14 @@ class StepAccount:
             return 0.0
         call, rule = self.rules.calls[node], self.rules.rules[node]
         return self.tables.strategy_seconds(call, rule, self._choices(node), self.rules.zeros[node])
+
+    def compute_seconds(self, node: fx.Node) -> float:
+        """Return the seconds of an operator's compute alone."""
+        if self._is_pinned(node):
+            return 0.0
+        # The tables keep the seconds of both; few operators have collectives inside.
+        inner = self.tables.exchanges(self.rules.rules[node], self._choices(node))
+        return self.seconds(node) - sum(self.tables.cost.collective(kind, size, axis) for kind, axis, size in inner)
 
     def _is_pinned(self, node: fx.Node) -> bool:
         return self.rules.pin_spec(node, self.mesh) is not None
@@ -278,8 +287,12 @@ def timeline(program: PredictedProgram, prices: KernelPrices) -> Timeline:
     The replay runs the calls of the program itself, with its copies, masks and local programs, its joined reductions,
     and gathers that are started ahead.
     """
-    graphs = (program.forward.graph, program.backward.graph)
-    return replay(operations(graphs, prices.cost.mesh.names, prices))
+    return replay([operation for operation, _ in step_calls(program, prices)])
+
+
+def step_calls(program: PredictedProgram, prices: KernelPrices) -> list[tuple[Operation, fx.Node]]:
+    """Return the operations of `timeline` and the nodes that issue them."""
+    return issue_calls((program.forward.graph, program.backward.graph), prices.cost.mesh.names, prices)
 
 
 def reduction_timeline(program: PredictedProgram, prices: KernelPrices) -> Timeline:
@@ -294,7 +307,7 @@ _PER_RUN_KINDS: frozenset[AllocationKind] = frozenset({"saved", "gathered", "com
 
 
 def allocations(
-    flow: Flow, program: PredictedProgram, optimizer: OptimizerMemory, under_way: int = 1
+    flow: Flow, program: PredictedProgram, optimizer: OptimizerMemory, under_way: int = 1, holds_sums: bool = False
 ) -> Iterator[Allocation]:
     """Return the allocations of one device, in positions of the program; the last moment is the optimizer's step.
 
@@ -307,12 +320,20 @@ def allocations(
         program: their program.
         optimizer: the memory of the optimizer.
         under_way: runs of the step that are under way at once, each of which holds its saved tensors.
+        holds_sums: True if the sums of earlier runs' gradients are held through the run, each as large as the gradient.
     """
     memory = _ProgramMemory(flow, program, optimizer)
+    if holds_sums:
+        yield from memory.sums_before()
     for allocation in memory.run():
         yield allocation
         if under_way > 1 and allocation.kind in _PER_RUN_KINDS and allocation.start < memory.border < allocation.end:
             yield replace(allocation, bytes=(under_way - 1) * allocation.bytes, start=0, end=memory.end - 1)
+
+
+def _owner(name: str) -> str:
+    """Return the path of the module that has a parameter or buffer."""
+    return name.rpartition(".")[0]
 
 
 class _ProgramMemory:
@@ -344,14 +365,30 @@ class _ProgramMemory:
             first, last = bisect.bisect_left(calls, start), bisect.bisect_left(calls, end)
             if held and first < last:
                 until = self.end if end > len(self.order) else positions[last - 1] + 1
-                name = gradients[root] if root in gradients else self._name(root)
-                yield Allocation(name, held, positions[first], until, self._kind(root, end, gradients))
+                module = self._module(root)
+                # A value or copy is named by its module and its key.
+                name = f"{module}: {root.meta['key']}" if module else root.meta["key"]
+                if root in gradients:
+                    name, module = gradients[root], _owner(gradients[root])
+                yield Allocation(name, held, positions[first], until, self._kind(root, end, gradients), module)
 
-    def _name(self, root: fx.Node) -> str:
-        """Return the path of the module, and the key of the value or copy that the memory is for."""
+    def sums_before(self) -> Iterator[Allocation]:
+        """Yield the sums of the gradients of parameters that earlier runs made, until the last reduction."""
+        parameters = {source.name for source in self.graph.parameters}
+        gradients = [(name, node) for (kind, name), node in self.program.outputs.items() if kind == "gradient"]
+        gradients = [(name, node) for name, node in gradients if name in parameters]
+        before = 0
+        for name, node in sorted(gradients, key=lambda pair: pair[1].meta["position"]):
+            size, position = node.meta["val"].nbytes, min(node.meta["position"], self.end - 2)
+            yield Allocation(f"sum of {name}", size, 0, self.end - 1, "gradient")
+            # The last run adds out of place, and frees the sums to which it has added.
+            yield Allocation(f"new sum of {name}", max(0, size - before), position, position + 1, "temporary")
+            before += size
+
+    def _module(self, root: fx.Node) -> str:
+        """Return the path of the module that allocates the memory."""
         position = min(root.meta["position"], len(self.operators) - 1)
-        module = self.graph.module_path(self.operators[position]) if self.operators else ""
-        return f"{module}: {root.meta['key']}" if module else root.meta["key"]
+        return self.graph.module_path(self.operators[position]) if self.operators else ""
 
     def _kind(self, root: fx.Node, end: int, gradients: dict[fx.Node, str]) -> AllocationKind:
         if root in gradients:
@@ -370,11 +407,14 @@ class _ProgramMemory:
             val: torch.Tensor = self.program.inputs[source.node.name].meta["val"]
             held = val.untyped_storage().nbytes()
             # Parameters, buffers and inputs are held for the whole step.
-            yield Allocation(source.name, held, 0, self.end, _PERSISTENT_KINDS.get(source.kind, "input"))
+            kind = _PERSISTENT_KINDS.get(source.kind, "input")
+            # Names of inputs are paths in the arguments, and no module's.
+            module = "" if kind == "input" else _owner(source.name)
+            yield Allocation(source.name, held, 0, self.end, kind, module)
             if source.kind == "parameter" and source.name in trained:
                 shape = Value(source.node).meta.shape
                 state = self.optimizer.state_bytes(shape, tuple(val.shape), val.element_size())
-                yield Allocation(source.name, state, 0, self.end, "optimizer")
+                yield Allocation(source.name, state, 0, self.end, "optimizer", module)
                 states.append(held)
         yield Allocation("optimizer's step", self.optimizer.step_bytes(states), self.end - 1, self.end, "temporary")
 

@@ -9,13 +9,15 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.capture.joint import JointInput
+from autoshard.errors import HintError
 from autoshard.patterns.graph_rules import GraphRules, Value, value_of
 from autoshard.patterns.rule import Rule
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.planner.task_graph_restrictions import Restrictions
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import dim_of, is_even, is_placeable
+from autoshard.specs.data_axes import names_with_batch, part_of_rows, row_placements
+from autoshard.specs.layout import canonical, dim_of, is_even, is_placeable
 from autoshard.specs.spec import Spec, is_shard, split_factor_of
 
 
@@ -54,15 +56,15 @@ class BoundarySpecs:
         pinned_spec = Spec.of(*(placement or Replicate() for placement in pinned))
         if None not in pinned:
             return [pinned_spec]
-        if source.kind == "input" and constraints.local_inputs:
-            specs = self._leading_specs(value)
-        else:
-            specs = _with_plain_shards(self._open_specs(rule, source.kind == "parameter"))
-            specs = [
-                spec
-                for spec in specs
-                if is_storage_spec(value, spec, self.mesh) and not self._has_uneven_shares(value, spec)
-            ]
+        is_open = source.kind == "parameter" or (source.kind == "input" and name in constraints.pinned)
+        specs = [
+            spec
+            for spec in _with_plain_shards(self._open_specs(rule, is_open))
+            if is_storage_spec(value, spec, self.mesh) and not self._has_uneven_shares(value, spec)
+        ]
+        if source.kind == "input":
+            # Such as a cache, whose rows are written where they lie: shards with padding would be copied.
+            specs = [spec for spec in specs if is_even(value.meta.shape, spec, self.mesh)]
         allowed = [
             spec
             for spec in specs
@@ -118,14 +120,35 @@ class BoundarySpecs:
             return [Spec.all_replicated(self.mesh.ndim)]
         return list(self.tables.options(rule).results[0].distinct)
 
-    def _leading_specs(self, value: Value) -> list[Spec]:
-        """Return shards of dim 0 over some of the axes."""
-        # A data loader yields samples: it has no part of one to give.
-        specs = [Spec.all_replicated(self.mesh.ndim)]
-        for axis in range(self.mesh.ndim):
-            specs += [spec.replace(axis, Shard(0)) for spec in specs if self.mesh.sizes[axis] > 1]
-        shape = value.meta.shape
-        return [spec for spec in specs if shape and is_placeable(shape, spec, self.mesh)] or specs[:1]
+
+def row_outputs(rules: GraphRules, mesh: MeshShape, axes: Sequence[int]) -> dict[str, Spec]:
+    """Return how the outputs that have the batch lie if axes split it, by their names.
+
+    Raises:
+        HintError: an output has the batch and other dims in one, and the axes do not divide the batch.
+    """
+    outputs = rules.graph.tensor_outputs
+    inputs = {source.name: Value(source.node).meta.shape for source in rules.graph.inputs if source.kind == "input"}
+    batch = next((int(inputs[name][0]) for name in names_with_batch(inputs)), 1)
+    names, dims = [mesh.names[axis] for axis in axes], rules.batch_dims(outputs.values())
+    if batch == 1:
+        # A dim of one step is followed through no operator: what begins with one, in a batch of one, is its row.
+        shapes = {node: value_of(node).meta.shape for node in outputs.values()}
+        dims = {node: 0 for node, shape in shapes.items() if shape and shape[0] == 1}
+    parts = part_of_rows(mesh, names, (0,) * mesh.ndim)[0]
+    specs = {}
+    for name, node in outputs.items():
+        if node not in dims:
+            continue
+        shape, dim = value_of(node).meta.shape, dims[node]
+        if int(shape[dim]) != batch and batch % parts:
+            raise HintError(
+                f'outputs="local": dim {dim} of {name} has the samples and more in one ({shape[dim]} for a batch of '
+                f"{batch}), and {parts} ranks with unequal numbers of samples do not cut it between them. Return it "
+                "unflattened, or pass batches that the data axes divide."
+            )
+        specs[name] = canonical(shape, Spec.of(*row_placements(mesh, names, dim)), mesh)
+    return specs
 
 
 def is_boundary_spec(value: Value, spec: Spec, mesh: MeshShape) -> bool:

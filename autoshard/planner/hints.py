@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import cast
 
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import Placement
 
-from autoshard.capture.marks import Primitive, TaskGraph
+from autoshard.capture.marks import Primitive, TaskGraph, replicate, split
 from autoshard.errors import HintError
 from autoshard.names import ancestors, matching, suggestion
+from autoshard.options.placements import InfeasibleHintError, Pin, Pins, PlacementOption, PlacementValue
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.spec import is_shard, placement_text, shard_placement, split_factor_of
+from autoshard.specs.spec import is_shard, parse_placement, placement_text, split_factor_of
 
-HintValue = Placement | Sequence[Placement | None] | Mapping[str, Placement] | Primitive
-Pins = tuple[Placement | None, ...]
-"""A placement per mesh axis; None where the planner decides."""
+HintValue = PlacementValue | Primitive | Sequence[Primitive]
+_HINTS = PlacementOption(
+    "the hint {}",
+    "; of a module also autoshard.replicate(n), autoshard.split(n), or several of them for different axes",
+)
 
-
-@dataclass(frozen=True, slots=True)
-class _Pin:
-    """A placement and the hint that asks for it."""
-
-    glob: str
-    placement: Placement
+_PRIMITIVE = re.compile(
+    r"(?P<kind>replicate|split)(?:\((?P<devices>[^()=]*?)(?:,?\s*rest\s*=\s*['\"]?(?P<rest>\w+)['\"]?)?\))?"
+)
+_AXIS = re.compile(r"(?P<axis>\w+)\s*:\s*(?P<placement>.*)")
+_SEPARATOR = re.compile(r"\s*,\s*(?![^(]*\))")  # not those of S(0,f=3)
 
 
 def resolve(
@@ -40,7 +42,7 @@ def resolve(
         hints: glob -> placements. A glob is matched against parameter names and module paths (`*` matches dots too); a
             module stands for every parameter below it. Placements are one placement, for every mesh axis; a sequence of
             one for each mesh axis, None where the planner may choose; or a mapping from names of axes, which leaves
-            other axes to the planner. Primitives are ignored; they are for `task_graphs`.
+            other axes to the planner. Primitives, and sequences of them, are ignored; they are for `task_graphs`.
         parameters: name -> global shape.
         aliases: name -> every name of the same (tied) parameter; a hint may use any of them.
         modules: paths of the modules.
@@ -61,17 +63,8 @@ def resolve(
         )
     # A tied parameter is pinned once, under its first name.
     names = {alias: name for name in parameters for alias in (name, *aliases.get(name, ()))}
-    pinned: dict[str, list[_Pin | None]] = {}
-    for glob, value in (hints or {}).items():
-        if isinstance(value, Primitive):
-            continue
-        placements = _per_axis(glob, value, mesh)
-        for name in _parameters_of(glob, names, modules):
-            pins = pinned.setdefault(name, [None] * mesh.ndim)
-            for axis, placement in enumerate(placements):
-                if placement is not None:
-                    pin = _Pin(glob, _normalize_placement(glob, placement, name, parameters[name], mesh, axis))
-                    pins[axis] = _merge_pins(pins[axis], pin, name, mesh.axes[axis].name)
+    placements = {glob: value for glob, value in (hints or {}).items() if not _primitives_of(value)}
+    pinned = _HINTS.resolve(placements, lambda glob: _parameters_of(glob, names, modules), parameters, mesh)
     for name, pins in pinned.items():
         _check_sizes(name, parameters[name], pins, mesh)
     return {name: tuple(pin.placement if pin else None for pin in pins) for name, pins in pinned.items()}
@@ -81,8 +74,8 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     """Return the task graphs that hints make, by the paths of their modules.
 
     Args:
-        hints: as for `resolve`; those with another value than `autoshard.replicate(n)` or `autoshard.split(n)` are
-            ignored.
+        hints: as for `resolve`; those with another value than `autoshard.replicate(n)` or `autoshard.split(n)`, or a
+            sequence of such, are ignored.
         modules: paths of the modules.
 
     Raises:
@@ -92,19 +85,21 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     graphs: dict[str, TaskGraph] = {}
     # `resolve` raises the error of hints that are no mapping.
     for glob, value in hints.items() if isinstance(hints, Mapping) else ():
-        if not isinstance(value, Primitive):
+        primitives = _primitives_of(value)
+        if not primitives:
             continue
-        matched = matching(str(glob), modules)
+        text, matched = _value_text(primitives), matching(str(glob), modules)
         if not matched:
             raise HintError(
-                f"the hint {glob!r}: {value} matches no module. {suggestion(str(glob), set(modules) - {''})}"
+                f"the hint {glob!r}: {text} matches no module. {suggestion(str(glob), set(modules) - {''})}"
             )
         for path in matched:
-            before = graphs.setdefault(path, TaskGraph(value, path)).primitive
-            if before != value:
-                raise HintError(
+            before = graphs.setdefault(path, TaskGraph(primitives, path)).primitives
+            if before != primitives:
+                raise InfeasibleHintError(
                     f"two hints contradict each other on the module {path or '(root)'}: {globs[path]!r} asks for "
-                    f"{before}, {glob!r} for {value}. Drop one of them, or let their globs match different modules."
+                    f"{_value_text(before)}, {glob!r} for {text}. Drop one of them, or let their globs match different "
+                    "modules."
                 )
             globs.setdefault(path, glob)
     return graphs
@@ -115,58 +110,74 @@ def describe(hints: Mapping[str, HintValue] | None) -> dict[str, str]:
     return {glob: _value_text(value) for glob, value in (hints or {}).items()}
 
 
+def _primitives_of(value: object) -> tuple[Primitive, ...]:
+    """Return the primitives of a hint; none if it is another hint."""
+    if isinstance(value, Primitive):
+        return (value,)
+    values = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    return tuple(values) if all(isinstance(each, Primitive) for each in values) else ()
+
+
 def _value_text(value: HintValue) -> str:
     if isinstance(value, Placement):
         return placement_text(value)
-    if isinstance(value, Primitive):
-        return str(value)
+    primitives = _primitives_of(value)
+    if primitives:
+        return ", ".join(map(str, primitives))
+    value = cast("Mapping[str, Placement] | Sequence[Placement | None]", value)
     if isinstance(value, Mapping):
         return ", ".join(f"{axis}: {placement_text(placement)}" for axis, placement in value.items())
     return " ".join("-" if placement is None else placement_text(placement) for placement in value)
 
 
-def _per_axis(glob: str, value: object, mesh: MeshShape) -> Pins:
-    """Return the value of a hint as one placement or None per mesh axis."""
-    if isinstance(value, Placement):
-        pins: Pins = (_check_placement(glob, value),) * mesh.ndim
-    elif isinstance(value, Mapping):
-        unknown = [axis for axis in value if axis not in mesh.names]
-        if unknown:
-            raise HintError(
-                f"the hint {glob!r}: {value!r} names the mesh axis {unknown[0]!r}; the axes of this mesh are {mesh}."
-            )
-        pins = tuple(_check_placement(glob, value[name]) if name in value else None for name in mesh.names)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != mesh.ndim:
-            raise HintError(
-                f"the hint {glob!r}: {value!r} has {len(value)} placements for the {mesh.ndim} axes of the mesh "
-                f"({mesh}). Give one for each, None to leave an axis to the planner, or name axes: "
-                f"{{{mesh.names[-1]!r}: Shard(0)}}."
-            )
-        pins = tuple(None if placement is None else _check_placement(glob, placement) for placement in value)
-    else:
-        raise _not_a_placement(glob, value)
-    return pins
+def parse_value(text: str) -> HintValue:
+    """Return the value of a hint that `describe` wrote.
 
+    Args:
+        text: `"S(0)"`, for every mesh axis; `"R S(0) -"`, one for each, `-` where the planner chooses; `"tp: S(0)"`,
+            by names of axes; or primitives, `"split('tp')"` or `"replicate(4)"`. Blanks and quotes may be left out.
 
-def _check_placement(glob: str, value: object) -> Placement:
-    """Return a placement; raise a `HintError` if a parameter can't have it."""
-    if isinstance(value, Partial):
+    Raises:
+        HintError: the text is none of these.
+    """
+    parts = _SEPARATOR.split(text.strip())
+    primitives = [_PRIMITIVE.fullmatch(part) for part in parts]
+    try:
+        if None not in primitives:
+            values = tuple(_primitive(match) for match in primitives if match is not None)
+            return values[0] if len(values) == 1 else values
+        if ":" in text:
+            pairs = [_AXIS.fullmatch(part) for part in parts]
+            by_axis = {pair["axis"]: parse_placement(pair["placement"]) for pair in pairs if pair is not None}
+            if len(by_axis) < len(parts):
+                raise ValueError("a part is no axis with a placement, or an axis occurs twice")
+            return by_axis
+        placements = [None if word == "-" else parse_placement(word) for part in parts for word in part.split()]
+        if not placements:
+            raise ValueError("there is nothing")
+    except ValueError as error:
         raise HintError(
-            f"the hint {glob!r} asks for {value!r}: a parameter cannot be Partial, since it is a value and not a sum "
-            f"still to be made. Use Replicate() or Shard(dim)."
-        )
-    if not isinstance(value, Placement) or not (isinstance(value, Replicate) or is_shard(value)):
-        raise _not_a_placement(glob, value)
-    return value
+            f"{text!r} is no placement: write S(0) or R for every mesh axis, tp:S(0) for one of them, R,S(0) for each "
+            "in turn, or split(tp) or replicate(4)."
+        ) from error
+    if len(placements) == 1 and placements[0] is not None:
+        return placements[0]
+    return tuple(placements)
 
 
-def _not_a_placement(glob: str, value: object) -> HintError:
-    return HintError(
-        f"the hint {glob!r}: {value!r} pins no placement: give Replicate() or Shard(dim), one for every mesh axis, a "
-        f"sequence of one per axis, or a mapping from names of mesh axes; of a module also autoshard.replicate(n) or "
-        f"autoshard.split(n)."
-    )
+def _primitive(match: re.Match[str]) -> Primitive:
+    names = [name.strip().strip("'\"") for name in (match["devices"] or "").split(",") if name.strip()]
+    devices = int(names[0]) if len(names) == 1 and names[0].isdigit() else names or None
+    if match["kind"] == "split":
+        return split(devices, rest=match["rest"])  # type: ignore[arg-type]  # it checks the word itself
+    if match["rest"] is not None:
+        raise ValueError("replicate has no rest")
+    return replicate(devices)
+
+
+def recorded_hints(texts: Mapping[str, str]) -> dict[str, HintValue]:
+    """Return the hints in the record of a plan, which also has the primitives of the model's code."""
+    return {glob: parse_value(text) for glob, text in texts.items() if not _PRIMITIVE.fullmatch(glob)}
 
 
 def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]) -> tuple[str, ...]:
@@ -191,37 +202,7 @@ def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]
     return tuple(dict.fromkeys(reached))
 
 
-def _normalize_placement(
-    glob: str, placement: Placement, name: str, shape: Sequence[int], mesh: MeshShape, axis: int
-) -> Placement:
-    """Return a placement with its dim counted from the front; replicated on an axis of size 1."""
-    if not is_shard(placement):
-        return placement
-    dim: int = placement.dim  # type: ignore[attr-defined]
-    if not -len(shape) <= dim < len(shape):
-        raise HintError(
-            f"the hint {glob!r} shards dim {dim} of {name}, which has {len(shape)} dims (shape {tuple(shape)}). "
-            f"Choose a dim below {len(shape)}, or let the glob match fewer parameters."
-        )
-    # An axis of size 1 shards nothing; plans say that in one way only.
-    if mesh.axes[axis].size == 1:
-        return Replicate()
-    return shard_placement(dim % len(shape), split_factor_of(placement))
-
-
-def _merge_pins(before: _Pin | None, pin: _Pin, name: str, axis: str) -> _Pin:
-    """Return the pin of an axis; raise a `HintError` if two hints ask for different ones."""
-    if before is not None and before.placement != pin.placement:
-        raise HintError(
-            f"two hints contradict each other on {name}, mesh axis {axis!r}: {before.glob!r} asks for "
-            f"{placement_text(before.placement)}, {pin.glob!r} for {placement_text(pin.placement)}. Drop one of them, "
-            f"or let their globs match different parameters."
-        )
-    # Equal pins agree; the first one stays, for error messages.
-    return before or pin
-
-
-def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], mesh: MeshShape) -> None:
+def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[Pin | None], mesh: MeshShape) -> None:
     """Raise a `HintError` if a dim is too small for the axes that shard it, or must divide evenly and does not."""
     for dim, size in enumerate(shape):
         sharding = {
@@ -237,17 +218,17 @@ def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], m
         text = f"the hint {globs} shards dim {dim} of {name}, of size {size}, over {over}"
         placements = ", ".join(placement_text(pin.placement) for pin in sharding.values())
         if size < parts:
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{text}: that is less than one element for each of the {parts} parts. Use fewer or other axes."
             )
         strided = any(split_factor_of(pin.placement) > 1 for pin in sharding.values())
         if strided and sum(mesh.axes[axis].size > 1 for axis in sharding) > 1:
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{text}, as {placements}: torch gathers a dim wrongly that several axes split, one of them strided. "
                 "Use plain Shards, or one axis."
             )
         if not _divides(size, {axis: pin.placement for axis, pin in sharding.items()}, mesh):
-            raise HintError(
+            raise InfeasibleHintError(
                 f"{text}, as {placements}: {size} does not divide evenly. Only a plain Shard over one axis alone may "
                 "be uneven."
             )

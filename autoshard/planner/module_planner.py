@@ -15,7 +15,7 @@ from autoshard.planner.plan_checks import checked_flow
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import CapturedCall, PlannerCache, capture_with_progress
 from autoshard.planner.shares import part_count, plan_shares, with_shares
-from autoshard.planner.target_constraints import PlacementsByName
+from autoshard.planner.target_constraints import PinsByName, PlacementsByName
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph
 from autoshard.specs.axes import MeshShape
@@ -61,14 +61,15 @@ class ModulePlanner:
         dynamic: bool = True,
         quiet: bool = False,
         placed: PlacementsByName | None = None,
-        placed_inputs: PlacementsByName | None = None,
+        input_pins: PinsByName | None = None,
     ) -> CapturedCall:
         """Capture a call.
 
         Args:
             args, kwargs, grad, tangents, dynamic, quiet: as for `capture_with_progress`.
             placed: placements of parameters and buffers that stay; None for the first call.
-            placed_inputs: placements of local inputs that an earlier call asked for.
+            input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are
+                whole.
 
         Raises:
             CaptureError: the call can't be captured.
@@ -79,7 +80,7 @@ class ModulePlanner:
         # An earlier call has placed the parameters without shares.
         if self.requested.shares == "auto" and placed is not None:
             self._settle_shares({})
-        return CapturedCall(graph, seconds, self.mesh, self.requested, self._planners, placed, placed_inputs or {})
+        return CapturedCall(graph, seconds, self.mesh, self.requested, self._planners, placed, input_pins or {})
 
     def check(self, call: CapturedCall) -> None:
         """Raise the error of options that do not fit the module or the mesh."""

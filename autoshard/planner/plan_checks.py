@@ -166,6 +166,9 @@ class _Checks:
             problem = self._spec_problem(value, spec)
             if not problem and not is_boundary_spec(value, spec, self.mesh):
                 problem = "nothing can be handed back so, in blocks, partial or as the data says"
+            asked = self.constraints.outputs.get(name, spec)
+            if not problem and asked is not spec:
+                problem = f"it is asked for as {asked}; was the plan made with other options of outputs?"
             if problem:
                 yield f"the output {name} is to lie as {spec}: {problem}"
         for value in self.rules.values():
@@ -193,10 +196,10 @@ class _Checks:
 
     def _input_problem(self, name: str, spec: Spec) -> str:
         """Return why callers do not pass an input with a spec; an empty text if they do."""
-        if not self.constraints.local_inputs:
+        pinned: Sequence[Placement | None] = self.constraints.pinned.get(name, ())
+        if not self.constraints.local_inputs and not pinned:
             whole = 'with inputs="global" every rank passes it whole; was the plan made with inputs="local"?'
             return "" if spec.is_replicated else whole
-        pinned: Sequence[Placement | None] = self.constraints.pinned.get(name, ())
         differs = any(pin is not None and pin != placement for pin, placement in zip(pinned, spec, strict=False))
         return f"it is asked for as {', '.join(map(str, pinned))}" if differs else ""
 

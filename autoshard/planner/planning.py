@@ -27,7 +27,7 @@ from autoshard.planner.budget_search import ShortfallError
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, show_progress
-from autoshard.planner.target_constraints import PlacementsByName, constraints_for, shared_axis
+from autoshard.planner.target_constraints import PinsByName, PlacementsByName, constraints_for, shared_axis
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import local_shape
@@ -113,7 +113,7 @@ class CapturedCall:
         target: the options of the user.
         planner_cache: makes planners, which share their tables of operators and tensors.
         placed: placements of parameters and buffers that stay; None for the first call of a module.
-        placed_inputs: placements of local inputs that an earlier call asked for.
+        input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are whole.
     """
 
     graph: JointGraph
@@ -122,7 +122,7 @@ class CapturedCall:
     target: Target
     planner_cache: PlannerCache
     placed: PlacementsByName | None = None
-    placed_inputs: PlacementsByName = field(default_factory=dict)
+    input_pins: PinsByName = field(default_factory=dict)
     _planners: list[Planner] = field(default_factory=list)
     _in_parts: dict[Hashable, JointGraph] = field(default_factory=dict)
 
@@ -153,7 +153,7 @@ class CapturedCall:
         for planner in self._planners:
             if planner.graph is graph and planner.price_key == prices:
                 return planner
-        self._planners.append(self.planner_cache.of(graph, target, self.placed, self.placed_inputs))
+        self._planners.append(self.planner_cache.of(graph, target, self.placed, self.input_pins))
         return self._planners[-1]
 
 
@@ -164,11 +164,11 @@ def planner_for(
     mesh: MeshShape,
     target: Target,
     placed: PlacementsByName | None = None,
-    placed_inputs: PlacementsByName | None = None,
+    input_pins: PinsByName | None = None,
     like: Planner | None = None,
 ) -> Planner:
     """Return a planner for a call of a module; arguments as for `constraints_for` and `Planner`."""
-    constraints = constraints_for(module, graph, mesh, target, placed, placed_inputs)
+    constraints = constraints_for(module, graph, mesh, target, placed, input_pins)
     return Planner(graph, mesh, target.cluster, constraints, target.settings, like=like)
 
 
@@ -190,12 +190,12 @@ class PlannerCache:
         graph: JointGraph,
         target: Target,
         placed: PlacementsByName | None = None,
-        placed_inputs: PlacementsByName | None = None,
+        input_pins: PinsByName | None = None,
     ) -> Planner:
         """Return a new planner for a graph; arguments as for `constraints_for`."""
         prices = shared_axis(graph, self.mesh, target), target.cluster, target.settings
         like = next((planner for planner in self._first_planners if planner.price_key == prices), None)
-        planner = planner_for(self.module, graph, self.mesh, target, placed, placed_inputs, like)
+        planner = planner_for(self.module, graph, self.mesh, target, placed, input_pins, like)
         if like is None:
             self._first_planners.append(planner)
         return planner
@@ -248,6 +248,8 @@ def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float
     }
     if isinstance(target.shares, Mapping):
         options["shares"] = {axis: list(counts) for axis, counts in target.shares.items()}
+    if target.options.accumulate > 1:
+        options["accumulate"] = target.options.accumulate
     return replace(
         plan,
         timings={"capture": capture_seconds, **plan.timings},

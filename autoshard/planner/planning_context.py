@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,13 @@ from autoshard.capture.recomputation import recompute_layers
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError
-from autoshard.memory.footprint import Memory, live_bytes
+from autoshard.memory.footprint import AllocationKind, Memory, changes_by_kind, live_bytes
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules, Value
-from autoshard.planner.account import OperatorPrices, StepAccount, allocations, reduction_timeline, timeline
+from autoshard.planner.account import OperatorPrices, StepAccount, allocations, reduction_timeline, step_calls
+from autoshard.planner.boundary_specs import row_outputs
+from autoshard.planner.call_times import CallTimes
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.progress_line import Progress
@@ -35,16 +37,32 @@ from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.plans.step_replay import StepReplay
 from autoshard.program.predicted_program import PredictedProgram, predict_program
 from autoshard.program.program_replay import KernelPrices
 from autoshard.program.walk import LocalPrograms
 from autoshard.reshard.path import Resharder
 from autoshard.reshard.reductions import DeferredReduction
+from autoshard.simulate.events import replay
 from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.version import __version__
 
 _MAX_ACCOUNTS = 3  # accounts that are kept: the final plan is most often one of the last candidates
+
+
+class ReplayedStep(NamedTuple):
+    """The replay of a program.
+
+    Attributes:
+        seconds: of the step, with communication that slows down the compute beside it.
+        exposed: seconds of the step in which a device communicates and does not compute.
+        calls: the times of its calls.
+    """
+
+    seconds: float
+    exposed: float
+    calls: CallTimes
 
 
 class ProgramEstimate:
@@ -60,19 +78,25 @@ class ProgramEstimate:
         self._program: PredictedProgram | None = None
 
     @cached_property
-    def times(self) -> tuple[float, float, float]:
-        """Seconds of the step, its seconds of exposed communication, and seconds of the optimizer's update."""
+    def times(self) -> tuple[ReplayedStep, float]:
+        """The replay of the step, and seconds of the optimizer's update."""
         program = self._take_program()
-        return (*self._context.replay(program, self._context.prices), self._context.update_seconds(program))
+        return self._context.replay(program, self._context.prices), self._context.update_seconds(program)
 
     @cached_property
-    def footprint(self) -> tuple[Memory, np.ndarray]:
-        """Bytes of one device, and those at every moment of the step."""
+    def footprint(self) -> tuple[Memory, np.ndarray, dict[AllocationKind, np.ndarray]]:
+        """Bytes of one device, those at every moment of the step, and the changes of every kind."""
         program, context, settings = self._take_program(), self._context, self._context.settings
         with context.time_phase("account"):
-            allocated = list(allocations(self._flow, program, settings.optimizer, settings.under_way))
+            allocated = list(
+                allocations(self._flow, program, settings.optimizer, settings.under_way, settings.holds_sums)
+            )
             held = live_bytes(allocated, len(context.rules.operators) + 1)
-            return Memory.of(allocated, context.operation_at), held
+            return Memory.of(allocated, context.operation_at), held, changes_by_kind(allocated)
+
+    def step_replay(self) -> StepReplay:
+        """Return the record of the step for a plan."""
+        return self.times[0].calls.step_replay(self.footprint[2], len(self._context.rules.operators))
 
     def _take_program(self) -> PredictedProgram:
         # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
@@ -112,17 +136,17 @@ class CandidatePlan:
     @property
     def step_seconds(self) -> float:
         """Predicted seconds of the step, with communication that slows down the compute beside it."""
-        return self.estimate.times[0]
+        return self.estimate.times[0].seconds
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds of the step in which a device communicates and does not compute."""
-        return self.estimate.times[1]
+        return self.estimate.times[0].exposed
 
     @property
     def update_seconds(self) -> float:
         """Predicted seconds of the optimizer's update, which follows the step."""
-        return self.estimate.times[2]
+        return self.estimate.times[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +261,9 @@ class PlanningContext(ABC):
             self.rules = GraphRules(graph, mesh)
             if like is not None:
                 self.rules.reuse_from(like.rules)  # tables are found by the identity of rules and calls
+            if constraints.row_axes:
+                rows = row_outputs(self.rules, mesh, constraints.row_axes)
+                self.constraints = replace(self.constraints, outputs={**rows, **constraints.outputs})
 
     def _forget_results(self) -> None:
         self.unlimited: CandidatePlan | None = None
@@ -464,16 +491,19 @@ class PlanningContext(ABC):
     def program(self, flow: Flow, reduced: DeferredReduction | None = None) -> PredictedProgram:
         """Return the calls of the program of some decisions; `reduced` as for `predict_program`."""
         with self.time_phase("account"):
-            return predict_program(flow, self.resharder, self.programs, reduced)
+            in_place = not self.cluster.device.compiled
+            return predict_program(flow, self.resharder, self.programs, reduced, in_place)
 
-    def replay(self, program: PredictedProgram, prices: KernelPrices) -> tuple[float, float]:
-        """Return the seconds of a step of a program, and those of them in which communication is exposed."""
+    def replay(self, program: PredictedProgram, prices: KernelPrices) -> ReplayedStep:
+        """Return the replay of a step of a program."""
         with self.time_phase("schedule"):
-            replayed, later = timeline(program, prices), reduction_timeline(program, prices)
+            issued = step_calls(program, prices)
+            replayed, later = replay([operation for operation, _ in issued]), reduction_timeline(program, prices)
+            calls = CallTimes.of(issued, replayed, self.mesh.names, len(self.rules.operators))
             # A reduction that several runs of the step share counts in parts.
             steps, contention = self.settings.gradient_steps, self.cluster.contention
             seconds = replayed.seconds_with_contention(contention) + later.seconds_with_contention(contention) / steps
-            return seconds, replayed.exposed + later.exposed / steps
+            return ReplayedStep(seconds, replayed.exposed + later.exposed / steps, calls)
 
     def update_seconds(self, program: PredictedProgram) -> float:
         """Return the seconds of the optimizer's update, by the bytes that it moves."""
@@ -556,4 +586,5 @@ class PlanningContext(ABC):
             choices=tuple(account.decisions()),
             gathered=dict(account.gathered_parameters()),
             recomputed=self.graph.recomputed,
+            step_replay=plan.estimate.step_replay(),
         )

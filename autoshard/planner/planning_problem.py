@@ -17,10 +17,10 @@ import numpy as np
 
 from autoshard.capture.marks import Primitive
 from autoshard.memory.optimizer import OptimizerMemory
+from autoshard.options.placements import Pins
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.rule import TensorMeta
 from autoshard.patterns.strategy import Choices
-from autoshard.planner.hints import Pins
 from autoshard.planner.regather import RegatherChoice, choices_from_hubs, hubs_from_choices
 from autoshard.planner.strategy_tables import SpecList
 from autoshard.solver import Edge, Problem
@@ -41,6 +41,7 @@ class Constraints:
         forced: parameters that must not be replicated (Rhino 4.4).
         planned_outputs: True if outputs come back as they lie, not gathered.
         outputs: name of an output -> the spec in which it comes back.
+        row_axes: mesh axes over which outputs that have the batch are split, unless `outputs` has them.
         local_inputs: True if inputs arrive as shards.
         optimizer: the memory of the optimizer.
         shared: the mesh axis whose ranks have shares of the batch, if there is one.
@@ -53,6 +54,7 @@ class Constraints:
     forced: frozenset[str] = frozenset()
     planned_outputs: bool = False
     outputs: Mapping[str, Spec] = field(default_factory=dict)
+    row_axes: tuple[int, ...] = ()
     local_inputs: bool = False
     optimizer: OptimizerMemory = field(default_factory=OptimizerMemory)
     shared: SharedAxis | None = None

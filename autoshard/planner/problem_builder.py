@@ -130,7 +130,7 @@ class ProblemBuilder:
     @cached_property
     def restrictions(self) -> Restrictions:
         """Restrictions of strategies and parameters by task graphs."""
-        return restrictions(self.rules, self.constraints.task_graphs)
+        return restrictions(self.rules, self.constraints.task_graphs, self.constraints.pinned, self.mesh)
 
     @property
     def boundary_specs(self) -> BoundarySpecs:
@@ -268,6 +268,10 @@ class _Build:
                 seconds += held * summed
                 if self.memory_counts:
                     self._add_parameter_memory(variable, source, value, held)
+        elif source.kind == "input" and len(specs) > 1 and self.memory_counts:
+            # An input that the plan places, such as a cache.
+            variable.life, variable.usage = (0, self.end), spec_list.bytes(value.meta, self.mesh)
+            variable.live_ranges = (LiveRange(variable.usage, *variable.life),)
         return variable
 
     def _add_parameter_memory(self, variable: Variable, source: JointInput, value: Value, held: np.ndarray) -> None:
@@ -385,15 +389,15 @@ class _Build:
     def _options(self, node: fx.Node) -> OperatorStrategies:
         """Return the strategies that are open to an operator."""
         rule, tables = self.rules.rules[node], self.builder.tables
-        restriction = self.builder.restrictions.operators.get(node)
+        restricted = self.builder.restrictions.operators.get(node, ())
         if self.current is not None:
             start = self.current.choices[node.name]
-        elif restriction is not None:
-            start = tables.options(rule, restriction=restriction).choices[0]
+        elif restricted:
+            start = tables.options(rule, restricted=restricted).choices[0]
         else:
             start = (WHOLE,) * self.mesh.ndim
         fixed = tuple(None if axis in self.free else choice for axis, choice in enumerate(start))
-        return tables.options(rule, fixed, restriction)
+        return tables.options(rule, fixed, restricted)
 
     def _specs_on_free_axes(self, specs: list[Spec], now: Spec | None) -> list[Spec]:
         """Return the specs that differ from the current one only on open axes; all specs if there are none (pins)."""

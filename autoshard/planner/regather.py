@@ -12,13 +12,14 @@ are `RegatherChoice`s. Every cost depends on two of three variables: the tensor 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 from torch import fx
 
+from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.specs.spec import Spec
 
@@ -114,6 +115,17 @@ def choices_from_hubs(
         separate[f"{name}@forward"] = forward
         choices[name] = RegatherChoice(forward if kept else separate.pop(f"{name}@backward"), kept)
     return separate, choices
+
+
+def regather_parameters(rules: GraphRules, decisions: Decisions) -> Decisions:
+    """Return the same decisions, with gathered copies of parameters made again in the backward half (ZeRO-3)."""
+    hubs = dict(decisions.hubs)
+    for node, phase in rules.first_parameter_uses:
+        # A copy that both halves read has one hub, whose key is the name of the value.
+        if phase == "backward" and (node, "forward") in rules.first_parameter_uses and node.name in hubs:
+            spec = hubs.pop(node.name)
+            hubs |= {f"{node.name}@forward": spec, f"{node.name}@backward": spec}
+    return replace(decisions, hubs=hubs)
 
 
 class ValueLifetimes:

@@ -200,7 +200,8 @@ def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float
     cluster, shared = planner.cluster.first(planner.mesh.size), planner.constraints.shared
 
     def seconds(device: Device, share: float) -> tuple[float, float]:
-        return planner.replay(program, SharePrices(flow, replace(cluster, device=device), shared, share))
+        step = planner.replay(program, SharePrices(flow, replace(cluster, device=device), shared, share))
+        return step.seconds, step.exposed
 
     return seconds
 

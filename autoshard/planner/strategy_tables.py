@@ -122,30 +122,30 @@ class StrategyTables:
         self.cost = cost
         self.shared = shared
         self.mesh = cost.mesh
-        self._options: dict[tuple[int, tuple[int | None, ...] | None, Restriction | None], OperatorStrategies] = {}
+        self._options: dict[tuple[int, tuple[int | None, ...] | None, tuple[Restriction, ...]], OperatorStrategies] = {}
         self._seconds: dict[tuple[int, int, int, tuple[bool, ...]], np.ndarray] = {}
         self._single: dict[tuple[int, int, Choices, tuple[bool, ...]], float] = {}
         self._result_bytes: dict[tuple[int, int], np.ndarray] = {}
         self._keep_alive: list[object] = []  # objects whose identity is a key above
 
     def options(
-        self, rule: Rule, fixed: tuple[int | None, ...] | None = None, restriction: Restriction | None = None
+        self, rule: Rule, fixed: tuple[int | None, ...] | None = None, restricted: tuple[Restriction, ...] = ()
     ) -> OperatorStrategies:
         """Return the strategies of a rule.
 
         Args:
             rule: the rule.
             fixed: the choice on every axis; None on an axis where all choices are open.
-            restriction: the restriction by a task graph.
+            restricted: the restrictions by a task graph.
         """
-        key = (id(rule), fixed, restriction)
+        key = (id(rule), fixed, restricted)
         if key not in self._options:
             self._keep_alive.append(rule)
-            self._options[key] = self._make(rule, fixed, restriction)
+            self._options[key] = self._make(rule, fixed, restricted)
         return self._options[key]
 
     def _make(
-        self, rule: Rule, fixed: tuple[int | None, ...] | None, restriction: Restriction | None
+        self, rule: Rule, fixed: tuple[int | None, ...] | None, restricted: tuple[Restriction, ...]
     ) -> OperatorStrategies:
         per_axis = [axis_choices(rule, size) for size in self.mesh.sizes]
         if self.shared is not None:
@@ -156,7 +156,7 @@ class StrategyTables:
         choices = fitting_choices(rule, per_axis, self.mesh)
         if self.shared is not None:
             choices = tuple(strategy for strategy in choices if splits_evenly(rule, strategy, self.shared, self.mesh))
-        if restriction is not None:
+        for restriction in restricted:
             choices = restriction.filter_strategies(choices)
         mesh = self.mesh
         return OperatorStrategies(

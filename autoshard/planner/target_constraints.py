@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import sympy
 from torch import nn
@@ -13,16 +12,18 @@ from autoshard.capture.call_layout import without_omitted_arguments
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.marks import assign_task_graphs, defaults_of
 from autoshard.errors import HintError, PlanError
+from autoshard.options.placements import OUTPUTS, Pins, fill, names_reached, unknown_name_error
 from autoshard.options.target import Target
 from autoshard.planner import hints as hint_rules
-from autoshard.planner.hints import Pins
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.task_graph_restrictions import axes_of, whole_parameters
 from autoshard.specs.axes import MeshShape, SharedAxis
+from autoshard.specs.data_axes import row_placements
 from autoshard.specs.layout import canonical, dim_of, padded_segments_of
 from autoshard.specs.spec import Spec, is_shard
 
 PlacementsByName = Mapping[str, tuple[Placement, ...]]
+PinsByName = Mapping[str, Pins]
 
 
 def constraints_for(
@@ -31,7 +32,7 @@ def constraints_for(
     mesh: MeshShape,
     target: Target,
     placed: PlacementsByName | None = None,
-    placed_inputs: PlacementsByName | None = None,
+    input_pins: PinsByName | None = None,
 ) -> Constraints:
     """Return the constraints of a plan.
 
@@ -41,10 +42,10 @@ def constraints_for(
         mesh: the mesh axes.
         target: the options.
         placed: placements of parameters that stay; those of buffers follow from their calls.
-        placed_inputs: placements of local inputs that an earlier call asked for.
+        input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are whole.
 
     Raises:
-        HintError: a hint does not fit the module or the mesh.
+        HintError: a hint or a placement of inputs or outputs does not fit the module or the mesh.
         PlanError: the options do not fit the graph.
     """
     modules = [name for name, _ in module.named_modules()]
@@ -68,11 +69,13 @@ def constraints_for(
     if shared is not None:
         # Before the pins of inputs: these are no DTensors, and may lie in shares.
         pinned = {name: _replicate_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}
-    pinned.update(_input_pins(module, graph, mesh, target, placed_inputs or {}, shared))
+    first = placed is None
+    pinned.update(_input_pins(module, graph, mesh, target, input_pins or {}, shared, first))
     return Constraints(
         pinned=pinned,
         planned_outputs=target.output_placements == "planned",
-        outputs=_output_specs(graph, mesh, target),
+        outputs=_output_specs(graph, mesh, target, first),
+        row_axes=tuple(map(mesh.index, target.data_axes)) if target.outputs == "local" else (),
         local_inputs=target.inputs == "local",
         shared=shared,
         task_graphs=task_graphs,
@@ -123,53 +126,55 @@ def _input_pins(
     graph: JointGraph,
     mesh: MeshShape,
     target: Target,
-    placed: PlacementsByName,
+    given: PinsByName,
     shared: SharedAxis | None,
+    first: bool,
 ) -> dict[str, Pins]:
-    if target.input_placements and target.inputs == "global":
-        raise PlanError('input_placements is for inputs="local": global inputs are sliced by the program, for free.')
+    """Return how local inputs lie, and those that are given; the program slices other global ones."""
     shapes = {s.name: tuple(s.node.meta["val"].shape) for s in graph.inputs if s.kind == "input"}
-    shares: dict[str, Pins] = {}
-    if shared is not None and target.inputs == "local":
+    given = {name: row for name, row in given.items() if name in shapes}
+    if target.inputs == "global":
+        return dict(given)
+    # Labels may be left out, and a later call may lack what the first one had.
+    for glob in without_omitted_arguments(module, target.input_placements, ()) if first else ():
+        if not names_reached(glob, shapes):
+            raise unknown_name_error("input", glob, shapes)
+    pins = target.input_pins(mesh, shapes)
+    named = {name for glob in target.input_placements for name in names_reached(glob, shapes)}
+    if shared is not None:
         assert graph.dynamic is not None
-        shares = {
-            name: tuple(Shard(dim) if axis == shared.axis else None for axis in range(mesh.ndim))
-            for name, dims in graph.dynamic.dims.items()
-            for dim, size in dims.items()
-            if size == shared.whole
-        }
-    # The user's placements count more than those of earlier calls, and these more than shares of the batch.
-    requested = without_omitted_arguments(module, target.input_placements, shapes)
-    return {
-        **shares,
-        **{name: placements for name, placements in placed.items() if name in shapes},
-        **{name: spec.placements for name, spec in _specs_of("input", requested, shapes, mesh).items()},
-    }
+        for name, dims in graph.dynamic.dims.items():
+            dim = next((dim for dim, size in dims.items() if size == shared.whole), None)
+            if dim is not None and name not in named:
+                row = pins[name]
+                pins[name] = (*row[: shared.axis], Shard(dim), *row[shared.axis + 1 :])
+    # The first call decided how an input lies, by the same options; a later batch may be too small to tell.
+    return {name: _check_spec("input", name, shapes[name], row, mesh).placements for name, row in pins.items()} | given
 
 
-def _output_specs(graph: JointGraph, mesh: MeshShape, target: Target) -> dict[str, Spec]:
+def _output_specs(graph: JointGraph, mesh: MeshShape, target: Target, first: bool) -> dict[str, Spec]:
+    """Return how the outputs lie that `output_placements` names."""
     if target.output_placements is None or isinstance(target.output_placements, str):
         return {}
     shapes = {name: tuple(node.meta["val"].shape) for name, node in graph.tensor_outputs.items()}
-    return _specs_of("output", target.output_placements, shapes, mesh)
+    for glob in target.output_placements if first else ():
+        if not names_reached(glob, shapes):
+            raise unknown_name_error("output", glob, shapes)
+    pins = OUTPUTS.resolve(target.output_placements, lambda glob: names_reached(glob, shapes), shapes, mesh)
+    open_axes = target.row_placements(mesh) if target.outputs == "local" else row_placements(mesh, ())
+    return {name: _check_spec("output", name, shapes[name], fill(row, open_axes), mesh) for name, row in pins.items()}
 
 
-def _specs_of(
-    kind: str, requested: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], mesh: MeshShape
-) -> dict[str, Spec]:
-    """Return the specs of the placements that a user gave for inputs or outputs by name, which are checked."""
-    specs = {}
-    for name, value in requested.items():
-        if name not in shapes:
-            raise HintError(f"there is no {kind} {name!r}; the {kind}s are {', '.join(shapes) or 'none'}.")
-        option, shape = f"{kind}_placements[{name!r}]", shapes[name]
-        placements = (value,) if isinstance(value, Placement) else tuple(value)
-        if len(placements) > mesh.ndim:
-            raise HintError(f"{option} has {len(placements)} placements, the mesh has the axes {mesh}.")
-        try:
-            spec = canonical(shape, Spec.of(*placements, *[Replicate()] * (mesh.ndim - len(placements))), mesh)
-            padded_segments_of(shape, spec, mesh)
-        except ValueError as error:
-            raise HintError(f"{option} does not fit a tensor of shape {list(shape)}: {error}") from error
-        specs[name] = spec
-    return specs
+def _check_spec(
+    kind: str, name: str, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: MeshShape
+) -> Spec:
+    """Return the spec of the placements of an input or output; raise a `HintError` if the tensor cannot lie so."""
+    try:
+        spec = canonical(shape, Spec.of(*placements), mesh)
+        padded_segments_of(shape, spec, mesh)
+    except ValueError as error:
+        raise HintError(
+            f"the {kind} {name} of shape {list(shape)} cannot lie as {Spec.of(*placements)}, as {kind}_placements or "
+            f"data_axes ask: {error}"
+        ) from error
+    return spec

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import fx
@@ -16,12 +18,16 @@ from autoshard.capture.joint import JointGraph
 from autoshard.capture.marks import Primitive, TaskGraph
 from autoshard.cluster.cost import flops
 from autoshard.errors import HintError
+from autoshard.options.placements import InfeasibleHintError, Pins
 from autoshard.patterns.graph_rules import GraphRules, Value, operand_nodes, value_of
-from autoshard.patterns.strategy import WHOLE, Choices
-from autoshard.planner.hints import Pins
+from autoshard.patterns.propagation import DimPart
+from autoshard.patterns.strategy import WHOLE, Choices, offered_factors
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import dim_of
+from autoshard.specs.spec import is_shard, split_factor_of
 
 _COPY_OPS = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
+_SUM_OPS = _COPY_OPS | {torch.ops.aten.add.Tensor}
 _HEAVY_SHARE = 0.95  # part of the arithmetic of a task graph that its heavy operators do
 
 
@@ -34,20 +40,27 @@ class Restriction:
         allowed: the factors that these axes may split; None for all but those of `forbidden`.
         forbidden: the factors that they must not split.
         preferred: the factors that as many of these axes as possible should split; None for all that are allowed.
+        sums: the partial sums that pass over these axes: `"allowed"`; `"preferred"`, which count as if a preferred
+            factor were split; or `"refused"`.
     """
 
     axes: tuple[int, ...]
     allowed: frozenset[int] | None = None
     forbidden: frozenset[int] = frozenset()
     preferred: frozenset[int] | None = None
+    sums: Literal["allowed", "preferred", "refused"] = "allowed"
 
     def filter_strategies(self, strategies: Sequence[Choices]) -> tuple[Choices, ...]:
         """Return the allowed strategies that split preferred factors on most axes."""
         allowed = []
         for choices in strategies:
             split = [choices[axis] for axis in self.axes if choices[axis] > WHOLE]
+            sums = sum(choices[axis] < WHOLE for axis in self.axes)
+            if sums and self.sums == "refused":
+                continue
             if self.forbidden.isdisjoint(split) and (self.allowed is None or self.allowed.issuperset(split)):
                 count = sum(self.preferred is None or factor in self.preferred for factor in split)
+                count += sums if self.sums == "preferred" else 0
                 allowed.append((count, choices))
         most = max((count for count, _ in allowed), default=0)
         # Axes outside the task graph may be fixed in a way that leaves no allowed strategy: then all are.
@@ -59,11 +72,11 @@ class Restrictions:
     """The restrictions of a step by its task graphs.
 
     Attributes:
-        operators: operator in a task graph -> its restriction.
+        operators: operator in a task graph -> its restrictions, of different mesh axes.
         sharded_parameters: name of a parameter that must be sharded -> the mesh axes.
     """
 
-    operators: Mapping[fx.Node, Restriction]
+    operators: Mapping[fx.Node, tuple[Restriction, ...]]
     sharded_parameters: Mapping[str, tuple[int, ...]]
 
 
@@ -71,12 +84,20 @@ def axes_of(graph: JointGraph, mesh: MeshShape) -> dict[Primitive, tuple[int, ..
     """Return the mesh axes of every primitive of a graph.
 
     Raises:
-        HintError: no axis, and no product of axes, has as many devices as a primitive asks for; or there is no axis of
-            a name.
+        HintError: no axis, and no product of axes, has as many devices as a primitive asks for; there is no axis of a
+            name; or two primitives of one task graph have an axis in common.
     """
-    task_graphs = (graph.task_graph(node) for node in graph.graph.nodes)
-    primitives = dict.fromkeys(task_graph.primitive for task_graph in task_graphs if task_graph)
-    return {primitive: _axes(primitive, mesh) for primitive in primitives}
+    marks = (graph.task_graph(node) for node in graph.graph.nodes)
+    axes: dict[Primitive, tuple[int, ...]] = {}
+    for primitives in dict.fromkeys(task_graph.primitives for task_graph in marks if task_graph):
+        axes |= {primitive: _axes(primitive, mesh) for primitive in primitives}
+        shared = Counter(itertools.chain(*(axes[primitive] for primitive in primitives))).most_common(1)
+        if shared and shared[0][1] > 1:
+            raise HintError(
+                f"{' and '.join(f'autoshard.{primitive}' for primitive in primitives)} are for one module, and have "
+                f"the mesh axis {mesh.names[shared[0][0]]!r} in common: name different axes of {mesh}."
+            )
+    return axes
 
 
 def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
@@ -97,7 +118,7 @@ def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
     fitting = [group for group in groups if math.prod(mesh.sizes[axis] for axis in group) == devices]
     if not fitting:
         possible = sorted({math.prod(mesh.sizes[axis] for axis in group) for group in groups if group})
-        raise HintError(
+        raise InfeasibleHintError(
             f"autoshard.{primitive} asks for {devices} devices, and no axis of the mesh {mesh}, nor any product of its "
             f"axes, has that many. Possible are {', '.join(map(str, possible)) or 'only 1'}; {primitive.kind}() takes "
             f"all there are, and {primitive.kind}({mesh.names[-1]!r}) those of an axis."
@@ -113,7 +134,12 @@ def whole_parameters(graph: JointGraph, axes: Mapping[Primitive, tuple[int, ...]
     pinned: dict[str, Pins] = {}
     for source in graph.parameters:
         users = [graph.task_graph(user) for user in source.node.users if user.op == "call_function"]
-        used = [axes[user.primitive] if user and user.primitive.kind == "replicate" else () for user in users]
+        used = [
+            [axis for primitive in user.primitives if primitive.kind == "replicate" for axis in axes[primitive]]
+            if user
+            else []
+            for user in users
+        ]
         # All users must be in replicated task graphs that have the axis.
         whole = set(used[0]).intersection(*used[1:]) if used else set()
         if whole:
@@ -121,16 +147,25 @@ def whole_parameters(graph: JointGraph, axes: Mapping[Primitive, tuple[int, ...]
     return pinned
 
 
-def restrictions(rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]]) -> Restrictions:
+def restrictions(
+    rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]], pinned: Mapping[str, Pins], mesh: MeshShape
+) -> Restrictions:
     """Return the restrictions of a step by its task graphs.
 
     In a replicated task graph, operators split the batch if they have it, and nothing else. In a split one, no operator
     splits the batch; those with most of the arithmetic split something else, a dim of parameters rather than of inputs,
-    and the parameters that these take are sharded.
+    and the parameters that these take are sharded. In a split one with a rest, operators split what runs over the
+    pinned shards of parameters, and the others what the rest says.
 
     Args:
         rules: the graph and its rules.
         axes: the mesh axes of every primitive.
+        pinned: name of a parameter -> its placements, None where the planner decides.
+        mesh: the mesh axes.
+
+    Raises:
+        HintError: no parameter of a split task graph with a rest is pinned to shards on its axes, or no input has a
+            sequence.
 
     Source: Whale 3.1.2; which dim is split is left to the search, as patterns are in 3.2.2.
     """
@@ -139,28 +174,159 @@ def restrictions(rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]]) -
     casts = _casts(rules.graph)
     for node in rules.operators:
         task_graph = rules.graph.task_graph(node)
-        if task_graph is not None and axes[task_graph.primitive] and node not in casts:
+        if task_graph is not None and node not in casts:
             members[task_graph].append(node)
-    if not members:
+    used = {primitive for task_graph in members for primitive in task_graph.primitives if axes[primitive]}
+    if not used:
         return Restrictions({}, {})
-    batch = rules.batch_factors()
-    weights = _ParameterFactors(rules) if any(member.primitive.kind == "split" for member in members) else None
-    operators: dict[fx.Node, Restriction] = {}
-    sharded_parameters: dict[str, tuple[int, ...]] = {}
+    builder = _RestrictionBuilder(rules, axes, pinned, mesh)
+    builder.check_shards(used, members)
+    operators: dict[fx.Node, tuple[Restriction, ...]] = {}
     for task_graph, nodes in members.items():
-        task_axes = axes[task_graph.primitive]
-        heavy = _heavy_operators(rules, nodes)
+        for primitive in task_graph.primitives:
+            if axes[primitive]:
+                for node, restriction in builder.restrict(task_graph, primitive, nodes):
+                    operators[node] = (*operators.get(node, ()), restriction)
+    return Restrictions(operators, builder.sharded_parameters)
+
+
+class _RestrictionBuilder:
+    """Makes the restrictions of task graphs; arguments as for `restrictions`.
+
+    Attributes:
+        sharded_parameters: as in `Restrictions`.
+    """
+
+    def __init__(
+        self, rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]], pinned: Mapping[str, Pins], mesh: MeshShape
+    ) -> None:
+        self.rules = rules
+        self.axes = axes
+        self.pinned = pinned
+        self.mesh = mesh
+        self.sharded_parameters: dict[str, tuple[int, ...]] = {}
+
+    @cached_property
+    def batch(self) -> dict[fx.Node, frozenset[int]]:
+        """The factors of every operator that run over the batch."""
+        return self.rules.batch_factors()
+
+    @cached_property
+    def sequence(self) -> dict[fx.Node, frozenset[int]]:
+        """The factors of every operator that run over the sequence."""
+        inputs = [node for node in self.rules.batch_inputs() if len(Value(node).meta.shape) in (2, 3)]
+        if not inputs:
+            raise HintError(
+                'autoshard.split(rest="sequence"): no input has a batch, a sequence, and at most one dim more. Choose '
+                'rest="whole".'
+            )
+        return self.rules.factors_along(DimPart(node, 1) for node in inputs)
+
+    @cached_property
+    def computed(self) -> frozenset[fx.Node]:
+        """The operators that compute with parameters, or with what was computed with them."""
+        known = {source.node for source in self.rules.graph.inputs if source.kind in ("parameter", "tangent")}
+        for node in self.rules.operators:
+            if not known.isdisjoint(value.node for value in self.rules.operands[node]):
+                known.add(node)
+        return frozenset(known)
+
+    @cached_property
+    def weights(self) -> _ParameterFactors:
+        """The factors of operators over dims of parameters."""
+        return _ParameterFactors(self.rules)
+
+    def restrict(
+        self, task_graph: TaskGraph, primitive: Primitive, nodes: Sequence[fx.Node]
+    ) -> Iterator[tuple[fx.Node, Restriction]]:
+        """Return the restriction of every operator of a task graph by one of its primitives."""
+        if primitive.rest is not None:
+            return self._along_shards(task_graph, primitive, nodes)
+        if primitive.kind == "replicate":
+            return ((node, Restriction(self.axes[primitive], self._of(self.batch, node))) for node in nodes)
+        return self._by_work(self.axes[primitive], nodes)
+
+    def _by_work(self, axes: tuple[int, ...], nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, Restriction]]:
+        heavy = _heavy_operators(self.rules, nodes)
         for node in nodes:
-            samples = batch.get(node, frozenset())
-            if task_graph.primitive.kind == "replicate" or weights is None:
-                operators[node] = Restriction(task_axes, allowed=samples)
-            elif node not in heavy:
-                operators[node] = Restriction(task_axes, forbidden=samples, preferred=frozenset())
+            samples = self._of(self.batch, node)
+            if node not in heavy:
+                yield node, Restriction(axes, forbidden=samples, preferred=frozenset())
             else:
-                preferred = weights.factors(node) - samples or None
-                operators[node] = Restriction(task_axes, forbidden=samples, preferred=preferred)
-                sharded_parameters.update(dict.fromkeys(weights.names(node), task_axes))
-    return Restrictions(operators, sharded_parameters)
+                preferred = self.weights.factors(node) - samples or None
+                yield node, Restriction(axes, forbidden=samples, preferred=preferred)
+                self.sharded_parameters.update(dict.fromkeys(self.weights.names(node), axes))
+
+    def _along_shards(
+        self, task_graph: TaskGraph, primitive: Primitive, nodes: Sequence[fx.Node]
+    ) -> Iterator[tuple[fx.Node, Restriction]]:
+        shards = list(self._shards(task_graph, primitive))
+        split = self.rules.factors_along(shards)
+        kinds = {"batch": lambda: self.batch, "sequence": lambda: self.sequence, "whole": dict}
+        others: Mapping[fx.Node, frozenset[int]] = kinds[primitive.rest or "whole"]()
+        # A rank with shards of the groups' matrices gets the rows of these groups.
+        groups = {node: _group_factors(self.rules, node) for node in nodes}
+        sends_rows = any(groups[node] & split.get(node, frozenset()) for node in nodes)
+        sharded = {self.weights.parameters[part.node] for part in shards}
+        for node in nodes:
+            along, other = self._of(split, node), self._of(others, node)
+            # Views, and what no parameter has a part in, such as positions, cost next to nothing: each lies as those
+            # that read it.
+            is_open = self.rules.rules[node].free or node not in self.computed
+            if sends_rows and groups[node]:
+                along = groups[node]
+            elif primitive.rest == "batch" and sharded.isdisjoint(self.weights.names(node)):
+                # Only products with shards must follow them: a gate has a dim of the experts, and belongs to samples.
+                is_open = is_open or not other
+                along, other = frozenset(), along | other
+            if along:
+                yield node, Restriction(self.axes[primitive], along)
+            else:
+                yield node, self._of_rest(node, self.axes[primitive], other, is_open)
+
+    def _of_rest(self, node: fx.Node, axes: tuple[int, ...], factors: frozenset[int], is_open: bool) -> Restriction:
+        if is_open:
+            return Restriction(axes, factors, preferred=frozenset())
+        # Gradients are added up before they are reduced; what else could take sums takes what is reduced.
+        if self.rules.calls[node].op not in _SUM_OPS:
+            return Restriction(axes, factors, sums="refused")
+        return Restriction(axes, factors, sums="preferred" if factors else "allowed")
+
+    def _shards(self, task_graph: TaskGraph, primitive: Primitive) -> Iterator[DimPart]:
+        """Return the parts of dims that pinned shards of a task graph's parameters are."""
+        for source in self.rules.graph.parameters:
+            pins = self.pinned.get(source.name)
+            if pins is None or all(self.rules.graph.task_graph(user) != task_graph for user in source.node.users):
+                continue
+            parts: dict[int, DimPart] = {}
+            for axis in self.axes[primitive]:
+                pin = pins[axis]
+                if pin is not None and is_shard(pin):
+                    dim, size = dim_of(pin, len(Value(source.node).meta.shape)), self.mesh.sizes[axis]
+                    outer, blocks = parts.get(dim, (source.node, dim, split_factor_of(pin), 1))[2:]
+                    parts[dim] = DimPart(source.node, dim, outer, (blocks or 1) * size)
+            yield from parts.values()
+
+    def check_shards(self, used: Iterable[Primitive], task_graphs: Iterable[TaskGraph]) -> None:
+        """Raise a `HintError` if a primitive is to split operators along shards, and there are none."""
+        for primitive in used:
+            graphs = [task_graph for task_graph in task_graphs if primitive in task_graph.primitives]
+            if primitive.rest is not None and not any(any(self._shards(graph, primitive)) for graph in graphs):
+                names = " and ".join(repr(self.mesh.names[axis]) for axis in self.axes[primitive])
+                raise HintError(
+                    f"autoshard.{primitive} splits operators along the shards that hints give their parameters on "
+                    f"{names}, and they give none: add hints such as {{'*.up.weight': {{{names}: Shard(0)}}}}."
+                )
+
+    @staticmethod
+    def _of(factors: Mapping[fx.Node, frozenset[int]], node: fx.Node) -> frozenset[int]:
+        return factors.get(node, frozenset())
+
+
+def _group_factors(rules: GraphRules, node: fx.Node) -> frozenset[int]:
+    """Return the factors of an operator by which rows are sent to groups."""
+    offered = offered_factors(rules.rules[node])
+    return frozenset(index for index, factor in enumerate(offered) if factor.routed == "group")
 
 
 def _casts(graph: JointGraph) -> set[fx.Node]:
@@ -185,8 +351,8 @@ def _heavy_operators(rules: GraphRules, nodes: Iterable[fx.Node]) -> frozenset[f
     return frozenset(node for node, amount in work.items() if amount >= least and not rules.rules[node].free)
 
 
-def _dims_of(placeholders: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
-    return ((node, dim) for node in placeholders for dim in range(len(Value(node).meta.shape)))
+def _dims_of(placeholders: Iterable[fx.Node]) -> Iterator[DimPart]:
+    return (DimPart(node, dim) for node in placeholders for dim in range(len(Value(node).meta.shape)))
 
 
 class _ParameterFactors:
@@ -198,19 +364,19 @@ class _ParameterFactors:
         inputs = [source.node for source in rules.graph.inputs if source.kind == "input"]
         self._along_weights = rules.factors_along(_dims_of(self.parameters))
         self._along_inputs = rules.factors_along(_dims_of(inputs))
-        self._gradients = {self._origin(node, _is_copy) for node in rules.graph.gradients.values()}
+        self._gradients = {origin(rules, node, is_copy) for node in rules.graph.gradients.values()}
 
     def names(self, node: fx.Node) -> tuple[str, ...]:
         """Return the parameters that an operator takes, through views and casts."""
-        origins = [self._origin(source, _is_copy).node for source in operand_nodes(node)]
-        return tuple(self.parameters[origin] for origin in origins if origin in self.parameters)
+        nodes = [origin(self.rules, source, is_copy).node for source in operand_nodes(node)]
+        return tuple(self.parameters[each] for each in nodes if each in self.parameters)
 
     def factors(self, node: fx.Node) -> frozenset[int]:
         """Return the factors over dims of parameters of an operator that takes a parameter or makes its gradient.
 
         An operator that takes a selection of a parameter takes it too.
         """
-        origins = {self._origin(source, _takes_one).node for source in operand_nodes(node)}
+        origins = {origin(self.rules, source, _takes_one).node for source in operand_nodes(node)}
         results = {Value(node, index) for index in range(len(self.rules.calls[node].results))}
         if not self._gradients & results and not self.parameters.keys() & origins:
             return frozenset()
@@ -218,19 +384,21 @@ class _ParameterFactors:
         # If possible not those that inputs have as well: a table of positions has a dim of the sequence.
         return factors - self._along_inputs.get(node, frozenset()) or factors
 
-    def _origin(self, node: fx.Node, passes: Callable[[GraphRules, fx.Node], bool]) -> Value:
-        """Return the value that a value is made of by operators for which `passes` returns True."""
-        value = value_of(node)
-        while value.node in self.rules.calls and passes(self.rules, value.node):
-            # Indices into a parameter are no origin of the value.
-            sources = [source for source in operand_nodes(value.node) if source.meta["val"].dtype.is_floating_point]
-            if len(sources) != 1:
-                break
-            value = value_of(sources[0])
-        return value
+
+def origin(rules: GraphRules, node: fx.Node, passes: Callable[[GraphRules, fx.Node], bool]) -> Value:
+    """Return the value that a value is made of by operators for which `passes` returns True."""
+    value = value_of(node)
+    while value.node in rules.calls and passes(rules, value.node):
+        # Indices into a parameter are no origin of the value.
+        sources = [source for source in operand_nodes(value.node) if source.meta["val"].dtype.is_floating_point]
+        if len(sources) != 1:
+            break
+        value = value_of(sources[0])
+    return value
 
 
-def _is_copy(rules: GraphRules, node: fx.Node) -> bool:
+def is_copy(rules: GraphRules, node: fx.Node) -> bool:
+    """Return True if an operator is a view, a copy or a cast."""
     return rules.rules[node].free or rules.calls[node].op in _COPY_OPS
 
 

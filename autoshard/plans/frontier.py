@@ -13,8 +13,11 @@ from rich.table import Table
 
 from autoshard import display, finite_json
 from autoshard.errors import AutoshardError, BudgetError, PlanError
+from autoshard.plans import frontier_page
+from autoshard.plans.frontier_page import DEVICES
+from autoshard.plans.html import HasPage, write_page
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.units import format_bytes, format_seconds, parse_bytes
+from autoshard.units import byte_unit, format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,11 +26,8 @@ Item = TypeVar("Item")
 
 FORMAT = "autoshard frontier"
 
-DEVICES = (16, 24, 32, 40, 48, 80, 96, 141, 180)
-"""Memory of usual devices in GB (10**9 bytes): T4, A10, V100, A100, L40S, H100, H20, H200, B200."""
 
-
-class Frontier(Sequence[ShardingPlan]):
+class Frontier(Sequence[ShardingPlan], HasPage):
     """Plans from the smallest peak of memory to the shortest step; none has both more memory and a longer step.
 
     Both are the planner's predictions: `plan.memory.peak` in bytes per device, `plan.step_seconds`. Selecting costs
@@ -147,6 +147,31 @@ class Frontier(Sequence[ShardingPlan]):
 
     # For the eye
 
+    def _page(self) -> str:
+        return frontier_page.page(self.plans, self.turning_point, self.turning_point)
+
+    @overload
+    def to_html(self, path: None = None, *, chosen: ShardingPlan | None = None) -> str: ...
+    @overload
+    def to_html(self, path: str | os.PathLike[str], *, chosen: ShardingPlan | None = None) -> None: ...
+    def to_html(self, path: str | os.PathLike[str] | None = None, *, chosen: ShardingPlan | None = None) -> str | None:
+        """Write a web page that loads nothing else, with charts where plotly is installed (`autoshard[html]`).
+
+        Args:
+            path: the file to write, of about 5 MB with charts; None to return the text.
+            chosen: the plan that is marked and has all its charts, such as `frontier.at(memory="24GiB")`; by default
+                the turning point.
+
+        Raises:
+            PlanError: `chosen` is not a plan of this frontier.
+        """
+        if chosen is None:
+            return write_page(self._page(), path)
+        # By identity, as plans compare by value, which takes long for large ones.
+        if not any(plan is chosen for plan in self.plans):
+            raise PlanError("chosen= is not a plan of this frontier: select one by its number, or with at(...).")
+        return write_page(frontier_page.page(self.plans, self.turning_point, chosen), path)
+
     def table(self) -> Table:
         """Return a rich table of the plans: peak, its parts, and the step beside the fastest plan's."""
         table = Table(title=f"{len(self)} plans on {self.plans[0].mesh}", box=box.SIMPLE_HEAD, title_justify="left")
@@ -156,7 +181,7 @@ class Frontier(Sequence[ShardingPlan]):
         table.add_column("", no_wrap=True)
         turning, fastest = self.turning_point, self.plans[-1]
         # One unit for the whole column, so that plans compare at a glance.
-        unit, size = _unit(fastest.memory.peak)
+        unit, size = byte_unit(fastest.memory.peak)
         for number, plan in enumerate(self.plans):
             peak = f"{plan.memory.peak / size:.3f} {unit}"
             parts_held = [format_bytes(getattr(plan.memory, part)) for part in parts]
@@ -191,7 +216,7 @@ class Frontier(Sequence[ShardingPlan]):
         figure.savefig(path, dpi=150)
 
     def _draw(self, axes: Axes) -> None:
-        unit, size = _unit(self.plans[-1].memory.peak)
+        unit, size = byte_unit(self.plans[-1].memory.peak)
         memory = [plan.memory.peak / size for plan in self.plans]
         step = [1e3 * plan.step_seconds for plan in self.plans]
         # Memory between the peaks of two plans allows the first one only, hence steps and not straight lines.
@@ -249,9 +274,3 @@ def pareto_front(items: Iterable[Item], key: Callable[[Item], tuple[int, float]]
         if not kept or key(item)[1] < key(kept[-1])[1]:
             kept.append(item)
     return kept
-
-
-def _unit(peak: int) -> tuple[str, int]:
-    """Return the binary unit in which an amount of memory is written, and its bytes."""
-    name = format_bytes(peak).split()[1]
-    return name, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}.get(name, 1)

@@ -1,314 +1,252 @@
-"""Pictures: a plan as an HTML page; a simulated step of a pipeline as an SVG, or as a trace for Perfetto."""
+"""Web pages in one file that loads nothing: sections, tables, and figures that an embedded plotly.js draws.
+
+A figure is data for plotly.js, in which colours are names of the page's style (`"var(--forward)"`), so that one figure
+is drawn on light and dark pages. Without plotly the page has its tables alone.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from html import escape
-from typing import Any
-
-from autoshard.plans.plan_data import PlanContents
-from autoshard.plans.plan_text import (
-    LEGEND,
-    TensorRow,
-    WorkRow,
-    collective_rows,
-    memory_parts,
-    memory_text,
-    operator_rows,
-    peak_text,
-    plan_tensors,
-    summary,
-)
-from autoshard.simulate.events import Task
-from autoshard.units import format_bytes, format_seconds
-
-# The page loads nothing: it must open from a disk, in a mail and behind a strict content policy.
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8882; --sharded: #0b7285; --partial: #9c36b5; }
-@media (prefers-color-scheme: dark) { :root { --sharded: #66d9e8; --partial: #e599f7; } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 14px; }
-th, td { text-align: left; padding: .3rem .8rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-tbody tr:hover { background: var(--soft); }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-code { font: 13px ui-monospace, monospace; }
-.sharded { color: var(--sharded); font-weight: 600; } .partial { color: var(--partial); font-weight: 600; }
-.bar { display: flex; height: 1rem; max-width: 40rem; border-radius: 3px; overflow: hidden; }
-.bar span { min-width: 1px; }
-.legend span { margin-right: 1.2rem; white-space: nowrap; }
-.legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .3rem; border-radius: 2px; }
-summary { cursor: pointer; }
-"""
-_COLOURS = ("#4263eb", "#f08c00", "#2f9e44", "#868e96", "#c2255c", "#0b7285", "#9c36b5", "#e8590c", "#5c940d")
+from importlib import resources
+from pathlib import Path
+from typing import Any, overload
 
 
-def page(plan: PlanContents) -> str:
-    """Return the plan as an HTML page that loads nothing else: summary, memory, placements, collectives, operators."""
-    return document(f"Sharding plan: {plan.mesh}", plan_sections(plan))
+@dataclass(frozen=True, slots=True)
+class View:
+    """One of the drawings that a figure can show.
+
+    Attributes:
+        label: of the button that shows it.
+        data: traces of plotly.js.
+        layout: of plotly.js.
+    """
+
+    label: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
 
 
-def document(title: str, sections: Iterable[str]) -> str:
-    """Return an HTML page of a title, which is plain text, and of sections, which are HTML."""
-    title = escape(title)
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A drawing, with buttons where it has several views or ranges.
+
+    Attributes:
+        name: of the figure, unique in its page.
+        label: its content in words, for readers who do not see it.
+        views: at least one.
+        height: in pixels.
+        caption: a sentence below it.
+        ranges: label of a button -> the part of the x axis that it shows; the first one is the whole.
+        group: figures of one group show the same part of the x axis.
+        fallback: HTML in its place where plotly is not installed.
+    """
+
+    name: str
+    label: str
+    views: tuple[View, ...]
+    height: int
+    caption: str = ""
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    group: str = ""
+    fallback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Parts of a page that are folded up below a line of text; `anchor` is where links lead."""
+
+    summary: str
+    parts: Sequence[Part]
+    anchor: str = ""
+
+
+Part = str | Figure | Fold
+"""HTML, a figure, or parts that are folded up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Parts of a page below a title, which is plain text and no other section's; left out where it has no content."""
+
+    title: str
+    parts: Sequence[Part]
+
+
+class HasPage(ABC):
+    """An object that can be written as a web page."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _page(self) -> str:
+        """Return the text of the page."""
+
+    @overload
+    def to_html(self, path: None = None) -> str: ...
+    @overload
+    def to_html(self, path: str | os.PathLike[str]) -> None: ...
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write a web page that loads nothing else, with charts where plotly is installed (`autoshard[html]`).
+
+        Args:
+            path: the file to write, of about 5 MB with charts; None to return the text.
+        """
+        return write_page(self._page(), path)
+
+
+def write_page(text: str, path: str | os.PathLike[str] | None) -> str | None:
+    """Write the text of a page to a file, or return it where there is no path."""
+    if path is None:
+        return text
+    Path(path).write_text(text, "utf-8")
+    return None
+
+
+def document(title: str, lead: str, sections: Iterable[Section]) -> str:
+    """Return an HTML page.
+
+    Args:
+        title: plain text.
+        lead: HTML below the title, in front of the sections.
+        sections: of the page.
+    """
+    sections = list(sections)
+    has_figures = any(_has_figures(section.parts) for section in sections)
+    script = _plotly() if has_figures else ""
+    contents = {section.title: _parts(section.parts, drawn=bool(script)) for section in sections}
+    contents = {title: content for title, content in contents.items() if content}
+    links = "".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title in contents)
+    body = "\n".join(
+        f'<section id="{_anchor(title)}">\n<h2>{escape(title)}</h2>\n{content}\n</section>'
+        for title, content in contents.items()
+    )
+    note = f'<p class="note">{escape(_NO_PLOTLY)}</p>' if has_figures and not script else ""
+    # The script of the page draws what the figures' data describe, so it comes behind them.
+    scripts = f"<script>{script}</script>\n<script>{_file('page.js')}</script>\n" if script else ""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</body>\n</html>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>{_file('page.css')}</style>\n</head>\n<body>\n"
+        f"<header>\n<h1>{escape(title)}</h1>\n{lead}\n</header>\n"
+        f'<nav aria-label="Sections">{links}</nav>\n<main>\n{note}\n{body}\n</main>\n{scripts}</body>\n</html>\n'
     )
 
 
-def plan_sections(plan: PlanContents) -> list[str]:
-    """Return the sections of a sharding plan as HTML: summary, memory, placements, collectives, operators."""
-    return [
-        facts_table(summary(plan)),
-        f"<p>{escape(LEGEND)}</p>",
-        _memory(plan),
-        *(_tensors(f"{kind.capitalize()}s", rows, plan) for kind, rows in plan_tensors(plan).items()),
-        _work("Collectives", ("collective", "axis", "phase"), collective_rows(plan.collectives), sized=True),
-        _work("Operators", ("operator", "phase", "strategy"), operator_rows(plan.choices), sized=False),
-    ]
+# Nothing is loaded from anywhere; `blob:` and `data:` are pictures that a reader saves.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_NO_PLOTLY = (
+    "This page has no charts, for it was made where plotly is not installed: pip install 'autoshard[html]' and make it "
+    "again."
+)
+
+
+def _plotly() -> str:
+    """Return the script of plotly.js; empty where plotly is not installed."""
+    if importlib.util.find_spec("plotly") is None:
+        return ""
+    # Imported here: it is an optional dependency, and most plans are never a page.
+    from plotly.offline import get_plotlyjs
+
+    script: str = get_plotlyjs()
+    return script
+
+
+def _file(name: str) -> str:
+    return resources.files("autoshard.plans").joinpath("page", name).read_text("utf-8")
+
+
+def _has_figures(parts: Iterable[Part]) -> bool:
+    return any(isinstance(part, Figure) or (isinstance(part, Fold) and _has_figures(part.parts)) for part in parts)
+
+
+def _parts(parts: Iterable[Part], drawn: bool) -> str:
+    return "\n".join(filter(None, (_part(part, drawn) for part in parts)))
+
+
+def _part(part: Part, drawn: bool) -> str:
+    match part:
+        case Figure():
+            return _figure(part) if drawn else part.fallback
+        case Fold():
+            anchor = f' id="{escape(part.anchor)}"' if part.anchor else ""
+            return (
+                f"<details{anchor}><summary>{escape(part.summary)}</summary>\n{_parts(part.parts, drawn)}\n</details>"
+            )
+    return part
+
+
+def _figure(figure: Figure) -> str:
+    data = {
+        "views": [{"label": view.label, "data": view.data, "layout": view.layout} for view in figure.views],
+        "ranges": [[label, list(ends)] for label, ends in figure.ranges.items()],
+        "group": figure.group,
+    }
+    # Inside a script, text may hold all but the end of the script.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
+    return (
+        f'<figure class="chart" id="chart-{escape(figure.name)}"><div class="tools"></div>'
+        f'<div class="plot" tabindex="0" role="group" aria-roledescription="chart" aria-label="{escape(figure.label)}" '
+        f'style="height: {figure.height}px"></div>{caption}<script type="application/json">{text}</script></figure>'
+    )
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def cards(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Return the key figures at the head of a page: label, value, and a note below it."""
+    items = "".join(
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>"
+        for label, value, note in figures
+    )
+    return f'<dl class="cards">{items}</dl>'
 
 
 def facts_table(lines: Iterable[tuple[str, str]]) -> str:
     """Return labels and values as an HTML table without a head."""
     rows = "".join(f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in lines)
-    return f"<table>{rows}</table>"
+    return f'<div class="wide"><table class="facts">{rows}</table></div>'
 
 
 def text_table(labels: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str] = ()) -> str:
     """Return rows of plain texts as an HTML table; columns hold numbers, other than those whose labels are `texts`."""
     head = [(label, label not in texts) for label in labels]
     body = (
-        [_cell(cell) if label in texts else _number(cell) for label, cell in zip(labels, row, strict=True)]
+        [text_cell(cell) if label in texts else number_cell(cell) for label, cell in zip(labels, row, strict=True)]
         for row in rows
     )
-    return _table(head, body)
+    return table(head, body)
 
 
-def _memory(plan: PlanContents) -> str:
-    """Return a bar of the bytes of one device by kind, with its legend."""
-    parts = memory_parts(plan.memory)
-    coloured_parts = [
-        (name, amount, _COLOURS[index % len(_COLOURS)]) for index, (name, amount) in enumerate(parts.items())
-    ]
-    if not coloured_parts:
-        return ""
-    # Shares of the bar are the bytes themselves, as flex factors: the browser does the division.
-    bar = "".join(f'<span style="flex: {amount}; background: {colour}"></span>' for _, amount, colour in coloured_parts)
-    legend = "".join(
-        f'<span><i style="background: {colour}"></i>{name} {format_bytes(amount)}</span>'
-        for name, amount, colour in coloured_parts
-    )
-    # The text of the peak goes on with the largest tensors, which are a table here.
-    texts = (memory_text(plan), peak_text(plan.memory).partition(";")[0])
-    lines = "".join(f"<p>{escape(text)}</p>" for text in texts if text)
-    rows = [
-        [_code(tensor.name), _cell(tensor.kind), _number(format_bytes(tensor.bytes))] for tensor in plan.memory.largest
-    ]
-    table = _table((("largest then", False), ("kind", False), ("bytes", True)), rows) if rows else ""
-    return (
-        f'<h2>Memory of one device</h2>\n{lines}\n<div class="bar">{bar}</div>\n<p class="legend">{legend}</p>\n{table}'
-    )
-
-
-def _tensors(title: str, rows: Sequence[TensorRow], plan: PlanContents) -> str:
-    # A column in which every cell would be empty is left out.
-    shaped, gathered = any(row.shape is not None for row in rows), any(row.gathered for row in rows)
-    head = [
-        ("name", False),
-        ("count", True),
-        *([("shape", False)] if shaped else []),
-        *((axis, False) for axis in plan.mesh.names),
-        *([("gathered", False)] if gathered else []),
-    ]
-    body = []
-    for row in rows:
-        shape = [_cell("x".join(map(str, row.shape)) if row.shape else "scalar")] if shaped else []
-        how = [_cell(row.gathered)] if gathered else []
-        body.append([_code(row.name), _number(str(row.count)), *shape, *map(_placement, row.placements), *how])
-    return f"<h2>{title}</h2>\n{_table(head, body)}"
-
-
-def _work(title: str, labels: Sequence[str], rows: Sequence[WorkRow], sized: bool) -> str:
-    """Return a table of operators or collectives, folded up where it is long."""
-    if not rows:
-        return ""
-    numbers = ("count", "bytes", "time") if sized else ("count", "time")
-    head = [*((label, False) for label in (*labels, "module")), *((label, True) for label in numbers)]
-    body = []
-    for row in rows:
-        size = [_number(format_bytes(row.bytes))] if sized else []
-        texts = map(_code, (*row.labels, row.module or "(root)"))
-        body.append([*texts, _number(str(row.count)), *size, _number(format_seconds(row.seconds))])
-    table = _table(head, body)
-    # About a screen.
-    if len(rows) <= 30:
-        return f"<h2>{title}</h2>\n{table}"
-    return f"<h2>{title}</h2>\n<details><summary>{len(rows)} rows</summary>\n{table}\n</details>"
-
-
-def _table(head: Iterable[tuple[str, bool]], body: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[tuple[str, bool]], body: Iterable[Iterable[str]]) -> str:
     """Return a table of titles, each with True if its column holds numbers, and of rows of cells."""
     titles = "".join(f"<th{' class=number' if number else ''}>{escape(text)}</th>" for text, number in head)
     rows = "\n".join(f"<tr>{''.join(cells)}</tr>" for cells in body)
     return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
 
 
-def _cell(text: str) -> str:
+def text_cell(text: str) -> str:
+    """Return a cell of plain text."""
     return f"<td>{escape(text)}</td>"
 
 
-def _code(text: str) -> str:
-    return f"<td><code>{escape(text)}</code></td>"
+def code_cell(text: str, css_class: str = "") -> str:
+    """Return a cell of a name."""
+    return f"<td><code{f' class={css_class}' if css_class else ''}>{escape(text)}</code></td>"
 
 
-def _number(text: str) -> str:
+def number_cell(text: str) -> str:
+    """Return a cell of an amount."""
     return f'<td class="number">{escape(text)}</td>'
-
-
-def _placement(text: str) -> str:
-    # The colours of `plan_text`: sharded and partial placements stand out of replicated ones.
-    kind = {"S": ' class="sharded"', "P": ' class="partial"'}.get(text[0], "")
-    return f"<td><code{kind}>{escape(text)}</code></td>"
-
-
-_KIND_COLOURS = {
-    "forward": "#4263eb",
-    "backward": "#2f9e44",
-    "input backward": "#2f9e44",
-    "weight backward": "#66a80f",
-    "application": "#868e96",
-    "reduction": "#c2255c",
-    "send forward": "#f08c00",
-    "send backward": "#f08c00",
-}
-_OTHER = "#0b7285"
-_LEFT, _TOP, _ROW, _BAR, _STRIP, _LETTER = 70, 40, 44, 26, 8, 7.0
-"""Pixels: left margin with the ranks' names, top margin with the title, height of a rank's row, of its bar of compute
-and its strip of communication, and the width of a letter."""
-# Intervals of the time axis.
-_TICKS = 8
-
-
-def gantt(
-    tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float], title: str = "", width: int = 1200
-) -> str:
-    """Return a simulated step as an SVG picture that loads nothing else.
-
-    Compute of a rank is a bar, with its label where there is room (a task graph's is the microbatch); communication is
-    a strip below. The name of a task is a tooltip.
-
-    Args:
-        tasks: of all ranks.
-        starts: seconds from the beginning, one per task.
-        ends: likewise.
-        title: written above.
-        width: of the picture, in pixels.
-
-    Returns:
-        The text of an `.svg` file.
-    """
-    seconds = max(ends, default=0.0)
-    # A step of no seconds has no time axis.
-    scale = (width - _LEFT - 20) / seconds if seconds else 0.0
-    ranks = sorted({rank for task in tasks for rank in task.ranks})
-    rows = {rank: _TOP + _ROW * place for place, rank in enumerate(ranks)}
-    bottom = _TOP + _ROW * len(ranks)
-    # Nothing to draw of the others.
-    timed = [row for row in zip(tasks, starts, ends, strict=True) if row[2] > row[1]]
-    shapes = [_shape(task, start * scale, end * scale, rows[rank]) for task, start, end in timed for rank in task.ranks]
-    names = [f'<text x="8" y="{top + 18}">rank {rank}</text>' for rank, top in rows.items()]
-    ticks = [_tick(seconds * part / _TICKS, scale, bottom) for part in range(_TICKS + 1)] if seconds else []
-    # In order of first appearance, without repeats: a set would order the legend anew in every run.
-    kinds = dict.fromkeys(task.kind for task, _, _ in timed)
-    parts = [f'<text x="8" y="24" font-size="15">{escape(title)}</text>', *names, *ticks, *shapes]
-    parts += _legend(kinds, bottom + 40)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 60}" '
-        f'font-family="system-ui, sans-serif" font-size="12">\n'
-        f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
-def _shape(task: Task, start: float, end: float, top: int) -> str:
-    """Return the bar or the strip of a task on one rank, `start` and `end` in pixels."""
-    # Communication is thin and below: it runs at the same time, and would hide the compute.
-    computes = task.stream == "compute"
-    y, height = (top, _BAR) if computes else (top + _BAR + 2, _STRIP)
-    drawn = (
-        f'<rect x="{_LEFT + start:.2f}" y="{y}" width="{end - start:.2f}" height="{height}" '
-        f'fill="{_KIND_COLOURS.get(task.kind, _OTHER)}" stroke="white" stroke-width="0.5">'
-        f"<title>{escape(f'{task.name}: {task.kind}')}</title></rect>"
-    )
-    # A label wider than its bar would run into the next one; the tooltip names the task in any case.
-    if computes and task.label and end - start >= _LETTER * len(task.label) + 2:
-        middle = _LEFT + (start + end) / 2
-        drawn += f'<text x="{middle:.2f}" y="{y + 17}" text-anchor="middle" fill="white">{escape(task.label)}</text>'
-    return drawn
-
-
-def _tick(seconds: float, scale: float, bottom: int) -> str:
-    x = _LEFT + seconds * scale
-    return (
-        f'<line x1="{x:.2f}" y1="{_TOP - 4}" x2="{x:.2f}" y2="{bottom}" stroke="#ddd"/>'
-        f'<text x="{x:.2f}" y="{bottom + 14}" text-anchor="middle" fill="#666">{escape(format_seconds(seconds))}</text>'
-    )
-
-
-def _legend(kinds: Iterable[str], y: int) -> list[str]:
-    drawn, x = [], float(_LEFT)
-    for kind in kinds:
-        drawn.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{_KIND_COLOURS.get(kind, _OTHER)}"/>')
-        drawn.append(f'<text x="{x + 16}" y="{y}">{escape(kind)}</text>')
-        x += 34 + _LETTER * len(kind)
-    return drawn
-
-
-Memory = Sequence[Sequence[tuple[float, int]]]
-"""For every rank, bytes from a moment on: pairs of seconds and bytes, in order."""
-
-
-def trace(tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float], memory: Memory = ()) -> str:
-    """Return a simulated step in Chrome's trace format.
-
-    A rank is a process and a stream of it a thread; a message is on the threads of both of its ranks. Tasks that take
-    no time are left out.
-
-    Args:
-        tasks: of all ranks.
-        starts: seconds from the beginning, one per task.
-        ends: likewise.
-        memory: of every rank, drawn as a counter.
-
-    Returns:
-        The text of a `.json` file: `traceEvents` with times in microseconds.
-    """
-    events: list[dict[str, Any]] = []
-    threads: dict[tuple[int, str], int] = {}
-    for task, start, end in zip(tasks, starts, ends, strict=True):
-        # Both ranks of a message are busy with it, and viewers show a process each.
-        for rank in task.ranks if end > start else ():
-            peers = [f"rank {peer}" for peer in task.ranks if peer != rank]
-            key = rank, f"{task.stream} with {' and '.join(peers)}" if peers else task.stream
-            if key not in threads:
-                # Numbers of threads begin at 0 in each rank.
-                threads[key] = sum(numbered == rank for numbered, _ in threads)
-            # The format counts microseconds.
-            span = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-            events.append({"name": task.name, "cat": task.kind, "ph": "X", "pid": rank, "tid": threads[key], **span})
-    for rank, moments in enumerate(memory):
-        for moment, bytes_held in moments:
-            events.append({"name": "memory", "ph": "C", "pid": rank, "ts": moment * 1e6, "args": {"bytes": bytes_held}})
-    names = [_name("process", rank, f"rank {rank}") for rank in sorted({rank for rank, _ in threads})]
-    names += [_name("thread", rank, stream) | {"tid": thread} for (rank, stream), thread in threads.items()]
-    return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
-
-
-def _name(level: str, rank: int, name: str) -> dict[str, Any]:
-    """Return the event that names a process or a thread."""
-    return {"name": f"{level}_name", "ph": "M", "pid": rank, "args": {"name": name}}

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement
 from autoshard import finite_json
 from autoshard.errors import PlanError
 from autoshard.memory.footprint import Memory
+from autoshard.plans.step_replay import StepReplay
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import parse_placement, placement_text
 
@@ -54,7 +55,7 @@ class Decision:
         module: path of the module that it comes from, `""` for the root.
         phase: `"forward"` or `"backward"`.
         strategy: the specs of its operands and results, in words.
-        seconds: predicted time of its compute and of the collectives of the strategy.
+        seconds: predicted time of its compute; the collectives inside its strategy are among those of the plan.
     """
 
     node: str
@@ -92,6 +93,7 @@ class PlanContents:
     options: dict[str, Any] = field(default_factory=dict)
     gathered: dict[str, str] = field(default_factory=dict)
     recomputed: tuple[str, ...] = ()
+    step_replay: StepReplay = field(default_factory=StepReplay)
 
     def __post_init__(self) -> None:
         # An assertion: `decode` checks files, so that a wrong length here is a fault of the planner.
@@ -152,6 +154,11 @@ def list_of(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
+def _row(*items: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an array of so many items, each of a schema of its own."""
+    return {"type": "array", "prefixItems": list(items), "minItems": len(items), "maxItems": len(items)}
+
+
 # Unknown options pass: newer versions may record more of what a user asked.
 _OPTIONS = {
     "type": "object",
@@ -159,7 +166,7 @@ _OPTIONS = {
         "inputs": {"enum": ["global", "local"]},
         "memory_limit": {"type": ["integer", "null"]},
         "shares": {**table({**list_of({"type": "integer", "minimum": 1}), "minItems": 1}), "maxProperties": 1},
-        "parts": list_of({"type": "array", "prefixItems": [TEXT, COUNT], "minItems": 2, "maxItems": 2}),
+        "parts": list_of(_row(TEXT, COUNT)),
     },
 }
 _PLACEMENTS = table(list_of(_PLACEMENT))
@@ -183,6 +190,7 @@ _SHARDING = record(
         module=TEXT,
         operator=TEXT,
         largest=list_of(record(name=TEXT, kind=TEXT, bytes=COUNT)),
+        modules=table(table(COUNT)),
     ),
     device_memory=COUNT,
     collectives=list_of(
@@ -201,10 +209,19 @@ _SHARDING = record(
     options=_OPTIONS,
     gathered=table({"enum": ["once", "again"]}),
     recomputed=list_of(TEXT),
+    step_replay=record(
+        compute=list_of(_row(COUNT, NUMBER, NUMBER)),
+        collectives=list_of(_row(COUNT, NUMBER, NUMBER, TEXT, TEXT, COUNT)),
+        held=table(list_of(_row(COUNT, COUNT))),
+        seconds=NUMBER,
+        exposed=NUMBER,
+        hidden=NUMBER,
+    ),
 )
 
-# Files that older versions wrote lack it.
-_SHARDING["required"].remove("update_seconds")
+# Files that older versions wrote lack them.
+_SHARDING["required"] = [name for name in _SHARDING["required"] if name not in ("update_seconds", "step_replay")]
+_SHARDING["properties"]["memory"]["required"].remove("modules")
 
 
 def _check_rows(data: Mapping[str, Any], what: str) -> None:
@@ -255,6 +272,7 @@ def to_data(plan: PlanContents) -> dict[str, Any]:
         "collectives": [asdict(collective) for collective in plan.collectives],
         "choices": [asdict(choice) for choice in plan.choices],
         "recomputed": list(plan.recomputed),
+        "step_replay": asdict(plan.step_replay),
     }
 
 
@@ -270,6 +288,7 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
         "recomputed": tuple(data["recomputed"]),
         "collectives": tuple(Collective(**record) for record in data["collectives"]),
         "choices": tuple(Decision(**record) for record in data["choices"]),
+        "step_replay": StepReplay.from_data(data["step_replay"]) if "step_replay" in data else StepReplay(),
     }
 
 

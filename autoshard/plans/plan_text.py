@@ -1,6 +1,6 @@
 """A plan as rows of text and numbers, and as tables: plain text for `str(plan)`, colours for a terminal.
 
-The web page of a plan is made of the same rows (`plans.html`).
+The web page of a plan is made of the same rows (`plans.plan_page`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _COLLECTIVE = ("collective", "axis", "phase")
 # Collectives listed by `str(plan)`; the others are summed up in one row.
 _ROWS = 30
 
-_KINDS = {
+# Kind of an allocation -> its name for people.
+KIND_NAMES = {
     "parameter": "parameters",
     "gradient": "gradients",
     "optimizer": "optimizer",
@@ -109,7 +110,7 @@ def shares_text(plan: PlanContents) -> str:
 def memory_parts(memory: Memory) -> dict[str, int]:
     """Return the bytes held at the moment of the peak by kind; totals of the step where that moment is not known."""
     if memory.held:
-        return {_KINDS[kind]: amount for kind, amount in memory.held.items()}
+        return {KIND_NAMES[kind]: amount for kind, amount in memory.held.items()}
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
@@ -245,13 +246,32 @@ def plan_table(plan: PlanContents) -> Group:
     return Group(*map(_colour_placements, tables), Text(str(legend), style="dim"))
 
 
-def _parts(plan: PlanContents) -> list[Table | Text]:
-    facts = Table(box=None, show_header=False, title="ShardingPlan", title_justify="left", title_style="bold")
+def summary_table(title: str, lines: Iterable[tuple[str, str]]) -> Table:
+    """Return labels and values as a table with a title."""
+    facts = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold")
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
-    for label, value in summary(plan):
+    for label, value in lines:
         # As Text, for brackets in a string are markup to rich.
         facts.add_row(Text(label), Text(value))
+    return facts
+
+
+def number_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of rows of cells: columns of texts, then columns of numbers, by their labels."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for label in texts:
+        table.add_column(Text(label), overflow="fold")
+    for label in numbers:
+        table.add_column(Text(label), justify="right", no_wrap=True)
+    for row in rows:
+        # As Text here too: names of strategies have brackets.
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _parts(plan: PlanContents) -> list[Table | Text]:
+    facts = summary_table("ShardingPlan", summary(plan))
     tensors = [_tensor_table(kind, rows, plan.mesh.names) for kind, rows in plan_tensors(plan).items()]
     collectives = collective_rows(plan.collectives)
     sent = [_work_table(_COLLECTIVE, collectives, by="bytes", limit=_ROWS)] if collectives else []
@@ -279,23 +299,15 @@ def _tensor_table(title: str, rows: Sequence[TensorRow], axes: Sequence[str]) ->
 
 def _work_table(labels: Sequence[str], rows: Sequence[WorkRow], by: str = "", limit: int | None = None) -> Table:
     """Return a table of rows; with a column of bytes where `by` names it, and the sum of the rows over `limit` last."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for label in labels:
-        table.add_column(label, overflow="fold")
-    table.add_column("module", overflow="fold")
-    for label in ("count", by, "time"):
-        if label:
-            table.add_column(label, justify="right", no_wrap=True)
     omitted = rows[limit:] if limit is not None else ()
     shown = list(rows[:limit])
     if omitted:
         shown.append(WorkRow(("...", *[""] * (len(labels) - 1)), f"{len(omitted)} more", *_total(omitted)))
+    cells = []
     for row in shown:
         size = [format_bytes(row.bytes)] if by else []
-        cells = (*row.labels, row.module or "(root)", str(row.count), *size, format_seconds(row.seconds))
-        # As Text here too: names of strategies have brackets.
-        table.add_row(*map(Text, cells))
-    return table
+        cells.append((*row.labels, row.module or "(root)", str(row.count), *size, format_seconds(row.seconds)))
+    return number_table((*labels, "module"), ("count", *filter(None, [by]), "time"), cells)
 
 
 def _total(rows: Sequence[WorkRow]) -> tuple[int, int, float]:

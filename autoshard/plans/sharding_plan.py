@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,19 @@ import torch
 
 from autoshard import display
 from autoshard.errors import PlanError
-from autoshard.plans import plan_data, plan_text
+from autoshard.plans import plan_data, plan_page, plan_text
+from autoshard.plans.alternative import Alternative
+from autoshard.plans.expenses import Expenses
+from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import PlanContents
+from autoshard.plans.step_picture import gantt, trace
+from autoshard.plans.step_tasks import StepTasks
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingPlan(PlanContents):
+class ShardingPlan(PlanContents, HasPage):
     """The placements of all parameters, inputs and outputs of a model on a mesh, and the strategies of its operators.
 
     A plan is data: it holds no tensor and no process group, compares by value, and round-trips through JSON.
@@ -50,7 +55,14 @@ class ShardingPlan(PlanContents):
             in the backward half (ZeRO-3); `"once"` if they are kept for it, or if one half alone gathers it; parameters
             that are used as they lie are not listed.
         recomputed: names of the layers that the backward half runs again, instead of keeping their activations.
+        step_replay: the predicted step, call by call, for pictures; empty in the files of older versions.
+        replanner: answers `why_not`; None where the plan does not remember how it was made. It holds the captured step,
+            about 70 MB for a model of 32 layers, and no weights. It is no part of the plan's value, file or pickle.
     """
+
+    replanner: Callable[[ShardingPlan, Mapping[str, Any]], Alternative[ShardingPlan]] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     def __repr__(self) -> str:
         peak, step = format_bytes(self.memory.peak), format_seconds(self.step_seconds)
@@ -62,6 +74,13 @@ class ShardingPlan(PlanContents):
 
     def _repr_html_(self) -> str:
         return display.html(plan_text.plan_table(self))
+
+    def _page(self) -> str:
+        return plan_page.page(self)
+
+    def page_sections(self) -> list[Section]:
+        """Return the sections of the page, for a page that shows more than the plan."""
+        return plan_page.plan_sections(self)
 
     def __deepcopy__(self, memo: object) -> ShardingPlan:
         # A plan never changes: a copy of a module shares it.
@@ -80,6 +99,59 @@ class ShardingPlan(PlanContents):
             PlanError: nothing in the plan matches.
         """
         return plan_text.explain(self, path_glob)
+
+    def expenses(self) -> Expenses:
+        """Return what a step spends: seconds and bytes by mesh axis, kind and module; it prints as tables."""
+        return Expenses(self)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted step of one rank as a trace that Perfetto and chrome://tracing load.
+
+        Raises:
+            PlanError: the plan is from a file of an older version, which does not have the calls of the step.
+        """
+        step = StepTasks.of(self)
+        Path(path).write_text(trace(step.tasks, step.starts, step.ends, [step.memory]), "utf-8")
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted step of one rank as an SVG picture: compute, and communication below it.
+
+        Raises:
+            PlanError: as for `trace`.
+        """
+        step = StepTasks.of(self)
+        title = f"{self.mesh}: predicted step {format_seconds(self.step_seconds)}"
+        Path(path).write_text(gantt(step.tasks, step.starts, step.ends, title), "utf-8")
+
+    def why_not(self, asked: Mapping[str, Any]) -> Alternative[ShardingPlan]:
+        """Find the best plan that has what is asked for, and what it costs in place of this one, term by term.
+
+        It takes about as long as this plan took, without the capture. The options are those that this plan was made
+        with; of its hints, those under the same globs are replaced.
+
+        Args:
+            asked: what the plan should have, as the option `hints` of `autoshard.plan` says it: glob -> placements or
+                a primitive, such as `{"layers.*.up.weight": {"tp": Shard(0)}}` or `{"*": autoshard.replicate("dp")}`.
+
+        Raises:
+            PlanError: the plan was loaded from a file, or is of a parallelised module, so that it does not remember how
+                it was made (`autoshard.why_not` takes the model); or the model exists no more.
+            HintError: a hint names what the model or the mesh does not have.
+        """
+        if self.replanner is None:
+            raise PlanError(
+                "this plan does not remember how it was made, as one that autoshard.plan returns does: ask "
+                "autoshard.why_not(plan, asked, model, example_args, example_kwargs)."
+            )
+        return self.replanner(self, asked)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles are of the value alone.
+        return ShardingPlan._of_values, tuple(getattr(self, item.name) for item in fields(PlanContents))
+
+    @staticmethod
+    def _of_values(*values: Any) -> ShardingPlan:
+        return ShardingPlan(**dict(zip((item.name for item in fields(PlanContents)), values, strict=True)))
 
     def to_json(self) -> str:
         """Return the plan as a JSON text with a checksum of its content."""

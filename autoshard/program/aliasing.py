@@ -1,9 +1,13 @@
-"""The memory in which the tensor of a node of a program lies: its own, or that of the node that it is a view of."""
+"""The memory in which the tensor of a node of a program lies: its own, or that of the node that it is a view of.
+
+A program without a backward half writes rows into inputs that it changes, such as caches, instead of making new ones.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +16,9 @@ from torch import fx
 from autoshard.specs.emitter import collectives
 
 _WAIT = collectives.wait_tensor.default
+
+# Operators that write rows into a copy of their first operand -> those that write into the operand itself.
+_IN_PLACE = {torch.ops.aten.index_copy.default: torch.ops.aten.index_copy_.default}
 
 
 @functools.cache
@@ -57,3 +64,17 @@ def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int
     except RuntimeError:
         return False
     return True
+
+
+def write_in_place(changed: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+    """Have a program write rows into its inputs.
+
+    Args:
+        changed: inputs that a step changes, as placeholders, and the nodes of their new values. Those that are read
+            elsewhere, or get their values by other operators, stay as they are.
+    """
+    for source, value in changed:
+        if value.target in _IN_PLACE and value.args[0] is source and len(source.users) == 1:
+            value.target = _IN_PLACE[value.target]
+            # Its price is that of the rows, no longer that of the operator of the captured graph.
+            value.meta.pop("stands_for", None)

@@ -91,15 +91,23 @@ class PlannedGraph:
     shared: SharedAxis | None
 
 
+def arrangement_of(planned: PlannedGraph, groups: Sequence[str], overlap: str) -> Arrangement:
+    """Return the arrangement of collectives for the option `overlap`, `"own"` or `"torch"`."""
+    if overlap == "own":
+        return arrange_own
+    return TorchArrangement(KernelPrices(planned.cost), groups, planned.graph.dynamic is not None)
+
+
 def build_program(
     planned: PlannedGraph,
     groups: Sequence[str],
     home: torch.device,
     *,
     compile: bool,
-    overlap: str,
     in_parts: bool,
     reduced: DeferredReduction | None,
+    arrange: Arrangement = arrange_own,
+    in_place: bool = False,
 ) -> tuple[LocalStep, Halves]:
     """Make the program of a rank.
 
@@ -107,17 +115,21 @@ def build_program(
         planned: the graph and the decisions.
         groups: for every mesh axis, the name of the process group of this rank's line along it.
         home: the device of the program's tensors.
-        compile, in_parts, reduced: as for `split`.
-        overlap: the passes that arrange collectives, `"own"` or `"torch"`.
+        compile, in_parts, reduced, arrange: as for `split`.
+        in_place: True if the program may write into inputs that it changes, as for `split`. Inputs of a graph with
+            checks of its results change after these alone.
 
     Raises:
         PlanError: an operator can't have unequal shares as the plan has it.
         RuleError: the program would be another one at other sizes.
     """
-    arrange: Arrangement = arrange_own
-    if overlap == "torch":
-        dynamic = planned.graph.dynamic is not None
-        arrange = TorchArrangement(KernelPrices(planned.cost), groups, dynamic)
     with outside_modes():
         step = size_generic_step(planned.flow, planned.resharder, groups, home, planned.shared)
-        return step, split(step, compile, in_parts=in_parts, reduced=reduced, arrange=arrange)
+        in_place = in_place and not planned.graph.result.checks
+        return step, split(step, compile, in_parts, reduced, arrange, in_place)
+
+
+def split_again(step: LocalStep, arrange: Arrangement, compile: bool, reduced: DeferredReduction | None) -> Halves:
+    """Split a program anew, with arguments as for `split`: to compile it, or to add up gradients over several runs."""
+    with outside_modes():
+        return split(step, compile, reduced=reduced, arrange=arrange)

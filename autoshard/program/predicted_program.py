@@ -17,6 +17,7 @@ from autoshard.capture import outside_modes
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
 from autoshard.patterns.strategy import resolve_variant
+from autoshard.program.aliasing import write_in_place
 from autoshard.program.graph_emitter import add_call
 from autoshard.program.program_replay import COLLECTIVE_KINDS
 from autoshard.program.walk import LocalPrograms, LocalResults, ProgramWalk, Recording
@@ -64,7 +65,11 @@ class PredictedProgram:
 
 
 def predict_program(
-    flow: Flow, resharder: Resharder, programs: LocalPrograms, reduced: DeferredReduction | None = None
+    flow: Flow,
+    resharder: Resharder,
+    programs: LocalPrograms,
+    reduced: DeferredReduction | None = None,
+    in_place: bool = True,
 ) -> PredictedProgram:
     """Return the program of some decisions, split in halves and scheduled as the program itself is.
 
@@ -73,6 +78,7 @@ def predict_program(
         resharder: finds the reshards.
         programs: the recordings of operators and reshards.
         reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
+        in_place: True if the program may write into inputs that it changes, as for `build_program`.
     """
     with outside_modes():
         halves = _PredictedHalves(flow, programs)
@@ -87,6 +93,9 @@ def predict_program(
         halves.add_rank_inputs()
         outputs = walk.run()
         unreduced = halves.finish(outputs, reduced)
+        if in_place and not flow.graph.gradients and not flow.graph.result.checks:
+            sources = {source.name: inputs[source.node.name] for source in flow.graph.inputs}
+            write_in_place((sources[name], node) for (kind, name), node in outputs.items() if kind == "mutation")
         return PredictedProgram(halves.halves["forward"], halves.halves["backward"], inputs, outputs, unreduced)
 
 

@@ -46,9 +46,11 @@ def kernel_seconds(cost: CostModel, op: Any, operands: object, results: object, 
     """
     if not hasattr(op, "overloadpacket"):
         return 0.0
-    if makes_view(op):
-        return cost.view()
     written, operands = list(tensors(results)), list(tensors(operands))
+    if op is torch.ops.aten.index_copy_.default:
+        written = operands = operands[-1:]  # rows are written to the memory of another tensor
+    elif makes_view(op):
+        return cost.view()
     work = flops(op, [tensor.shape for tensor in operands], [tensor.shape for tensor in written], args)
     # A kernel that selects reads only what it keeps.
     read = written if op is torch.ops.aten.index_select.default else operands
@@ -172,10 +174,17 @@ def operations(graphs: Iterable[fx.Graph], groups: Sequence[str], prices: Kernel
         groups: for every mesh axis, the name of the process group in the program.
         prices: of kernels and collectives.
     """
+    return [operation for operation, _ in issue_calls(graphs, groups, prices)]
+
+
+def issue_calls(
+    graphs: Iterable[fx.Graph], groups: Sequence[str], prices: KernelPrices
+) -> list[tuple[Operation, fx.Node]]:
+    """Return the operations of `operations`, each with the node that issues it."""
     issuer = _Issuer(groups, prices)
     for graph in graphs:
         issuer.run(graph)
-    return issuer.issued
+    return list(zip(issuer.issued, issuer.nodes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +217,8 @@ class _Issuer:
         self.prices = prices
         self.groups = groups
         self.issued: list[Operation] = []
+        # The node of every operation.
+        self.nodes: list[fx.Node] = []
         # The last operation of the compute stream.
         self.computed: int | None = None
 
@@ -223,26 +234,29 @@ class _Issuer:
                 started[node] = self._start(node)
                 # An exchange has no wait in the program: its operator returns when the rows are there.
                 if node.target is exchange_ops.exchange.default:
-                    self._issue(f"wait {node.name}", COMPUTE, 0.0, started[node])
+                    self._issue(node, f"wait {node.name}", COMPUTE, 0.0, started[node])
             elif node.target is _WAIT:
                 (start,) = node.all_input_nodes
                 # One of several results.
                 if start.target is operator.getitem:
                     start = start.all_input_nodes[0]
-                self._issue(node.name, COMPUTE, 0.0, started.get(start), dispatch=dispatch.view)
+                self._issue(node, node.name, COMPUTE, 0.0, started.get(start), dispatch=dispatch.view)
             else:
                 seconds = self.prices.seconds(node)
-                self._issue(node.name, COMPUTE, seconds, dispatch=dispatch.kernel if seconds else dispatch.view)
+                self._issue(node, node.name, COMPUTE, seconds, dispatch=dispatch.kernel if seconds else dispatch.view)
 
     def _start(self, node: fx.Node) -> int:
         sent, cost = collective_call(node, self.groups), self.prices.cost
         seconds = cost.collective(sent.kind, sent.bytes, sent.axis)
         dispatch = cost.cluster.device.dispatch.collective
-        return self._issue(node.name, link_stream(cost.spans_hosts(sent.axis)), seconds, dispatch=dispatch)
+        return self._issue(node, node.name, link_stream(cost.spans_hosts(sent.axis)), seconds, dispatch=dispatch)
 
-    def _issue(self, name: str, stream: str, seconds: float, *needs: int | None, dispatch: float = 0.0) -> int:
+    def _issue(
+        self, node: fx.Node, name: str, stream: str, seconds: float, *needs: int | None, dispatch: float = 0.0
+    ) -> int:
         known = {need for need in (*needs, self.computed) if need is not None}
         self.issued.append(Operation(name, stream, seconds, tuple(sorted(known)), dispatch))
+        self.nodes.append(node)
         if stream == COMPUTE:
             self.computed = len(self.issued) - 1
         return len(self.issued) - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import fx
 
 from autoshard.patterns.exchanging import exchange_ops, lower_shifts
 from autoshard.program._torch import compile_graph, split_joint, write_code
+from autoshard.program.aliasing import write_in_place
 from autoshard.program.localize import LocalStep
 from autoshard.program.overlap import Arrangement, arrange_own
 from autoshard.reshard.collective_schedule import propagate_layers
@@ -153,11 +154,13 @@ class GradientReduction:
         places: the places of these gradients among all gradients of the step.
         last: replaces the backward half, or its second part, in the last run. Its last arguments are the sums of the
             runs before; its last results are the arguments of `end`.
+        alone: takes these gradients, or sums of them, as a list, and returns them reduced.
         end: awaits the rest of the reductions and returns those gradients; None if `last` returns all.
     """
 
     places: tuple[int, ...]
     last: GraphPart
+    alone: fx.GraphModule
     end: GraphPart | None
 
 
@@ -200,6 +203,7 @@ def split(
     in_parts: bool = False,
     reduced: DeferredReduction | None = None,
     arrange: Arrangement = arrange_own,
+    in_place: bool = False,
 ) -> Halves:
     """Split a local step with torch's partitioner, and join and order its collectives.
 
@@ -210,17 +214,20 @@ def split(
         in_parts: True if gradients of parameters may be wanted later than those of inputs.
         reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
         arrange: joins and orders the collectives of a half.
+        in_place: True if the forward half may write into inputs that the step changes, where there is no backward half,
+            and the program is not compiled.
     """
     joint = step.graph_module
     propagate_layers(joint.graph)
     compile = compile and not _is_sized_by_data(joint)
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
-    forward, backward = joint, None
     if step.gradients:
         # The partitioner that recomputes cheap operators first merges equal ones, also those that the plan repeats.
         cheap = compile and not step.repeats
         forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
+    else:
+        forward, backward = fx.GraphModule(joint, _copy(joint.graph)), None
     taken: tuple[sympy.Expr, ...] = ()
     unreduced = parts = reduction = None
     if backward is not None:
@@ -241,6 +248,8 @@ def split(
         # A compiler would reuse memory that a shift still reads.
         if compile:
             lower_shifts(half.graph)
+    if in_place and backward is None and not compile:
+        write_in_place(_changed_inputs(step, forward))
     forward_sizes = take_sizes(forward.graph)
     backward_sizes = () if backward is None else (*taken, *take_sizes(backward.graph))
     for half in (forward, *backwards):
@@ -259,6 +268,14 @@ def split(
     return Halves(forward, backward, saved, draws, forward_sizes, backward_sizes, parts, reduction)
 
 
+def _copy(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph: what is done to a half leaves the step as it is, which may be split again."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    copied.output_node().meta = dict(graph.output_node().meta)
+    return copied
+
+
 def _reduction(
     unreduced: PendingReductions, ends: fx.GraphModule | GraphPart, compile: bool, dynamic: bool
 ) -> GradientReduction:
@@ -268,18 +285,30 @@ def _reduction(
     else:
         whole, makes = ends, tuple(range(len(ends.graph.output_node().args[0])))  # type: ignore[arg-type]
     places = [makes.index(place) for place in unreduced.places]
+    alone = fx.GraphModule(whole, unreduced.scheduled_graph())
+    write_code(alone, take_list=True)
     graph = fx.GraphModule(whole, reduce_with_sums(whole.graph, unreduced, places))
     if compile:
         # Compiled code is not split at waits: `last` does everything.
         lower_shifts(graph.graph)
         graph.recompile()
         takes = tuple(range(len(graph.graph.find_nodes(op="placeholder"))))
-        return GradientReduction(unreduced.places, GraphPart(compile_graph(graph, dynamic=dynamic), takes, makes), None)
+        last = GraphPart(compile_graph(graph, dynamic=dynamic), takes, makes)
+        return GradientReduction(unreduced.places, last, alone, None)
     parts = split_at_waits(graph, places)
     last, end = (replace(part, makes=tuple(makes[place] for place in part.makes)) for part in parts)
     for half in (last, end):
         write_code(half.graph, take_list=True)
-    return GradientReduction(unreduced.places, last, end)
+    return GradientReduction(unreduced.places, last, alone, end)
+
+
+def _changed_inputs(step: LocalStep, forward: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the placeholders of inputs and buffers that a step changes, and the nodes of their new values."""
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    sources = {border.name: node for border, node in zip(step.inputs, placeholders, strict=False)}
+    for border, value in zip(step.forward_outputs, _results(forward), strict=False):
+        if border.kind == "mutation":
+            yield sources[border.name], value
 
 
 def _gradients_of(step: LocalStep, kind: str) -> list[int]:

@@ -33,6 +33,11 @@ def per_rank(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     return wrapped
 
 
+def replicates_implicitly() -> bool:
+    """Return True in torch's `implicit_replication()`, where operators take plain tensors for replicated ones."""
+    return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))
+
+
 def dtensor_spec(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,17 +12,21 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.call_layout import call_layout, call_tensors
 from autoshard.capture.dynamic import Dynamic
 from autoshard.errors import InputError
+from autoshard.options.target import Target
 from autoshard.runtime.rank_agreement import HostGroups
-from autoshard.specs.layout import dim_of
-from autoshard.specs.spec import is_shard
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import canonical, dim_of, is_even
+from autoshard.specs.spec import Spec, is_shard
 
 PlacementsByName = Mapping[str, tuple[Placement, ...]]
+PinsByName = Mapping[str, tuple[Placement | None, ...]]
+"""Name of an input -> a placement per axis, None where the plan decides."""
 Tangents = Literal["loss", "all"]
 
 
@@ -36,6 +40,7 @@ class NewCall:
         signature: of the call, as `capture.call_layout.signature_of` makes it.
         dynamic: True if the sizes that calls may change are dynamic in the program.
         tangents: the outputs that are differentiated, as for `capture`.
+        input_pins: placements of inputs in the program; None for those that `DTensor`s have.
     """
 
     args: tuple[Any, ...]
@@ -44,6 +49,7 @@ class NewCall:
     signature: Hashable
     dynamic: bool
     tangents: Tangents = "loss"
+    input_pins: PinsByName | None = None
 
 
 def without_numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,15 +57,45 @@ def without_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
-def describe_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> dict[str, str]:
-    """Return texts of all that ranks must have in common in a call of the module."""
+def describe_call(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    grad: bool,
+    split: Mapping[str, Collection[int]] | None = None,
+) -> dict[str, str]:
+    """Return texts of all that ranks must have in common in a call of the module.
+
+    Args:
+        module, args, kwargs: the call.
+        grad: True if gradients are wanted.
+        split: input path -> the dims whose sizes ranks need not have in common.
+    """
     tensors = call_tensors(module, args, kwargs)
+    split = split or {}
     return {
         "whether gradients are wanted": "yes" if grad else "no",
         "whether the module is in training mode": "yes" if module.training else "no",
         "the names of the tensors that are passed": ", ".join(tensors),
-        **{f"the input {name}": f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()},
+        **{f"the input {name}": _describe_tensor(tensor, split.get(name, ())) for name, tensor in tensors.items()},
     }
+
+
+def _describe_tensor(tensor: torch.Tensor, split: Collection[int]) -> str:
+    sizes = tuple("any" if dim in split else size for dim, size in enumerate(tensor.shape))
+    text = f"{tensor.dtype} {sizes}"
+    return f"{text}, a DTensor placed as {tensor.placements}" if isinstance(tensor, DTensor) else text
+
+
+def pins_of(tensors: Mapping[str, torch.Tensor], device_mesh: DeviceMesh) -> PinsByName:
+    """Return the placements of the `DTensor`s that a program takes as they lie on the mesh: whole, or even shards."""
+    mesh, pins = MeshShape.of(device_mesh), {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and tensor.device_mesh == device_mesh:
+            spec = Spec.of(*tensor.placements)
+            if not spec.partial_axes and is_even(tuple(tensor.shape), spec, mesh):
+                pins[name] = canonical(tuple(tensor.shape), spec, mesh).placements
+    return pins
 
 
 # No tuple: pytree would take that apart.
@@ -71,6 +107,7 @@ class _TensorSignature:
     shape: tuple[int | None, ...]
     dtype: torch.dtype
     requires_grad: bool
+    is_dtensor: bool
 
 
 def without_dynamic_sizes(
@@ -86,7 +123,7 @@ def without_dynamic_sizes(
         # Users may count dims from the end.
         free = {dim % leaf.ndim for dim in dims}
         shape = tuple(None if dim in free else size for dim, size in enumerate(leaf.shape))
-        return _TensorSignature(shape, leaf.dtype, leaf.requires_grad)
+        return _TensorSignature(shape, leaf.dtype, leaf.requires_grad, isinstance(leaf, DTensor))
 
     args, kwargs = pytree.tree_map(mask_sizes, call)
     return args, kwargs
@@ -186,16 +223,64 @@ def gather_shapes(shapes: Mapping[str, Sequence[int]], hosts: HostGroups) -> Sha
 
 
 def even_shapes(
-    shapes: Mapping[str, Sequence[int]], placements: Mapping[str, Sequence[Placement]], device_mesh: DeviceMesh
+    shapes: Mapping[str, Sequence[int]], placements: Mapping[str, Sequence[Placement]], mesh: MeshShape
 ) -> Shapes:
     """Return the global shapes of inputs whose shards have the same shape on every rank."""
     whole = {name: list(shape) for name, shape in shapes.items()}
     for name, shape in whole.items():
-        for axis, placement in enumerate(placements[name]):
-            # A number has no rows, whatever the placement of inputs that no plan has met.
-            if shape and is_shard(placement):
-                shape[dim_of(placement, len(shape))] *= device_mesh.size(axis)
+        for dim, size in split_dims(placements[name], len(shape), mesh):
+            shape[dim] *= size
     return whole
+
+
+def split_dims(placements: Sequence[Placement], dims: int, mesh: MeshShape) -> list[tuple[int, int]]:
+    """Return the dims of a tensor that axes split, each with the size of the axis."""
+    # A number has no rows, whatever the placement of inputs that no plan has met.
+    pairs = zip(placements, mesh.sizes, strict=True) if dims else ()
+    return [(dim_of(placement, dims), size) for placement, size in pairs if is_shard(placement)]
+
+
+def with_global_shapes(
+    module: nn.Module,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    global_shapes: Callable[[dict[str, tuple[int, ...]]], Shapes],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call with this rank's shards replaced by meta tensors of global shapes; `DTensor`s stay.
+
+    Args:
+        module: the module.
+        call: positional and keyword arguments.
+        global_shapes: returns the global shapes of shards, given their shapes by input path.
+    """
+    leaves, structure = pytree.tree_flatten(call)
+    local = {
+        name or str(place): (place, leaf)
+        for place, (name, leaf) in enumerate(zip(names_of_leaves(module, call), leaves, strict=True))
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+    }
+    shapes = global_shapes({name: tuple(leaf.shape) for name, (_, leaf) in local.items()})
+    for name, (place, leaf) in local.items():
+        leaves[place] = torch.empty(shapes[name], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    return args, kwargs
+
+
+def global_example(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target, mesh: MeshShape
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an example call with tensors of global shape: of meta tensors, if the target's example is a rank's own.
+
+    Raises:
+        HintError: a placement is not valid for an input of that name.
+    """
+    if target.options.example_inputs == "global":
+        return args, kwargs
+
+    def global_shapes(shapes: dict[str, tuple[int, ...]]) -> Shapes:
+        # A rank may have one row of a batch.
+        return even_shapes(shapes, target.input_pins(mesh, shapes, smallest_batch=1), mesh)
+
+    return with_global_shapes(module, (args, kwargs), global_shapes)
 
 
 def whole_shapes(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,10 @@ def bound_forward(module: nn.Module, runtime_name: str) -> MethodType:
 
     @functools.wraps(before if method is None else method.__func__)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return module.__dict__[runtime_name](*args, **kwargs)
+        runtime = module.__dict__[runtime_name]
+        if torch.compiler.is_dynamo_compiling():
+            return runtime.call_compiled(*args, **kwargs)
+        return runtime(*args, **kwargs)
 
     # A method takes the module for the first argument of the function that it wraps.
     if method is None:

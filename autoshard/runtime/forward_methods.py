@@ -12,16 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from autoshard.capture.call_layout import call_tensors
 from autoshard.errors import InputError
 from autoshard.names import suggestion
 from autoshard.options.target import Target
-from autoshard.runtime.module_runtime import RUNTIME, Runtime
+from autoshard.runtime.module_runtime import Runtime, runtime_of
 from autoshard.runtime.program_maker import CallPlanner, ProgramMaker
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.spec import Spec
 
 PlannerMaker = Callable[[nn.Module, MeshShape, Target], CallPlanner]
 
@@ -47,12 +46,7 @@ def register_method(module: nn.Module, path: str, make_planner: PlannerMaker) ->
     Raises:
         InputError: as for `autoshard.register_forward_method`.
     """
-    runtime = module.__dict__.get(RUNTIME)
-    if not isinstance(runtime, Runtime):
-        raise InputError(
-            f"{type(module).__name__} is not parallelised, or is a pipeline: register_forward_method is for the module "
-            "that autoshard.parallelize returned for a mesh without a pipeline axis. Call parallelize first."
-        )
+    runtime = runtime_of(module, "register_forward_method")
     owner, name = _find_method(module, path)
     if any(owner is known and name == known_name for known, known_name, _ in runtime.methods_before):
         return
@@ -128,13 +122,22 @@ class _MethodRuntime:
         self._runtime: Runtime | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._prepare()(*args, **kwargs)
+
+    @torch.compiler.disable(reason="the programs of a parallelised module are compiled one by one")
+    def call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in code that `torch.compile` traces."""
+        return self._prepare().call_compiled(*args, **kwargs)
+
+    def _prepare(self) -> Runtime:
+        """Return the runtime, ready for a call."""
         # Made by the first call: the shares of ranks and the placements are decided by then.
         if self._runtime is None:
             self._runtime = self._start()
         self._caller.training = self._main.module.training
-        if self._runtime.inputs == "local":
-            self._place_inputs(self._runtime, args, kwargs)
-        return self._runtime(*args, **kwargs)
+        # Local inputs lie as those of `forward` of the same name.
+        self._runtime.input_placements = self._main.input_placements | self._runtime.input_placements
+        return self._runtime
 
     def _start(self) -> Runtime:
         main = self._main
@@ -147,15 +150,8 @@ class _MethodRuntime:
         maker = ProgramMaker(self._caller, main.device_mesh, self._make_planner(self._caller, main.mesh, target), None)
         maker.placed = {f"{_CHILD}.{name}": placements for name, placements in main.maker.placed.items()}
         runtime = Runtime(maker)
-        runtime.uneven_inputs = main.uneven_inputs
+        runtime.accumulation = main.accumulation
         return runtime
-
-    def _place_inputs(self, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decide how local inputs lie: as those of `forward` of the same name, others as its first input."""
-        known = self._main.input_placements
-        first = next(iter(known.values()), Spec.all_replicated(runtime.mesh.ndim).placements)
-        for name in call_tensors(self._caller, args, kwargs):
-            runtime.input_placements.setdefault(name, known.get(name, first))
 
 
 def _method_target(target: Target, caller: type[nn.Module]) -> Target:

@@ -89,9 +89,13 @@ def write_back(step: LocalStep, border: ProgramTensor, value: Tensor, tensors: S
     for source, tensor in zip(step.inputs, tensors, strict=False):
         if source.name != border.name or source.kind == "tangent":
             continue
+        # The program wrote into it.
+        if value is local_of(tensor):
+            continue
         with torch.no_grad():
             # The caller has placed a `DTensor` that is an input; the program may place it otherwise.
-            if isinstance(tensor, DTensor) and source.kind == "input":
+            placed_otherwise = isinstance(tensor, DTensor) and tensor.placements != source.spec.placements
+            if isinstance(tensor, DTensor) and source.kind == "input" and placed_otherwise:
                 mesh = tensor.device_mesh
                 changed = wrap(value.contiguous(), mesh, source.spec, tensor.shape, tensor.dtype)
                 value = local_of(changed.redistribute(mesh, tensor.placements))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -30,34 +32,40 @@ from autoshard.runtime.calls import (
     MOST_PROGRAMS,
     CallSizes,
     NewCall,
+    PinsByName,
+    PlacementsByName,
+    Shapes,
     check_blocks,
     describe_call,
     even_shapes,
     gather_shapes,
     local_shares,
-    names_of_leaves,
+    pins_of,
+    split_dims,
     whole_shapes,
+    with_global_shapes,
     without_dynamic_sizes,
     without_numbers,
 )
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.copies import bound_forward, pickle_error, share_specs
+from autoshard.runtime.gradient_sums import Accumulation
+from autoshard.runtime.hub_methods import replace_hub_methods
 from autoshard.runtime.in_place_changes import check_changes, place_constant, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
+from autoshard.runtime.part_calls import check_part_calls, checks_of
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
-from autoshard.runtime.shards import place_buffers, to_mesh_device
+from autoshard.runtime.shards import local_of, place_buffers, to_mesh_device
 from autoshard.runtime.step import RunnableStep
 from autoshard.size import Sizes, at
-from autoshard.specs.layout import is_even
-from autoshard.specs.spec import Spec
 
 # The end of an error about ranks whose calls differ.
 ADVICE = (
     'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" its own '
-    "rows of it, as many as the others. Drop what is over at the end of an epoch (drop_last=True of a DataLoader). "
-    "The last ranks may pass fewer rows, those that Shard makes, only where the batch of the example does not divide "
-    "and the plan splits it: input_placements asks for that."
+    "rows of it, as many as the others, or, at the end of an epoch, the parts that Shard makes of fewer, the last ones "
+    "shorter or empty. autoshard.shard_dataloader gives every rank its part; or drop what is over (drop_last=True of a "
+    "DataLoader)."
 )
 
 # The attribute of a parallelised module that holds its runtime.
@@ -74,6 +82,7 @@ class CallProgram:
         locations: for every input of the program, a table of the module and its key, a tensor, or None for arguments.
         compared: True if the ranks have compared the inputs of the first call.
         others: programs of the signature for other flags, numbers, submodules or hooks of the module.
+        with_sums: the program whose backwards add up gradients; None before the first call in `autoshard.no_sync`.
     """
 
     graph: JointGraph
@@ -81,6 +90,16 @@ class CallProgram:
     locations: tuple[tuple[dict[str, Any], str] | torch.Tensor | None, ...]
     compared: bool = False
     others: tuple[CallProgram, ...] = ()
+    with_sums: RunnableStep | None = None
+
+    def accumulating_program(self, active: bool) -> RunnableStep:
+        """Return the program to run: in `autoshard.no_sync`, or with sums, the one whose backwards add up gradients."""
+        if self.with_sums is None:
+            if not active:
+                return self.program
+            self.with_sums = self.program.with_sums()
+        sums = self.with_sums.sums
+        return self.with_sums if active or (sums is not None and not sums.is_empty) else self.program
 
     def candidates(self) -> tuple[CallProgram, ...]:
         """Return all programs of the signature."""
@@ -92,6 +111,15 @@ class CallProgram:
         for served in self.others:
             served.others = ()
         return self
+
+
+class Replacement(Protocol):
+    """Runs a method of a parallelised module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in code that `torch.compile` traces."""
 
 
 class Runtime:
@@ -108,18 +136,21 @@ class Runtime:
             shapes. Shapes are not exchanged then, and outputs are local tensors.
         input_placements: the placements of inputs in programs, which local inputs have in other calls, too.
         owners: the modules that hold the parameters that were placed, by the parameters' names.
+        accumulation: the gradients that were added up in `autoshard.no_sync`.
     """
 
     def __init__(self, maker: ProgramMaker) -> None:
         self.module, self.device_mesh, self.mesh = maker.module, maker.device_mesh, maker.mesh
-        self.inputs = maker.target.inputs
+        self.inputs, self.data_axes = maker.target.inputs, maker.target.data_axes
         self.dynamic = maker.target.dynamic or {}
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
-        self.uneven_inputs = False
         self.methods_before: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.owners: dict[str, nn.Module] = {}
+        self.accumulation = Accumulation()
         self.maker = maker
+        self._compiles = False
+        self._has_local_outputs = maker.target.outputs == "local"
         self._has_planned_outputs = maker.target.output_placements is not None
         # Of hooks for all modules.
         self._has_warned = False
@@ -144,17 +175,22 @@ class Runtime:
             {"whether an example call is given": given, **self.maker.option_texts()},
             "Call parallelize with the same arguments on all ranks.",
         )
-        if args or kwargs:
-            self._program_for_call(args, kwargs, _wants_gradient(self.module, args, kwargs))
-        else:
-            self.maker.replicate_parameters()
+        with contextlib.ExitStack() as undo:
+            # Before the capture, which compares hooks at every call.
+            for handle in check_part_calls(self.module):
+                undo.callback(handle.remove)
+            if args or kwargs:
+                self._program_for_call(args, kwargs, _wants_gradient(self.module, args, kwargs))
+            else:
+                self.maker.replicate_parameters()
+            undo.pop_all()
         place_buffers(self.module, self.device_mesh)
         install_hooks(self.module)
         self.install()
         # Parameters that are left are held by somebody else, such as an optimizer that was made before.
         left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
         replace_in_optimizers(left)
-        prepare_optimizers(self.module)
+        prepare_optimizers(self.module, self.accumulation.check_reduced)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copy of the module, which shares plan, programs, planner and process groups."""
@@ -181,14 +217,14 @@ class Runtime:
             return copied
         share_specs(self.module, memo)
         copied = memo[id(self)] = Runtime(self.maker.for_module(module))
-        copied.input_placements, copied.uneven_inputs = dict(self.input_placements), self.uneven_inputs
+        copied.input_placements = dict(self.input_placements)
         forward_before = self.methods_before[0][2]
         copied.methods_before = [(module, "forward", copy.deepcopy(forward_before, memo))]
         copied._forward = copy.deepcopy(self._forward, memo)
         copied.owners = {name: memo[id(owner)] for name, owner in self.owners.items() if id(owner) in memo}
         copied._has_warned = self._has_warned
         copied._original_programs = self._programs_by_fingerprint()
-        prepare_optimizers(module)
+        prepare_optimizers(module, copied.accumulation.check_reduced)
         return copied
 
     def _programs_by_fingerprint(self) -> dict[Hashable, dict[str, RunnableStep]]:
@@ -211,20 +247,28 @@ class Runtime:
         self.module.forward = self._forward
         self.module.__dict__[RUNTIME] = self
         _torch.support_anomaly_detection()
-        for name, part in self.module.named_modules():
-            if callable(getattr(part, _RESIZE, None)):
-                part.__dict__[_RESIZE] = partial(_refuse_resize, name)
+        replace_hub_methods(self.module)
 
-    def replace_method(self, owner: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
+    def counted_no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of `autoshard.no_sync` if the plan counts the sums, else one that changes nothing."""
+        counted = self.maker.target.options.accumulate > 1
+        return self.accumulation.without_reductions() if counted else contextlib.nullcontext()
+
+    def replace_method(self, owner: nn.Module, name: str, replacement: Replacement) -> None:
         """Replace a method of the module or of a submodule; captures run the one before."""
         before = getattr(owner, name)
 
         @wraps(before)
         def method(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return replacement.call_compiled(*args, **kwargs)
             return replacement(*args, **kwargs)
 
         self.methods_before.append((owner, name, before))
         setattr(owner, name, method)
+        if name == "forward":
+            for check in checks_of(owner):
+                check.allowed = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = _wants_gradient(self.module, args, kwargs)
@@ -237,39 +281,64 @@ class Runtime:
         self._has_warned = self._has_warned or warn_of_global_hooks()
         counts = None
         whole_args, whole_kwargs = args, kwargs
-        self._compare_sizes(args, kwargs, grad)
         if self.only_call is not None:
             whole_args, whole_kwargs = self.only_call
         elif self.inputs == "local":
-            (whole_args, whole_kwargs), counts = self._with_global_shapes((args, kwargs))
+            self._decide_input_placements(args, kwargs)
+            is_uneven = self._compare_sizes(args, kwargs, grad)
+            (whole_args, whole_kwargs), counts = self._with_global_shapes((args, kwargs), is_uneven)
+        elif self.dynamic:
+            self._compare_sizes(args, kwargs, grad)
         served, sizes = self._program_for_call(whole_args, whole_kwargs, grad)
         if not served.compared:
             self._compare(served, args, kwargs)
         return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
 
-    def _compare_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> None:
-        """Raise an `InputError` on every rank if ranks pass other sizes that need no new program."""
-        # Uneven shards have an exchange of their own.
-        free = self.inputs == "local" or self.dynamic
-        if self.only_call is not None or self._takes_uneven_shards() or not free or is_alone(self.device_mesh):
-            return
-        # A rank with new sizes does not know whether the others have these, so every call is compared: by a digest
-        # from host to host, and by texts only where digests differ.
-        texts = describe_call(self.module, args, kwargs, grad)
-        if self.maker.hosts.differ(repr(texts)):
-            check_ranks_agree(self.device_mesh, texts, ADVICE)
+    # Dynamo would trace the runtime, exchanges between ranks included, and fail.
+    @torch.compiler.disable(reason="the programs of a parallelised module are compiled one by one")
+    def call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in code that `torch.compile` traces: programs are compiled from now on, as by `compile=True`."""
+        self._compiles = True
+        return self(*args, **kwargs)
 
-    def _takes_uneven_shards(self) -> bool:
-        """Return True if ranks may pass shards of different lengths, which they then tell each other."""
-        return self.inputs == "local" and (self.uneven_inputs or self.maker.shares is not None)
+    def _decide_input_placements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide how the local inputs lie that no call had before."""
+        shapes = self._input_shapes(args, kwargs)
+        if shapes.keys() <= self.input_placements.keys():
+            return
+        # Of the rows of a rank, one may be the whole batch of the rank.
+        placements = self.maker.target.input_pins(self.mesh, shapes, smallest_batch=1)
+        self.input_placements = placements | self.input_placements
+
+    def _compare_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> bool:
+        """Return True if ranks pass shards of different lengths; raise an `InputError` on every rank if calls differ
+        in anything else.
+        """
+        if is_alone(self.device_mesh):
+            return False
+        tensors = call_tensors(self.module, args, kwargs)
+        split = {
+            name: [dim for dim, _ in split_dims(self.input_placements[name], tensor.ndim, self.mesh)]
+            for name, tensor in (tensors.items() if self.inputs == "local" else ())
+            if not isinstance(tensor, DTensor)
+        }
+        # A rank with new sizes does not know whether the others have these, so every call is compared: by digests
+        # from host to host, and by texts only where digests differ.
+        texts = describe_call(self.module, args, kwargs, grad, split)
+        with_lengths = [repr(describe_call(self.module, args, kwargs, grad))] if split else []
+        differs, *is_uneven = self.maker.hosts.differ(repr(texts), *with_lengths)
+        if differs:
+            check_ranks_agree(self.device_mesh, texts, ADVICE)
+        return any(is_uneven)
 
     def _compare(self, served: CallProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the first batch of a signature over all ranks, where they must pass the same."""
-        if self.inputs == "global" and self.only_call is None:
+        """Compare the first batch of a signature over all ranks that must pass the same."""
+        if self.only_call is None:
             names = [border.name for border in served.program.step.inputs if border.kind == "input"]
             leaves = served.graph.call.flatten(args, kwargs)
             inputs = {name: tensor for name, tensor in zip(names, leaves, strict=False) if not tensor.is_meta}
-            check_same_inputs(self.device_mesh, inputs)
+            placements = {name: self.input_placements[name] for name in inputs} if self.inputs == "local" else None
+            check_same_inputs(self.device_mesh, inputs, placements)
         served.compared = True
 
     def _with_shares(self, served: CallProgram, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
@@ -295,20 +364,46 @@ class Runtime:
                 )
         return {**sizes, **shared.sizes(counts, self.device_mesh.get_local_rank(shared.axis))}
 
-    def _program_for_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[CallProgram, Sizes]:
-        """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes."""
+    def place_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str]) -> PlacementsByName:
+        """Make the program of a call without gradients, and return where it wants some inputs, such as a cache, to lie.
+
+        The first program of the module also places its parameters. All ranks call this together.
+
+        Args:
+            args, kwargs: of the call, with tensors of global shapes, which may be on the meta device.
+            names: the inputs, which are `DTensor`s, however they lie. The plan decides where they are to lie; a program
+                that is there already has decided it.
+
+        Raises:
+            AutoshardError: as for a call.
+        """
+        free = dict.fromkeys(names, (None,) * self.mesh.ndim)
+        with torch.no_grad():
+            pins = pins_of(call_tensors(self.module, args, kwargs), self.device_mesh)
+            served, _ = self._program_for_call(args, kwargs, grad=False, input_pins={**pins, **free})
+        inputs = {border.name: border for border in served.program.step.inputs if border.kind == "input"}
+        return {name: inputs[name].spec.placements for name in names}
+
+    def _program_for_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, input_pins: PinsByName | None = None
+    ) -> tuple[CallProgram, Sizes]:
+        """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes.
+
+        The pins are for a new program, as in `NewCall`.
+        """
         shapes = self._input_shapes(args, kwargs) if self.dynamic else {}
         dynamic = without_omitted_arguments(self.module, self.dynamic, shapes)
         if dynamic and may_be_dynamic(dynamic, shapes):
             masked_args, masked_kwargs = without_dynamic_sizes(self.module, (args, kwargs), dynamic)
             signature = signature_of(self.module, masked_args, masked_kwargs, grad)
-            served = self._serve(NewCall(args, kwargs, grad, signature, True))
+            served = self._serve(NewCall(args, kwargs, grad, signature, True, input_pins=input_pins))
             assert served.graph.dynamic is not None
             sizes = served.graph.dynamic.sizes_of(shapes)
             if served.graph.dynamic.serves(sizes):
                 return served, sizes
         # Calls outside the range of the dynamic graph, such as a batch of one, have graphs of their own.
-        served = self._serve(NewCall(args, kwargs, grad, signature_of(self.module, args, kwargs, grad), False))
+        signature = signature_of(self.module, args, kwargs, grad)
+        served = self._serve(NewCall(args, kwargs, grad, signature, False, input_pins=input_pins))
         return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
 
     def _serve(self, call: NewCall) -> CallProgram:
@@ -342,15 +437,18 @@ class Runtime:
         check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
         programs = dict(self._original_programs.get(call.signature, {}))
         programs |= {served.graph.fingerprint: served.program for served in earlier}
-        graph, program = self.maker.make(call, programs, self.input_placements)
+        if call.input_pins is None:
+            pins = pins_of(call_tensors(self.module, call.args, call.kwargs), self.device_mesh)
+            call = replace(call, input_pins={**(self.input_placements if self.inputs == "local" else {}), **pins})
+        assert call.input_pins is not None
+        graph, program = self.maker.make(call, programs, call.input_pins)
         for border in program.step.inputs:
             if border.kind == "input":
                 self.input_placements[border.name] = border.spec.placements
-                self.uneven_inputs |= not is_even(border.shape, border.spec, self.mesh)
         if not earlier and self.only_call is None:
             shapes = self._input_shapes(call.args, call.kwargs)
             self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
-        program = replace(program, general=self._general_program(call, graph))
+        program = replace(program, general=self._general_program(call, graph), accumulation=self.accumulation)
         locations = tuple(self._location(graph, border) for border in program.step.inputs)
         # A program for the same state was made for fewer gradients, and goes.
         others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
@@ -380,9 +478,11 @@ class Runtime:
         return {name: tuple(tensor.shape) for name, tensor in call_tensors(self.module, args, kwargs).items()}
 
     def _call_kind(self, call: NewCall) -> Hashable:
-        """Return everything of a call but sizes and plain values."""
+        """Return everything of a call but sizes, other than those of `DTensor`s, and plain values."""
         tensors = call_tensors(self.module, call.args, call.kwargs).items()
-        return call.grad, self.module.training, tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
+        sizes = tuple(tuple(tensor.shape) for _, tensor in tensors if isinstance(tensor, DTensor))
+        kinds = tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
+        return call.grad, self.module.training, kinds, sizes
 
     def _location(self, graph: JointGraph, border: ProgramTensor) -> tuple[dict[str, Any], str] | torch.Tensor | None:
         """Return where to find an input of the program: a table of the module and its key, or the tensor itself."""
@@ -396,7 +496,10 @@ class Runtime:
         return None
 
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        program, step = served.program, served.program.step
+        if self._compiles and not served.program.compiled:
+            served.program, served.with_sums = served.program.with_compiler(), None
+        program = served.accumulating_program(self.accumulation.active)
+        step = program.step
         leaves = iter(served.graph.call.flatten(args, kwargs))
         # The tensors that the user knows, in the order of the program's inputs.
         sources = []
@@ -431,17 +534,32 @@ class Runtime:
         self._restore_views(served, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
-        return served.graph.result.unflatten(outputs)
+        return served.graph.result.unflatten(outputs, (args, kwargs))
 
     def _input(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         """Return an input as the program takes it: this rank's local tensor, contiguous as in the capture."""
         if isinstance(tensor, DTensor):
+            # Without autograd's part in it, which takes time: a cache is many such inputs of every call.
+            if tensor.placements == border.spec.placements and not tensor.requires_grad:
+                return local_of(tensor).contiguous()
             return tensor.redistribute(self.device_mesh, border.spec.placements).to_local()
         return tensor.contiguous()
 
     def _output(self, local: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
-        """Return an output for the user: a plain tensor if it is replicated, a DTensor if it is sharded or planned."""
+        """Return an output for the user.
+
+        That is a plain tensor if it is replicated and not planned, or if ranks are to have their own parts; else a
+        `DTensor`.
+        """
         if self.only_call is not None or (border.spec.is_replicated and not self._has_planned_outputs):
+            return local
+        if self._has_local_outputs:
+            rows = zip(border.spec.placements, self.mesh.axes, strict=True)
+            parts = math.prod(axis.size for row, axis in rows if not row.is_replicate() and axis.name in self.data_axes)
+            # The mean of the ranks' losses is differentiated, as in `DistributedDataParallel`.
+            if parts > 1 and local.requires_grad:
+                # No gradient arrives where the output is not used.
+                local.register_hook(lambda gradient: None if gradient is None else gradient / parts)
             return local
         shape, stride = torch.Size(border.shape), torch.empty(border.shape, device="meta").stride()
         # Shape and stride are given, since torch would take all shards for equal.
@@ -452,7 +570,7 @@ class Runtime:
     def _restore_views(self, served: CallProgram, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Replace outputs by views of tensors that the call changes in place, so that they see later changes, too."""
         step, result = served.program.step, served.graph.result
-        if not result.views or self.only_call is not None or self._has_planned_outputs:
+        if not result.views or self.only_call is not None or self._has_planned_outputs or self._has_local_outputs:
             return
         changed = {border.name for border in step.forward_outputs if border.kind == "mutation"}
         inputs_by_name = {
@@ -468,36 +586,38 @@ class Runtime:
                 outputs[place] = restored
 
     def _with_global_shapes(
-        self, call: tuple[tuple[Any, ...], dict[str, Any]]
+        self, call: tuple[tuple[Any, ...], dict[str, Any]], is_uneven: bool
     ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[int] | None]:
         """Return the call with this rank's shards replaced by meta tensors of global shapes.
 
-        Where the ranks of an axis have unequal shares of the batch, also return the number of rows of each.
+        Where the ranks of an axis have unequal shares of the batch, also return the number of rows of each. Shards of
+        different lengths, or shares, are told by all ranks to each other.
         """
-        leaves, structure = pytree.tree_flatten(call)
-        local = {
-            name or str(place): (place, leaf)
-            for place, (name, leaf) in enumerate(zip(names_of_leaves(self.module, call), leaves, strict=True))
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
-        }
-        local_shapes = {name: leaf.shape for name, (_, leaf) in local.items()}
-        # An input that is in no plan has the placements of the first one.
-        default = next(iter(self.input_placements.values()), Spec.all_replicated(self.mesh.ndim).placements)
-        placements = {name: self.input_placements.get(name, default) for name in local}
-        counts = shares = None
-        if self._takes_uneven_shards():
-            tables = gather_shapes(local_shapes, self.maker.hosts)
+        counts: list[int] | None = None
+
+        def global_shapes(local_shapes: dict[str, tuple[int, ...]]) -> Shapes:
+            nonlocal counts
+            if not is_uneven and self.maker.shares is None:
+                return even_shapes(local_shapes, self.input_placements, self.mesh)
+            tables, shares = gather_shapes(local_shapes, self.maker.hosts), None
             if self.maker.shares is not None:
                 axis = self.maker.shares[0]
-                counts = local_shares(tables, placements, self.device_mesh, axis)
+                counts = local_shares(tables, self.input_placements, self.device_mesh, axis)
                 shares = axis, counts
-            shapes = whole_shapes(tables, placements, self.device_mesh, shares)
-        else:
-            shapes = even_shapes(local_shapes, placements, self.device_mesh)
-        for name, (place, leaf) in local.items():
-            leaves[place] = torch.empty(shapes[name], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return (args, kwargs), counts
+            return whole_shapes(tables, self.input_placements, self.device_mesh, shares)
+
+        return with_global_shapes(self.module, call, global_shapes), counts
+
+
+def runtime_of(module: nn.Module, function: str) -> Runtime:
+    """Return the runtime of a parallelised module; raise an `InputError` that names the function for another one."""
+    runtime = module.__dict__.get(RUNTIME)
+    if not isinstance(runtime, Runtime):
+        raise InputError(
+            f"{type(module).__name__} is not parallelised, or is a pipeline: {function} is for the module that "
+            "autoshard.parallelize returned for a mesh without a pipeline axis. Call parallelize first."
+        )
+    return runtime
 
 
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -530,18 +650,6 @@ def _meta_tensor_error(borders: Sequence[ProgramTensor], tensors: Sequence[torch
     return InputError(
         f"the {border.kind} {border.name} is on the meta device and has no numbers: call autoshard.materialize(model), "
         "or autoshard.load_safetensors, first."
-    )
-
-
-# The method of Hugging Face's language models that changes the size of their vocabulary.
-_RESIZE = "resize_token_embeddings"
-
-
-def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> None:
-    path = f"{name}.{_RESIZE}" if name else _RESIZE
-    raise InputError(
-        f"{path}: the embeddings of a parallelised module lie on its mesh, and its programs are made for their sizes. "
-        f"Call {_RESIZE} before autoshard.parallelize."
     )
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.optim import Adafactor, Optimizer, Rprop
+from torch.optim import Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.errors import InputError, PlanError
+from autoshard.runtime.adafactor import Adafactor
 from autoshard.runtime.checkpoint import checkpointable
 
 
@@ -90,11 +92,15 @@ def _replacement(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKey
     return new
 
 
-def prepare_optimizers(module: nn.Module) -> None:
+def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -> None:
     """Prepare optimizers of a module's `DTensor` parameters at their first step.
 
     From then on checkpoints of their state are right (`torch.distributed.checkpoint.state_dict` has an optimizer
     without state take a step first). Those that can't step on shards raise an `InputError` in `step` first.
+
+    Args:
+        module: the module.
+        check_gradients: called before every step; raises an `InputError` if gradients are not ready.
     """
     watched = weakref.ref(module)
     # The count of parameters at the last look: an optimizer is checked again where groups were added.
@@ -102,6 +108,8 @@ def prepare_optimizers(module: nn.Module) -> None:
     ready: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if optimizer in ready:
+            check_gradients()
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         module = watched()
         if checked_counts.get(optimizer) == count or module is None:
@@ -110,7 +118,9 @@ def prepare_optimizers(module: nn.Module) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in ours]
         for parameter in held:
             _check_steps(optimizer, ours[id(parameter)], parameter)
+        checked_counts[optimizer] = count
         if held and optimizer not in ready:
+            check_gradients()
             ready.add(optimizer)
             checkpointable(optimizer)
             optimizer.register_step_post_hook(_count_changes)
@@ -129,17 +139,23 @@ def _count_changes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
             increment_version([parameter for parameter in held if parameter.grad is not None])
 
 
-# Optimizers with operators that change a `DTensor` in place only if it is replicated.
-_WHOLE_ONLY = (Adafactor, Rprop)
+# Optimizers with operators that change a `DTensor` in place only if it is replicated, and what to use instead.
+_WHOLE_ONLY: dict[type[Optimizer], str] = {
+    torch.optim.Adafactor: "Take autoshard.Adafactor, which has the same arguments",
+    Rprop: "Take another optimizer",
+}
 
 
 def _check_steps(optimizer: Optimizer, name: str, parameter: Tensor) -> None:
     sharded = isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
     # With `capturable`, on GPUs, Rprop has other code.
     capturable = all(group.get("capturable") for group in optimizer.param_groups)
-    if sharded and isinstance(optimizer, _WHOLE_ONLY) and not capturable:
-        raise InputError(
-            f"{type(optimizer).__name__} can't step on sharded parameters: torch's has no operators for them as "
-            f"DTensors, and {name!r} lies as {parameter.placements}. Take another optimizer, or keep the parameters "  # type: ignore[attr-defined]
-            'whole: autoshard.parallelize(..., hints={"*": Replicate()}).'
-        )
+    if not sharded or capturable or isinstance(optimizer, Adafactor):
+        return
+    for kind, remedy in _WHOLE_ONLY.items():
+        if isinstance(optimizer, kind):
+            raise InputError(
+                f"{type(optimizer).__name__} can't step on sharded parameters: torch's has no operators for them as "
+                f"DTensors, and {name!r} lies as {parameter.placements}. {remedy}, or keep the parameters whole: "  # type: ignore[attr-defined]
+                'autoshard.parallelize(..., hints={"*": Replicate()}).'
+            )

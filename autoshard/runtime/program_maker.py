@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 import math
@@ -21,9 +22,10 @@ from autoshard.capture.fake_module import check_parameters
 from autoshard.capture.joint import JointGraph
 from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.program.build_program import PlannedGraph, build_program
+from autoshard.program.build_program import PlannedGraph, arrangement_of, build_program, split_again
 from autoshard.reshard.reductions import DeferredReduction
-from autoshard.runtime.calls import NewCall, PlacementsByName, Tangents, without_numbers
+from autoshard.runtime.calls import NewCall, PinsByName, PlacementsByName, Tangents, without_numbers
+from autoshard.runtime.gradient_sums import GradientSums
 from autoshard.runtime.in_place_changes import check_constants
 from autoshard.runtime.optimizers import replace_in_optimizers
 from autoshard.runtime.rank_agreement import (
@@ -35,7 +37,7 @@ from autoshard.runtime.rank_agreement import (
     on_all_ranks,
 )
 from autoshard.runtime.shards import check_fits, place_buffers, replace_parameters
-from autoshard.runtime.step import GradientSums, Ranks, RunnableStep
+from autoshard.runtime.step import Ranks, RunnableStep
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
@@ -63,7 +65,7 @@ class CallPlanner(Protocol):
         dynamic: bool,
         quiet: bool,
         placed: PlacementsByName | None,
-        placed_inputs: PlacementsByName,
+        input_pins: PinsByName,
     ) -> Call: ...
 
     def check(self, call: Any) -> None: ...
@@ -141,12 +143,14 @@ class ProgramMaker:
     def option_texts(self) -> dict[str, str]:
         """Return the options and the plan that all ranks must have in common, as texts by their names."""
         plan, options = self.plan, self.target.options
-        wanted = {"inputs": self.target.inputs, "overlap": options.overlap, "mp_policy": options.mp_policy}
+        wanted: dict[str, Any] = {name: getattr(self.target, name) for name in ("inputs", "outputs", "data_axes")}
+        wanted |= {"overlap": options.overlap, "mp_policy": options.mp_policy}
         wanted |= {name: getattr(self.target.settings, name) for name in ("recompute", "method", "effort")}
         return {
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
             "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
             **{f"the option {name}": str(value) for name, value in wanted.items()},
+            "the option accumulate": str(options.accumulate),
             "the option compile": str(options.compile),
         }
 
@@ -158,16 +162,16 @@ class ProgramMaker:
         self.module.sharding_plan = None  # type: ignore[assignment]
 
     def make(
-        self, call: NewCall, programs: Mapping[str, RunnableStep], placed_inputs: PlacementsByName
+        self, call: NewCall, programs: Mapping[str, RunnableStep], input_pins: PinsByName
     ) -> tuple[JointGraph, RunnableStep]:
         """Capture a call, plan it, and return its graph and program; all ranks call this together.
 
         Args:
             call: the call.
             programs: those of the call's signature in other states of the module, by the fingerprints of their graphs.
-            placed_inputs: the placements that earlier programs have for inputs, by name.
+            input_pins: the placements of inputs in the program, as far as they are known.
         """
-        captured = on_all_ranks(self.device_mesh, lambda: self._capture(call, placed_inputs))
+        captured = on_all_ranks(self.device_mesh, lambda: self._capture(call, input_pins))
         graph = captured.graph
         # Before planning: a module that alternates between two states would be planned at every change.
         program = self._program_of_equal_graph(graph, programs)
@@ -178,14 +182,17 @@ class ProgramMaker:
         ranks = Ranks(self.device_mesh, torch.device(self.device_mesh.device_type), self._part, self._seeds)
         # Who differentiates more than the loss is given reduced gradients at once.
         sums = self._sums if call.tangents == "loss" else None
+        compile = self.target.options.compile
+        arrange = arrangement_of(planned, ranks.groups, self.target.options.overlap)
         step, halves = build_program(
             planned,
             ranks.groups,
             ranks.device,
-            compile=self.target.options.compile,
-            overlap=self.target.options.overlap,
+            compile=compile,
             in_parts=self._later is not None,
             reduced=None if sums is None else self._reduced,
+            arrange=arrange,
+            in_place=True,
         )
         if self.placed is None:
             self._place(plan)
@@ -193,7 +200,12 @@ class ProgramMaker:
             self._place_new(plan)
         # Tables of prices are large, and the next call may never need a plan.
         self.planner.forget()
-        return planned.graph, RunnableStep(step, halves, ranks, later=self._later, sums=sums)
+        # Programs of pipelines are made as they run; nobody asks for more of one that differentiates all outputs.
+        split = None
+        if sums is None and call.tangents == "loss":
+            split = functools.partial(split_again, step, arrange)
+        program = RunnableStep(step, halves, ranks, later=self._later, sums=sums, split=split, compiled=compile)
+        return planned.graph, program
 
     def _program_of_equal_graph(self, graph: JointGraph, programs: Mapping[str, RunnableStep]) -> RunnableStep | None:
         """Return the program of another state of the module in which the graph was equal, such as before an attribute
@@ -206,10 +218,10 @@ class ProgramMaker:
         check_ranks_agree(self.device_mesh, texts, "Have the module in the same state on all ranks.")
         return programs.get(graph.fingerprint)
 
-    def _capture(self, call: NewCall, placed_inputs: PlacementsByName) -> Call:
+    def _capture(self, call: NewCall, input_pins: PinsByName) -> Call:
         """Capture a call, and check that the options fit it."""
-        args, kwargs, local = call.args, call.kwargs, self.target.inputs == "local"
-        if local:
+        args, kwargs = call.args, call.kwargs
+        if self.target.inputs == "local":
             # No rank knows the numbers of the whole batch.
             args, kwargs = pytree.tree_map_only(torch.Tensor, without_numbers, (args, kwargs))
         captured = self.planner.capture(
@@ -220,7 +232,7 @@ class ProgramMaker:
             dynamic=call.dynamic,
             quiet=not is_first_rank(self.device_mesh),
             placed=self._current_placements(),
-            placed_inputs=placed_inputs if local else {},
+            input_pins=input_pins,
         )
         check_constants(captured.graph, self.module)
         self.planner.check(captured)

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from autoshard import errors
 from autoshard.errors import AutoshardError, InputError
+from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
 
 Value = TypeVar("Value")
@@ -145,25 +146,47 @@ _TOLERANCE = 1e-2
 Summary = str | tuple[float, ...]
 
 
-def check_same_inputs(device_mesh: DeviceMesh, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Compare the inputs of a call over all ranks: integers exactly, other numbers by weighted sums.
+def check_same_inputs(
+    device_mesh: DeviceMesh,
+    inputs: Mapping[str, torch.Tensor],
+    placements: Mapping[str, Sequence[Placement]] | None = None,
+) -> None:
+    """Compare the inputs of a call over all ranks that hold the same: integers exactly, others by weighted sums.
+
+    Args:
+        device_mesh: the mesh.
+        inputs: the inputs of this rank.
+        placements: how local inputs lie; None if every rank passes whole ones.
 
     Raises:
-        InputError: a rank has another batch than the first one, on every rank.
+        InputError: a rank has other numbers than the first one that holds the same part, on every rank.
     """
     if is_alone(device_mesh):
         return
     summaries = {name: _summary(tensor) for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}
     ranks = gather_from_mesh(device_mesh, summaries)
-    first, expected = next(iter(ranks.items()))
+    coordinates = {int(rank): place for place, rank in np.ndenumerate(device_mesh.mesh.numpy())}
     for name in summaries:
-        deviating = [rank for rank, summary in ranks.items() if not _is_close(summary[name], expected[name])]
-        if deviating:
+        row = (placements or {}).get(name, ())
+        split = [axis for axis, placement in enumerate(row) if not placement.is_replicate()]
+        # The first rank of each part, by the coordinates on the axes that split the input.
+        first_ranks: dict[tuple[int, ...], int] = {}
+        for rank, summary in ranks.items():
+            first = first_ranks.setdefault(tuple(coordinates[rank][axis] for axis in split), rank)
+            if _is_close(summary[name], ranks[first][name]):
+                continue
+            facts = f"the input {name} has other numbers on rank {rank} than on rank {first}, although "
+            if placements is None:
+                raise InputError(
+                    f'{facts}inputs="global" asks every rank for the same whole batch: each would compute with its '
+                    "part of another one. Where every rank loads samples of its own, as with a DistributedSampler, "
+                    'pass inputs="local" to parallelize; else give all ranks the same seed.'
+                )
+            axes = ", ".join(repr(MeshShape.of(device_mesh).names[axis]) for axis in split) or "no axis"
             raise InputError(
-                f"the input {name} has other numbers on {_ranks_text(deviating)} than on rank {first}, although "
-                'inputs="global" asks every rank for the same whole batch: each would compute with its part of another '
-                'one. Where every rank loads samples of its own, as with a DistributedSampler, pass inputs="local" to '
-                "parallelize; else give all ranks the same seed."
+                f"{facts}both pass the same part of it: it is split over {axes}. If these ranks load samples of their "
+                "own, pass data_axes=..., the names of all axes along which ranks do; else have them load the same, "
+                "with the same seed, such as by autoshard.shard_dataloader."
             )
 
 
@@ -204,16 +227,17 @@ class HostGroups:
         """The names of the groups, in the order of the axes; groups are made at the first use."""
         return tuple(host_group(self._device_mesh, axis).group_name for axis in range(self._device_mesh.ndim))
 
-    def differ(self, text: str) -> bool:
-        """Return True on every rank of the mesh if one has another text; all ranks call this together."""
-        # The largest and the smallest digest, in one message of 16 bytes along each axis. With 7 bytes a digest fits
-        # into an int64, and so does its negative.
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        message = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
+    def differ(self, *texts: str) -> list[bool]:
+        """Return for every text, on every rank of the mesh, if one has another; all ranks call this together."""
+        # The largest and the smallest digest, in one message of 16 bytes for a text along each axis. With 7 bytes a
+        # digest fits into an int64, and so does its negative.
+        digests = [hashlib.blake2b(text.encode(), digest_size=7).digest() for text in texts]
+        numbers = [int.from_bytes(digest, "big") for digest in digests]
+        message = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device="cpu")
         for group in self.names:
             message = collectives.wait_tensor(collectives.all_reduce(message, "max", group))
-        largest, smallest_negated = message.tolist()
-        return bool(largest != -smallest_negated)
+        extremes: list[int] = message.tolist()
+        return [most != -least for most, least in zip(extremes[: len(texts)], extremes[len(texts) :], strict=True)]
 
     def gather_numbers(self, numbers: Sequence[int]) -> np.ndarray:
         """Return the numbers of every rank, of shape `[*axes of the mesh, numbers]`; all ranks call this together."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import sympy
@@ -17,67 +18,15 @@ from autoshard.capture._torch import storage_of
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.program.split import Halves
+from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime._torch import is_view, local_tensors, per_rank
+from autoshard.runtime.gradient_sums import Accumulation, GradientSums, OpenSums
 from autoshard.runtime.rank_agreement import Seeds, coordinates_on
 from autoshard.runtime.shards import coordinate_of, local_of, wrap
 from autoshard.size import Sizes, at, evaluate
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import true_local_shape
 from autoshard.specs.tensors import pad_to
-
-
-class GradientSums:
-    """Sums of the gradients that a program's backwards leave unreduced on this rank.
-
-    A step has `terms` backwards, of which the last one takes the sums of the others.
-    """
-
-    def __init__(self, terms: int) -> None:
-        self._terms = terms
-        self._sums: list[torch.Tensor] = []
-        self._added_count = 0
-        self._deferred: Callable[[], None] | None = None
-
-    @property
-    def is_last_backward(self) -> bool:
-        """True if the next backward is the last."""
-        return self._added_count == self._terms - 1
-
-    def add(self, gradients: list[torch.Tensor]) -> None:
-        """Add the gradients of one backward, in the same order each time; the list is emptied."""
-        if self._added_count == 0:
-            self._sums = list(gradients)
-        elif self._added_count == 1:
-            # The first gradients may be views of tensors that others hold, so this sum is not in place.
-            for place, gradient in enumerate(gradients):
-                self._sums[place] = self._sums[place] + gradient
-        else:
-            for total, gradient in zip(self._sums, gradients, strict=True):
-                total.add_(gradient)
-        # The caller's list would keep the first tensors alive.
-        gradients.clear()
-        self._added_count += 1
-
-    def take(self) -> list[torch.Tensor]:
-        """Return the sums, and begin another step."""
-        sums, self._sums, self._added_count = self._sums, [], 0
-        return sums
-
-    def defer(self, end: Callable[[], None]) -> None:
-        """Set the function that is called at the end of the step."""
-        self._deferred = end
-
-    def run_deferred(self) -> None:
-        """Call the function that was set for the end of the step, if any."""
-        end, self._deferred = self._deferred, None
-        if end is not None:
-            end()
-
-    def clear(self) -> None:
-        """Forget the sums of a step that was not finished."""
-        self.take()
-        self._deferred = None
-
 
 # The golden ratio of 2**64: its multiples differ in many bits.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -130,6 +79,9 @@ class RunnableStep:
         later: a list to which a backward appends the function that computes gradients of parameters, if these are
             computed later; the halves have parts then.
         sums: the sums of gradients that are added up over several backwards before they are reduced, if any.
+        split: makes other halves of the step, by `compile` and `reduced` of `split_again`; None if there are no others.
+        compiled: True if the halves are compiled.
+        accumulation: what the module's backwards in `autoshard.no_sync` add up; None if its programs are run otherwise.
     """
 
     step: LocalStep
@@ -138,6 +90,22 @@ class RunnableStep:
     general: Callable[[], RunnableStep] | None = None
     later: list[Callable[[], None]] | None = None
     sums: GradientSums | None = None
+    split: Callable[[bool, DeferredReduction | None], Halves] | None = None
+    compiled: bool = False
+    accumulation: Accumulation | None = None
+
+    def with_sums(self) -> RunnableStep:
+        """Return the program whose backwards add up gradients in `autoshard.no_sync`; itself if it reduces none."""
+        if self.halves.backward is None or self.split is None or self.accumulation is None:
+            return self
+        halves = self.split(self.compiled, "step")
+        return self if halves.reduction is None else replace(self, halves=halves, sums=OpenSums(self.accumulation))
+
+    def with_compiler(self) -> RunnableStep:
+        """Return the program with compiled halves."""
+        if self.compiled or self.split is None:
+            return self
+        return replace(self, halves=self.split(True, None), compiled=True)
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         """Run the forward half under autograd, and return its local outputs in the order of the step.
@@ -351,6 +319,11 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
     step = program.step
     gradient_of_output = dict(zip((border.name for border in step.forward_outputs), gradients, strict=True))
     expected = [border.name for border in step.tangents]
+    if program.accumulation is not None:
+        program.accumulation.forget_zeroed()
+    sums = program.sums if isinstance(program.sums, OpenSums) else None
+    # Parameters that take part in the sums alone get gradients, too.
+    summed = set() if sums is None else set(sums.names)
     if any(gradient is not None and name not in expected for name, gradient in gradient_of_output.items()):
         step, results = _differentiate_all(ctx, program, gradient_of_output)
     else:
@@ -367,7 +340,12 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
         results = {step.gradients[place].name: gradient for place, gradient in local_gradients.items()}
     arrived = {name for name, gradient in gradient_of_output.items() if gradient is not None}
     # Autograd leaves `.grad` as it is for None, where zeros would make it a tensor.
-    takes_part = {name for name, sources in step.gradient_sources.items() if sources & arrived}
+    takes_part = summed | {name for name, sources in step.gradient_sources.items() if sources & arrived}
+    if sums is not None and not sums.is_last_backward:
+        _ParameterGradients(program, ctx.parameters).keep_sums(sums, takes_part)
+    elif program.accumulation is not None and not program.accumulation.active:
+        # Of other programs, or of this one where another program ran its backward.
+        program.accumulation.reduce_rest()
     return [
         _autograd_gradient(program, at(border, ctx.sizes), results[border.name])
         if border.name in results and border.name in takes_part
@@ -413,6 +391,9 @@ class _ParameterGradients:
             gradients = run()
             sums.add([gradients.pop(place) for place in reduction.places])
             return gradients
+        if sums.is_empty:
+            gradients = run()
+            return gradients | self._reduce([gradients[place] for place in reduction.places])
         # Another graph runs instead, which takes the sums, too.
         last, end = reduction.last, reduction.end
         candidates = [*arguments, *sums.take()]
@@ -422,18 +403,58 @@ class _ParameterGradients:
         results = _run_graph(last.graph, last_arguments)
         if end is not None:
             pending = results[len(last.makes) :]
+
+            def await_rest() -> dict[int, torch.Tensor]:
+                return dict(zip(end.makes, _run_graph(end.graph, pending), strict=True))
+
+            if isinstance(sums, OpenSums):
+                return dict(zip(last.makes, results, strict=False)) | await_rest()
             # Other stages of the rank compute while these reductions run.
-            sums.defer(lambda: self._accumulate(dict(zip(end.makes, _run_graph(end.graph, pending), strict=True))))
+            sums.defer(lambda: self._accumulate(await_rest()))
         return dict(zip(last.makes, results, strict=False))
+
+    def _reduce(self, gradients: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return gradients, reduced, in the order in which they are added up; the list is emptied."""
+        reduction = self.program.halves.reduction
+        assert reduction is not None
+        return dict(zip(reduction.places, _run_graph(reduction.alone, gradients), strict=True))
+
+    def keep_sums(self, sums: OpenSums, takes_part: Set[str]) -> None:
+        """Keep the sums to which a backward added gradients; a small parameter gets a gradient of zeros as witness."""
+        step, mesh, reduction = self.program.step, self.program.ranks.mesh, self.program.halves.reduction
+        assert reduction is not None
+        deferred = [step.gradients[place] for place in reduction.places]
+        deferred = [border for border in deferred if border.name in takes_part]
+        if not deferred:
+            return
+        smallest = min(deferred, key=lambda border: math.prod(border.local_shape(mesh)))
+        border, witness = self._parameters()[smallest.name]
+        if witness.grad is None:
+            # Here, since autograd would set it only behind all backwards of the pass.
+            zeros = torch.zeros(border.local_shape(mesh), dtype=border.dtype, device=self.program.ranks.device)
+            witness.grad = _autograd_gradient(self.program, border, zeros)
+        sums.keep({border.name for border in deferred}, witness, lambda: self._reduce_sums(sums))
+
+    @torch.no_grad()
+    def _reduce_sums(self, sums: OpenSums) -> None:
+        """Reduce sums by themselves, and add them to `.grad`."""
+        names, step = set(sums.names), self.program.step
+        gradients = self._reduce(sums.take())
+        self._accumulate(
+            {place: gradient for place, gradient in gradients.items() if step.gradients[place].name in names}
+        )
+
+    def _parameters(self) -> dict[str, tuple[ProgramTensor, DTensor]]:
+        pairs = zip(self.program.step.inputs, self.tensors, strict=False)
+        return {border.name: (border, parameter) for border, parameter in pairs if parameter is not None}
 
     @torch.no_grad()
     def _accumulate(self, gradients: dict[int, torch.Tensor]) -> None:
         """Add gradients to `.grad` and run hooks, as the end of a backward does; each is freed after that."""
         step = self.program.step
-        pairs = zip(step.inputs, self.tensors, strict=False)
-        parameter_of_name = {border.name: (border, parameter) for border, parameter in pairs if parameter is not None}
+        parameters = self._parameters()
         for place in list(gradients):
-            border, parameter = parameter_of_name[step.gradients[place].name]
+            border, parameter = parameters[step.gradients[place].name]
             torch.autograd.backward([parameter], [_autograd_gradient(self.program, border, gradients.pop(place))])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Literal
 
 from rich import box
@@ -17,6 +18,8 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape
 from autoshard.planner.planner import Planner
+from autoshard.plans.candidate_figures import CandidateRow, candidates_figure, speed_up_figure
+from autoshard.plans.html import HasPage, Section, cards, document, text_table
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.shapes import Shape
 from autoshard.solver.candidate_search import Candidate
@@ -26,6 +29,7 @@ from autoshard.units import format_bytes, format_seconds
 Option = Literal["mini-time", "mini-parallelism", "profiling"]
 
 BEST = "best"
+_LABELS = ("devices", "mesh", "step", "at least", "peak", "at least", "verdict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +59,14 @@ class MeshCandidate:
         """The number of devices."""
         return self.shape.mesh.size
 
+    @property
+    def text(self) -> str:
+        """The mesh as text, with the name of its pipeline axis."""
+        return f"{self.shape} (pipeline {self.shape.axis})" if self.shape.axis else str(self.shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
+class SearchResult(HasPage):
     """The result of `autoshard.search`.
 
     Attributes:
@@ -117,6 +126,53 @@ class SearchResult:
     def _repr_html_(self) -> str:
         return display.html(self.table())
 
+    def _page(self) -> str:
+        plan, counts = self.plan, sorted({candidate.devices for candidate in self.candidates})
+        lead = cards(
+            [
+                ("Best mesh", str(self.mesh), f"pipeline {self.pipeline_axis}" if self.pipeline_axis else ""),
+                ("Predicted step", format_seconds(_seconds(self.best)), f"on cluster {self.cluster}"),
+                ("Peak of one device", _bytes(self.best.peak), f"of {format_bytes(self.memory_limit)}"),
+                ("Meshes", str(len(self.candidates)), f"of {', '.join(map(str, counts))} devices"),
+            ]
+        )
+        lines = list(map(self._texts, self.candidates))
+        meshes = [*candidates_figure([self._candidate_row(candidate) for candidate in self.candidates], "mesh-")]
+        sections = [
+            Section(
+                "Meshes",
+                [
+                    *meshes,
+                    text_table(_LABELS, lines, texts=("mesh", "verdict")),
+                    *(f"<p>{escape(note)}</p>" for note in self.notes),
+                ],
+            )
+        ]
+        if len(counts) > 1:
+            points = [(count, _seconds(line), str(line.shape)) for count, line in self.by_devices.items()]
+            sections.append(Section("Devices", [speed_up_figure(points)]))
+        return document(f"Search: {self.mesh}", lead, [*sections, *plan.page_sections()])
+
+    def _candidate_row(self, candidate: MeshCandidate) -> CandidateRow:
+        name = candidate.text
+        if len({other.devices for other in self.candidates}) > 1:
+            name = f"{candidate.devices}: {name}"
+        return CandidateRow(
+            name,
+            candidate.seconds,
+            candidate.least_seconds,
+            candidate.peak,
+            self.memory_limit,
+            candidate.verdict,
+            candidate is self.best,
+        )
+
+    @staticmethod
+    def _texts(line: MeshCandidate) -> tuple[str, ...]:
+        """Return the texts of `_LABELS` for a mesh."""
+        amounts = (_time(line.seconds), _time(line.least_seconds), _bytes(line.peak), _bytes(line.least_bytes))
+        return (str(line.devices), line.text, *amounts, line.verdict)
+
     def table(self) -> Group:
         """Return a table per number of devices, if there are several, a table of all meshes, and the notes."""
         counts = sorted({candidate.devices for candidate in self.candidates})
@@ -125,13 +181,11 @@ class SearchResult:
             parts.append(self._devices_table(counts))
         best = f"the best of {len(self.candidates)} meshes on cluster {self.cluster} is {self.best.shape}"
         table = Table(title=best, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-        for title in ("devices", "mesh", "step", "at least", "peak", "at least"):
+        for title in _LABELS[:-1]:
             table.add_column(title, justify="left" if title == "mesh" else "right", no_wrap=True)
         table.add_column("", overflow="fold")
         for line in self.candidates:
-            name = f"{line.shape} (pipeline {line.shape.axis})" if line.shape.axis else str(line.shape)
-            amounts = (_time(line.seconds), _time(line.least_seconds), _bytes(line.peak), _bytes(line.least_bytes))
-            table.add_row(*map(Text, (str(line.devices), name, *amounts, line.verdict)))
+            table.add_row(*map(Text, self._texts(line)))
         return Group(*parts, table, *map(Text, self.notes))
 
     def _devices_table(self, counts: Iterable[int]) -> Table:

@@ -23,6 +23,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
 from autoshard.planner.planning import capture_with_progress
+from autoshard.planner.replanner import Replanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.arguments import check_examples, check_module
 from autoshard.runtime.rank_agreement import from_first_rank
@@ -59,8 +60,8 @@ def search(
         pipelines: the meshes with a pipeline among the candidates. True or `"outer"`: its axis is the outermost one,
             stages being whole hosts or parts of one host; `"inner"`: the innermost one, so that neighbouring stages
             share a host; False: no pipelines.
-        **keywords: the fields of `autoshard.Options`, without `inputs`, `input_placements`, `output_placements`,
-            `dynamic`, `shares`, `compile` and `overlap`. Three of these have a special meaning here.
+        **keywords: the fields of `autoshard.Options`, without those of inputs and outputs, `dynamic`, `shares`,
+            `compile` and `overlap`. Three of these have a special meaning here.
             `memory_limit`: by default what the smallest device has, and in a pipeline each as much as it has. `hints`:
             axes other than `"pp"` are called `"x"`, `"y"` and `"z"`, the last one over the nearest neighbours; a mesh
             that a hint does not fit is left out. `search.time_limit`: when it is over, the best plan so far is returned
@@ -87,7 +88,8 @@ def search(
         pipelines = earlier
         warn_caller(f"write pipelines={pipelines!r}: pipeline is an autoshard.Pipeline now.", DeprecationWarning)
     options = collect_options("search", keywords)
-    return run_search(module, args, kwargs, SearchOptions(option, devices, pipelines), Target.of(options, None))
+    call = BatchCall(module, args, kwargs, options.pipeline.batch_dims)
+    return _run_search(call, SearchOptions(option, devices, pipelines), Target.of(options, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +122,18 @@ class SearchOptions:
         return tuple(count for count in range(1, self.devices + 1) if self.devices % count == 0)
 
 
-def run_search(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: SearchOptions,
-    target: Target,
-) -> SearchResult:
+def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> SearchResult:
     """Run a search with checked arguments."""
     start = time.perf_counter()
     graph, capture_seconds = capture_with_progress(
-        module, args, kwargs, target, grad=torch.is_grad_enabled(), dynamic=False
+        call.module, call.args, dict(call.kwargs), target, grad=torch.is_grad_enabled(), dynamic=False
     )
-    call = BatchCall(module, args, kwargs, target.options.pipeline.batch_dims)
     # Only what the user asks for limits larger devices of a pipeline.
     own_memory = target.settings.memory_limit is None
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
     request = Request(
-        module=module,
+        module=call.module,
         graph=graph,
         capture_seconds=capture_seconds,
         target=target,
@@ -148,6 +143,7 @@ def run_search(
         own_memory=own_memory,
     )
     candidates, notes = _search_counts(request, options)
+    candidates = tuple(_remembering(candidate, request, target) for candidate in candidates)
     return SearchResult(
         option=options.option,  # type: ignore[arg-type]
         cluster=target.cluster.name,
@@ -184,6 +180,15 @@ def _search_counts(request: Request, options: SearchOptions) -> tuple[tuple[Mesh
     return tuple(candidates), tuple(notes)
 
 
+def _remembering(candidate: MeshCandidate, request: Request, target: Target) -> MeshCandidate:
+    """Return a candidate whose plan, if it has one without a pipeline, answers `why_not`."""
+    if not isinstance(candidate.plan, ShardingPlan):
+        return candidate
+    mesh = candidate.plan.mesh
+    replanner = Replanner.of(request.module, request.graph, request.capture_seconds, mesh, target)
+    return replace(candidate, plan=replanner.remember(candidate.plan))
+
+
 def _batch_size(call: BatchCall) -> int:
     """Return the samples of a call that microbatches can split: by default the size of dim 0 of its first tensor."""
     if call.batch_dims is not None:
@@ -206,23 +211,16 @@ class AgreedMesh(NamedTuple):
     plan: ShardingPlan | PipelinePlan
 
 
-def auto_mesh(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Target,
-    *,
-    pipelines: bool | str = True,
-) -> AgreedMesh:
+def auto_mesh(call: BatchCall, target: Target, *, pipelines: bool | str = True) -> AgreedMesh:
     """Make the best mesh of all ranks of a job. The first rank searches, the others wait for it.
 
     Args:
-        module, args, kwargs: the model and an example call, the same on every rank.
+        call: an example call of the model, the same on every rank.
         target: of planning; its time limit is also that of the search.
         pipelines: as for `search`.
 
     Raises:
-        MeshError: there is no process group.
+        MeshError: there is no process group, or inputs or outputs are local.
         InputError: there is no example call.
         PlanError, BudgetError, CaptureError, HintError: as for `search`, on every rank.
     """
@@ -231,7 +229,12 @@ def auto_mesh(
             'mesh="auto" lays out the ranks of a running job: call torch.distributed.init_process_group and start the '
             "program with torchrun. To decide without one, call autoshard.search."
         )
-    if not args and not kwargs:
+    if target.inputs == "local" or target.outputs == "local":
+        raise MeshError(
+            'mesh="auto" and local inputs or outputs: the axes that the batch is split over are not known before the '
+            'search. Pass a mesh, or inputs="global" and outputs="global".'
+        )
+    if not call.args and not call.kwargs:
         raise InputError('mesh="auto" needs an example call to plan for: pass example_args or example_kwargs.')
     request = SearchOptions("mini-time", dist.get_world_size(), pipelines)
     kind = device_type_of_job()
@@ -239,7 +242,7 @@ def auto_mesh(
 
     # As text, as the first rank sends it to the others.
     def decide() -> str:
-        result = run_search(module, args, kwargs, request, target)
+        result = _run_search(call, request, target)
         axes = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))
         return json.dumps({"mesh": axes, "pipeline_axis": result.pipeline_axis, "plan": result.plan.to_json()})
 
@@ -249,7 +252,7 @@ def auto_mesh(
     if axis is None:
         return AgreedMesh(device_mesh, None, ShardingPlan.from_json(decision["plan"]))
     # The plan has the schedule and the microbatches.
-    pipeline = Pipeline(axis=axis, batch_dims=target.options.pipeline.batch_dims)
+    pipeline = Pipeline(axis=axis, batch_dims=call.batch_dims)
     return AgreedMesh(device_mesh, pipeline, PipelinePlan.from_json(decision["plan"]))
 
 

@@ -299,7 +299,7 @@ def checkpoint(processes: Processes) -> CheckOutcome:
         # Another seed, so that values that were not loaded differ.
         loaded = _train_once(1, processes)
         state = _state(*loaded)
-        state_dict_loader.load(autoshard.checkpointable(state), checkpoint_id=folder[0])
+        state_dict_loader.load(state, checkpoint_id=folder[0])
         set_state_dict(*loaded, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         dist.barrier()
     finally:
@@ -322,7 +322,6 @@ def _train_once(seed: int, processes: Processes) -> TrainedModel:
         module, processes.mesh(), (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast")
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    autoshard.checkpointable(optimizer)
     module(**inputs).backward()
     optimizer.step()
     return module, optimizer

@@ -45,7 +45,7 @@ class TrainingOnAllRanks:
         self.sizes: Sizes = {} if planned.graph.dynamic is None else planned.graph.dynamic.example
         # The axes stand for the process groups along them.
         self.step, self.halves = build_program(
-            planned, self.mesh.names, DEVICE, compile=False, overlap="own", in_parts=False, reduced=None
+            planned, self.mesh.names, DEVICE, compile=False, in_parts=False, reduced=None
         )
         self._emit = Lockstep(self.mesh)
         self._held: dict[str, PerRank] = {}

@@ -23,7 +23,7 @@ from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planning import CapturedCall
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph
-from autoshard.runtime.arguments import check_module, check_not_parallelized
+from autoshard.runtime.arguments import check_factory_result, check_module, check_not_parallelized
 from autoshard.specs.axes import MeshShape
 from autoshard.verify.all_ranks import HeldTensor, TrainingOnAllRanks
 from autoshard.verify.differences import difference_scales, relative_difference
@@ -85,7 +85,7 @@ def verify(
         raise InputError(f"steps={steps!r}: it is a number of training steps, at least 1.")
     _check_mesh_and_plan(shape, plan)
     module, args, kwargs = _float64_example(model_or_factory, args, kwargs)
-    target = Target.of(collected, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
+    target = Target.of(collected, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape, plan)
     planner = ModulePlanner(module, shape, target)
     with Float64Mode(), torch.autocast("cpu", enabled=False):
         call = planner.capture(args, kwargs, grad=torch.is_grad_enabled())
@@ -244,7 +244,7 @@ def _float64_example(
             raise InputError(
                 "args and kwargs go with a model, and verify got a function: return (model, args, kwargs) from it."
             )
-        module, args, kwargs = _made_example(model_or_factory())
+        module, args, kwargs = check_factory_result(model_or_factory(), "the function")
         check_module(module)
         check_not_parallelized(module)
     else:
@@ -277,23 +277,6 @@ def _check_call(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str
             f"{type(args).__name__} and {type(kwargs).__name__}."
         )
     return tuple(args), dict(kwargs or {})
-
-
-def _made_example(result: object) -> Example:
-    """Return what a function of the user made, as model, arguments and keyword arguments."""
-    match result:
-        case (nn.Module() as model, tuple() | list() as args, Mapping() as kwargs):
-            return model, tuple(args), dict(kwargs)
-        case (nn.Module() as model, Mapping() as kwargs):
-            return model, (), dict(kwargs)
-        case (nn.Module() as model, tuple() | list() as args):
-            return model, tuple(args), {}
-    shape = f"a {type(result).__name__}"
-    if isinstance(result, tuple):
-        shape = f"({', '.join(type(item).__name__ for item in result)})"
-    raise InputError(
-        f"the function returned {shape}: return (model, args, kwargs), with args a tuple and kwargs a mapping."
-    )
 
 
 def _check_not_random(graph: JointGraph) -> None:

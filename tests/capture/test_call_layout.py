@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.capture import signature_of
 from autoshard.capture._torch import pytree
@@ -198,7 +198,7 @@ def test_a_language_model_that_returns_its_cache() -> None:
 def test_what_graphs_can_hold_is_not_touched() -> None:
     hook = OpaqueOutputs()
     output = (torch.ones(2), {"a": [1, 2.0, None, "b", True]})
-    assert hook.replace(output) is output
+    assert hook.replace(output, {}) is output
     assert hook.replaced == {}
     hook.warn("nothing")
 
@@ -206,5 +206,45 @@ def test_what_graphs_can_hold_is_not_touched() -> None:
 def test_an_output_without_any_tensor_is_left_to_torch() -> None:
     hook = OpaqueOutputs()
     output = Store(torch.ones(2))
-    assert hook.replace(output) is output
+    assert hook.replace(output, {}) is output
     assert hook.replaced == {}
+
+
+@dataclasses.dataclass
+class Rows:
+    """Rows that a call may add to."""
+
+    rows: Tensor
+
+
+pytree.register_pytree_node(
+    Rows,
+    lambda held: ([held.rows], None),
+    lambda rows, _: Rows(*rows),
+    serialized_type_name="tests.capture.test_call_layout.Rows",
+    flatten_with_keys_fn=lambda held: ([(pytree.GetAttrKey("rows"), held.rows)], None),
+)
+
+
+class Adding(nn.Module):
+    """Returns its argument, in a dict: with the tensor that it had, or with another one."""
+
+    def forward(self, x: Tensor, held: Rows, replaces: bool) -> dict[str, Any]:
+        if replaces:
+            held.rows = held.rows + x
+        else:
+            held.rows.add_(x)
+        return {"sum": held.rows.sum(), "held": held}
+
+
+def test_an_argument_that_is_returned_is_that_of_the_call() -> None:
+    module, x, held = Adding(), torch.ones(2), Rows(torch.zeros(2))
+    graph = capture(module, (x, held, False), {}, grad=False)
+    assert graph.result.names == ("sum",)
+    call = (x, Rows(torch.ones(2)), False), dict[str, Any]()
+    returned = graph.result.unflatten([x.sum()], call)
+    assert returned["held"] is call[0][1]
+    # The caller of one with another tensor finds that in the result.
+    graph = capture(module, (x, held, True), {}, grad=False)
+    assert graph.result.names == ("sum", "held.rows")
+    assert graph.result.unflatten([x.sum(), x])["held"].rows is x

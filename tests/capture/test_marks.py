@@ -125,7 +125,7 @@ def operators(graph: JointGraph) -> list[fx.Node]:
 def marks(graph: JointGraph) -> dict[str, str]:
     """Primitive of every operator that has one."""
     found = ((node.name, graph.task_graph(node)) for node in operators(graph))
-    return {name: str(task_graph.primitive) for name, task_graph in found if task_graph is not None}
+    return {name: str(task_graph.primitives[0]) for name, task_graph in found if task_graph is not None}
 
 
 def test_every_operator_is_marked_in_both_halves_and_nothing_else_changes() -> None:
@@ -167,7 +167,7 @@ class Repeated(nn.Module):
 def places(graph: JointGraph, target: str) -> list[object]:
     nodes = [node for node in operators(graph) if str(node.target) == target]
     found = map(graph.task_graph, nodes)
-    return [mark and (str(mark.primitive), mark.place) for mark in found]
+    return [mark and (str(mark.primitives[0]), mark.place) for mark in found]
 
 
 def test_every_context_is_a_task_graph_and_the_innermost_counts() -> None:

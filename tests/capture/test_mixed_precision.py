@@ -95,6 +95,27 @@ def test_autocast_of_gpus_in_forward_is_the_same() -> None:
     assert capture(Inside(), (x,), {}).fingerprint == around.fingerprint
 
 
+class Widened(Mixed):
+    """A product of bfloat16 in float32, which the autocast of the CPU does not have."""
+
+    def __init__(self, inner: str) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            h = self.first(x)
+            with torch.autocast(self.inner, dtype=torch.float32):
+                h = self.second(h)
+            return self.last(h).sum()
+
+
+@pytest.mark.parametrize("inner", ["cuda", "cpu"])
+def test_a_region_in_float32_is_in_float32(inner: str) -> None:
+    """Also where its device is that of a tensor, which lies on the CPU in a capture."""
+    assert dtypes(Widened(inner), aten.addmm.default) == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
 def test_autocast_of_the_cpu_stays_as_it_is() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert dtypes(Mixed(), aten.exp.default) == [torch.bfloat16]

@@ -11,7 +11,22 @@ from autoshard.cli import main
 from tests.pipeline.test_pipeline_plan import plan_of
 from tests.sample_plan import sample_plan
 
-VERBS = ("plan", "fits", "search", "frontier", "show", "explain", "html", "doctor", "calibrate", "selfcheck")
+VERBS = (
+    "plan",
+    "fits",
+    "compare",
+    "search",
+    "frontier",
+    "why",
+    "simulate",
+    "show",
+    "explain",
+    "html",
+    "verify",
+    "doctor",
+    "calibrate",
+    "selfcheck",
+)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -77,8 +92,19 @@ def test_html_writes_the_page_of_a_pipeline(pipeline_file: str, tmp_path: Path) 
     output = tmp_path / "pipeline.html"
     assert main(["html", pipeline_file, str(output)]) == 0
     text = output.read_text("utf-8")
-    assert "<svg" in text
     assert "1F1B, 4 microbatches" in text
+
+
+def test_html_writes_the_page_of_a_frontier(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, output = str(tmp_path / "frontier.json"), str(tmp_path / "frontier.html")
+    Frontier([sample_plan()]).save(path)
+    assert main(["html", path, output]) == 0
+    assert main(["html", path, output, "--memory", "24GiB"]) == 0
+    assert "chosen: the turning point" in Path(output).read_text("utf-8")
+    assert main(["html", path, output, "--memory", "1GiB"]) == 1
+    assert "no plan of this frontier fits" in capsys.readouterr().err
+    assert main(["html", file, output, "--memory", "24GiB"]) == 2
+    assert "is one plan" in capsys.readouterr().err
 
 
 def test_show_prints_a_frontier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

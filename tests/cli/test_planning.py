@@ -69,13 +69,14 @@ def test_plan_saves_the_plan_of_the_function(folder: Path, capsys: pytest.Captur
 
 
 def test_plan_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--mesh", "pp=2", "--effort", "fast", "-o", "plan.json", "--html", "plan.html"]
+    pipeline = ["--mesh", "stage=2", "--pipeline-axis", "stage", "--schedule", "GPipe", "--microbatches", "4"]
+    arguments = [*pipeline, "--effort", "fast", "-o", "plan.json", "--html", "plan.html"]
     assert main(["plan", "planned_models:make", *arguments]) == 0
     plan = PipelinePlan.load(folder / "plan.json")
-    assert plan.axis == "pp"
+    assert (plan.axis, plan.schedule.name, plan.schedule.microbatches) == ("stage", "GPipe", 4)
     assert capsys.readouterr().out.split()[:-4] == str(plan).split()
     text = (folder / "plan.html").read_text("utf-8")
-    assert "Pipeline plan: pp=2" in text
+    assert "Pipeline plan: stage=2" in text
 
 
 def test_plan_of_a_config(folder: Path) -> None:
@@ -90,18 +91,21 @@ def test_plan_of_a_config(folder: Path) -> None:
 
 def test_search_saves_the_best_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--devices", "4", "--no-pipelines", "--effort", "fast", "--option", "mini-parallelism"]
-    assert main(["search", "planned_models:make", *arguments, "-o", "plan.json"]) == 0
+    assert main(["search", "planned_models:make", *arguments, "-o", "plan.json", "--html", "page.html"]) == 0
     plan = ShardingPlan.load(folder / "plan.json")
     assert plan.mesh.size == 1  # the fewest devices that it fits on
+    assert "chart-mesh-candidates" in (folder / "page.html").read_text("utf-8")
     assert "the best of" in capsys.readouterr().out
 
 
 def test_frontier_saves_its_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = ["--gaps", "0", "--effort", "fast", "--time-limit", "5"]
-    assert main(["frontier", "planned_models:make", "--mesh", "x=2", *quick, "-o", "frontier.json"]) == 0
+    files = ["-o", "frontier.json", "--html", "page.html"]
+    assert main(["frontier", "planned_models:make", "--mesh", "x=2", *quick, *files]) == 0
     frontier = Frontier.load(folder / "frontier.json")
     assert frontier[0].mesh.names == ("x",)
-    assert capsys.readouterr().out.split()[:-2] == str(frontier).split()
+    assert capsys.readouterr().out.split()[:-4] == str(frontier).split()
+    assert "chart-tradeoff" in (folder / "page.html").read_text("utf-8")
 
 
 @pytest.mark.usefixtures("folder")
@@ -147,6 +151,9 @@ PLAN = ("plan", "planned_models:make")
         ),
         ((*PLAN, "--mesh", "dp=2", "--html", "."), "--html . is a folder"),
         (("plan", "planned_models:male", "--mesh", "dp=2"), "has no function male. Close ones are make"),
+        ((*PLAN, "--mesh", "dp=2", "--microbatches", "4"), "the mesh dp=2 has none"),
+        ((*PLAN, "--mesh", "dp=2", "--pipeline-axis", "tp"), "pipeline axis 'tp': the mesh dp=2 has no such axis"),
+        ((*PLAN, "--mesh", "dp=2", "--set", "layers=2"), "--set layers=2 is not an option of a Python function"),
         (("plan", "nowhere:make", "--mesh", "dp=2"), "the Python module nowhere cannot be imported"),
         (("plan", "hf:nowhere", "--batch", "4", "--seq", "16", "--mesh", "dp=2"), "hf:nowhere: there is no file"),
         (("fits", "planned_models:make", "--mesh", "dp=2", "--memory", "1XB"), "has the unit 'XB'"),
@@ -165,3 +172,26 @@ def test_an_argument_that_is_not_valid_is_one_line_before_the_model_is_built(
     assert printed.err.count("\n") == 1
     assert said in printed.err
     assert not (folder / "built").exists()
+
+
+def test_compare_prints_the_table_and_the_flags(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--mesh",
+        "dp=2,tp=2",
+        "--cluster",
+        "a100",
+        "--baseline",
+        "DDP",
+        "--baseline",
+        "FSDP2 x TP",
+        "--details",
+    ]
+    assert main(["compare", "planned_models:make", *arguments, "-o", "compared.json"]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads((folder / "compared.json").read_text("utf-8"))
+    assert [layout["name"] for layout in data["layouts"]] == ["autoshard", "DDP", "FSDP2 x TP"]
+    assert "tensor_parallel_degree" in printed
+    assert "--tensor-model-parallel-size" in printed
+    assert printed.count("Expenses of a step") == 3
+    assert main(["compare", "planned_models:make", "--mesh", "pp=2"]) == 2
+    assert "a comparison plans no pipeline" in capsys.readouterr().err

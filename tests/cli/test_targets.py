@@ -212,3 +212,30 @@ def test_the_calls_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kwargs == {}
     with pytest.raises(UsageError, match=r"timm.create_model\('large'\) raised RuntimeError: Unknown model \(large\)"):
         load("timm:large", "--batch", "4")
+
+
+def test_the_calls_of_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In place of torchvision, whose builds are each for one torch: the functions of its registry of models.
+    def get_model(name: str, weights: object) -> nn.Module:
+        assert weights is None
+        return nn.Conv2d(3, 2, 3).eval()
+
+    def get_model_weights(name: str) -> types.SimpleNamespace:
+        if name != "small":
+            raise ValueError(f"Unknown model {name}")
+        return types.SimpleNamespace(
+            DEFAULT=types.SimpleNamespace(transforms=lambda: types.SimpleNamespace(crop_size=[8]))
+        )
+
+    package = types.ModuleType("torchvision")
+    package.models = types.SimpleNamespace(get_model=get_model, get_model_weights=get_model_weights)
+    monkeypatch.setitem(sys.modules, "torchvision", package)
+    model, args, kwargs = load("torchvision:small", "--batch", "4")
+    assert model.training
+    assert model.weight.is_meta
+    assert [(tensor.shape, tensor.device.type) for tensor in args] == [((4, 3, 8, 8), "meta")]
+    assert kwargs == {}
+    with pytest.raises(UsageError, match=r"get_model\('large'\) raised ValueError: Unknown model large"):
+        load("torchvision:large", "--batch", "4")
+    with pytest.raises(UsageError, match="a target torchvision: needs --batch"):
+        load("torchvision:small")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.build import compile_shim, compiler
 from tests.fake_cuda.cases import RANKS, Case, cases, pipelines
 from tests.programs import ROOT
 
@@ -24,14 +23,10 @@ Report = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Report]:
+def reports(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Report]:
     """What every rank says of its cases: each a process, as the shim can not be taken away again."""
-    found = compiler()
-    if found is None:
-        pytest.skip("no C++ compiler: what makes torch believe in GPUs is compiled from tests/fake_cuda/guard.cpp")
     folder = tmp_path_factory.mktemp("fake_cuda")
-    shim = str(compile_shim(found, folder))
-    programs = [["plans", str(folder)], *(["rank", shim, str(rank), str(folder)] for rank in RANKS)]
+    programs = [["plans", str(folder)], *(["rank", str(shim), str(rank), str(folder)] for rank in RANKS)]
     _run_together(programs, folder)
     return {rank: json.loads((folder / f"rank-{rank}.json").read_text()) for rank in RANKS}
 

@@ -104,7 +104,11 @@ def _on_ranks(folder: Path) -> tuple[Any, ...]:
     rows = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     placements = {"x": (Shard(0),), "y": (Shard(0),)}
     accelerator = AutoshardAccelerator(rows, ("dp",), cpu=True, gradient_accumulation_steps=2)
-    other = _parallel(rows, inputs="local", input_placements=placements)
+    other = _parallel(rows, inputs="local", input_placements=placements, accumulate=2)
+    with accelerator.no_sync(other), accelerator.no_sync(model):
+        # Only where the plan counts the sums.
+        assert other._autoshard_runtime.accumulation.active
+        assert not model._autoshard_runtime.accumulation.active
     assert data_axes_of(check_parallelised(model)) == ()
     assert data_axes_of(check_parallelised(other)) == ("dp",)
     resumed = train(accelerator, other, 2, folder, load=True)

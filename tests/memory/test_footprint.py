@@ -6,7 +6,7 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.memory.footprint import KINDS, Allocation, Memory, bytes_by_kind, peak
+from autoshard.memory.footprint import KINDS, Allocation, Memory, bytes_by_kind, changes_by_kind, peak
 
 ALLOCATIONS = st.lists(
     st.builds(
@@ -67,3 +67,12 @@ def test_the_account_bounds_the_peak(allocations: list[Allocation]) -> None:
     account = Memory.of(allocations)
     parts = account.parameters + account.gradients + account.optimizer + account.buffers + account.activations
     assert account.activations <= account.peak <= parts
+
+
+@given(ALLOCATIONS)
+def test_changes_tell_the_bytes_of_every_kind_at_every_moment(allocations: list[Allocation]) -> None:
+    changes = changes_by_kind(allocations)
+    for moment in range(30):
+        held = {kind: [amount for at, amount in rows.tolist() if at <= moment] for kind, rows in changes.items()}
+        expected = bytes_by_kind(allocations, moment)
+        assert {kind: held[kind][-1] if held.get(kind) else 0 for kind in KINDS} == expected

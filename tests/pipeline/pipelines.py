@@ -186,7 +186,7 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     """Model and optimizer, as they are saved and loaded."""
     return {
         "model": get_model_state_dict(module),
-        "optimizer": autoshard.checkpointable(get_optimizer_state_dict(module, optimizer, options=FLAT)),
+        "optimizer": get_optimizer_state_dict(module, optimizer, options=FLAT),
     }
 
 

@@ -1,41 +1,84 @@
 from __future__ import annotations
 
-from autoshard.pipeline.plan.pipeline_page import page
+from collections import Counter
+
+import pytest
+
+from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.simulate.events import COMPUTE
 from tests.pipeline.test_pipeline_plan import plan_of
-from tests.plans.test_html import read
+from tests.plans.pages import Page
+from tests.plans.test_step_figures import check_data
 from tests.sample_plan import sample_plan
 
 
 def test_the_page_has_the_step_and_every_stage() -> None:
-    text = page(plan_of())
-    words = read(text).words
+    page = Page(plan_of().to_html())
     for word in (
         "1F1B, 4 microbatches, 1 stage per rank",
-        "rank 1",
         "h.3.attn to head",
         "chosen",
         "Stage 1: h.3.attn to head",
     ):
-        assert word in words
+        assert word in page.words
     # A section for each of two stages.
-    assert words.count("h.*.attn.qkv.weight") == 2
-    assert text.count("<svg") == 1
+    assert page.words.count("h.*.attn.qkv.weight") == 2
+    figures = {"timeline", "memory", "candidates"}
+    figures |= {f"stage-{stage}-{name}" for stage in (0, 1) for name in ("modules", "collectives-by-module")}
+    assert set(page.figures) == figures
+    assert all(link.startswith("#") for link in page.links)
 
 
-def test_the_page_loads_nothing() -> None:
-    text = page(plan_of())
-    assert not read(text).attributes & {"src", "href"}
-    assert "url(" not in text
+def test_the_bars_and_lines_are_the_simulated_step() -> None:
+    costs = StageCosts(
+        forward_seconds=1e-3,
+        input_backward_seconds=2e-3,
+        weight_backward_seconds=0.0,
+        forward_send_seconds=1e-4,
+        forward_bytes=1,
+        rest_bytes=2**30,
+        saved_bytes=2**20,
+    )
+    plan = plan_of(costs=(costs, costs))
+    step, page = plan.simulation, Page(plan.to_html())
+    timeline, memory = (page.figures[name]["views"][0] for name in ("timeline", "memory"))
+    for view in (timeline, memory):
+        check_data(view["data"], view["layout"])
+    for rank in (0, 1):
+        drawn = [
+            x
+            for trace in timeline["data"]
+            for row, x in zip(trace["y"], trace["x"], strict=True)
+            if row == f"rank {rank}"
+        ]
+        computed = [
+            end - start
+            for task, start, end in zip(step.tasks, step.starts, step.ends, strict=True)
+            if task.stream == COMPUTE and rank in task.ranks and end > start
+        ]
+        # The axis is in milliseconds.
+        assert sorted(drawn) == pytest.approx(sorted(1e3 * seconds for seconds in computed))
+        assert max(memory["data"][rank]["y"]) * 2**30 == step.peaks[rank]
+    # A message is drawn at both of its ranks.
+    rows = Counter(row for trace in timeline["data"] for row in trace["y"])
+    assert rows["messages of 0"] == rows["messages of 1"] == 4
 
 
 def test_text_of_the_plan_is_escaped() -> None:
-    text = page(plan_of(modules=(("<a>", "b"), ("c", "d")), stages=(sample_plan(hints={"<b>": "&"}), sample_plan())))
-    assert "<a>" not in text
-    assert "&lt;b&gt;" in text
-    read(text)
+    changes = {"modules": (("<a>", "b"), ("c", "d")), "stages": (sample_plan(hints={"<b>": "&"}), sample_plan())}
+    words = Page(plan_of(**changes).to_html()).words
+    assert "Stage 0: <a> to b" in words
+    assert "<b>: &" in words
 
 
 def test_a_plan_without_costs_has_no_picture() -> None:
-    text = page(plan_of(costs=(), modules=(), table=()))
-    assert "<svg" not in text
-    assert "Stage 1: (root) to (root)" in read(text).words
+    page = Page(plan_of(costs=(), modules=(), table=()).to_html())
+    assert not {"timeline", "memory", "candidates"} & set(page.figures)
+    assert "Stage 1: (root) to (root)" in page.words
+
+
+def test_without_plotly_the_step_is_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    text = plan_of().to_html()
+    assert text.count("<svg") == 1
+    assert "<script" not in text

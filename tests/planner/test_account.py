@@ -272,9 +272,9 @@ def test_the_step_is_that_of_the_share(normalized: Planner) -> None:
     program, shared = normalized.program(flow), normalized.constraints.shared
 
     def seconds(share: float) -> float:
-        return normalized.replay(program, SharePrices(flow, normalized.cluster, shared, share))[0]
+        return normalized.replay(program, SharePrices(flow, normalized.cluster, shared, share)).seconds
 
-    assert seconds(1.0) == pytest.approx(normalized.replay(program, normalized.prices)[0])
+    assert seconds(1.0) == pytest.approx(normalized.replay(program, normalized.prices).seconds)
     assert seconds(0.5) < seconds(1.0) < seconds(1.5) < 1.5 * seconds(1.0)
 
 
@@ -365,3 +365,18 @@ def test_activations_die_after_their_last_use() -> None:
     assert activations
     assert all(0 <= one.start < one.end <= end for one in activations)
     assert any(one.end < end - 1 for one in activations)
+
+
+def test_collectives_inside_operators_count_once() -> None:
+    planner = planner_of(joint_graph("gpt"), {"dp": 2, "tp": 2}, None, links(1e10, 1e-7))
+    plan = planner.plan()
+    account = account_of(planner, plan)
+    inside = sum(map(account.seconds, account.rules.operators)) - sum(choice.seconds for choice in plan.choices)
+    reshards = 0.0
+    for reshard in account.reshards:
+        price = planner.cost.gradient_collective if reshard.gradient else planner.cost.collective
+        sent = (step for step in reshard.path.steps if step.kind not in ("slice", "make_partial"))
+        reshards += sum(price(step.kind, step.bytes, step.axis) for step in sent)
+    # The loss of a vocabulary in shards sums up inside its operators.
+    assert inside > 0
+    assert sum(sent.count * sent.seconds for sent in plan.collectives) == pytest.approx(reshards + inside, rel=1e-9)

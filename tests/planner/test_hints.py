@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+import autoshard
 from autoshard.errors import HintError
-from autoshard.planner.hints import describe, resolve
+from autoshard.planner.hints import describe, parse_value, recorded_hints, resolve
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement
 
@@ -122,3 +123,59 @@ def test_a_wrong_hint_is_quoted(hints: object, said: str) -> None:
 def test_hints_are_described_as_text() -> None:
     hints = {"a": Shard(0), "b": (None, Shard(1)), "c": {"tp": shard_placement(0, 3), "dp": R}}
     assert describe(hints) == {"a": "S(0)", "b": "- S(1)", "c": "tp: S(0,f=3), dp: R"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("R", R),
+        (" S(1) ", Shard(1)),
+        ("tp:S(0)", {"tp": Shard(0)}),
+        ("dp: R, tp:S(0,f=3)", {"dp": R, "tp": shard_placement(0, 3)}),
+        ("R S(0)", (R, Shard(0))),
+        ("-,S(0,f=3)", (None, shard_placement(0, 3))),
+        ("-", (None,)),
+        ("replicate", autoshard.replicate()),
+        ("split(4)", autoshard.split(4)),
+        ("split(tp)", autoshard.split("tp")),
+        ("replicate('dp', 'ep')", autoshard.replicate(("dp", "ep"))),
+        ("split(tp, rest=whole)", autoshard.split("tp", rest="whole")),
+        ("replicate(dp), split(4)", (autoshard.replicate("dp"), autoshard.split(4))),
+    ],
+)
+def test_values_are_read_from_text(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+def test_the_record_of_a_plan_is_read_as_its_hints() -> None:
+    hints = {
+        "*.up": (None, Shard(1)),
+        "small": R,
+        "embed.weight": {"dp": Shard(0), "tp": shard_placement(1, 2)},
+        "layers.*.mlp": autoshard.split(("dp", "tp")),
+        "": autoshard.replicate(2),
+        "layers": (autoshard.replicate("dp"), autoshard.split(("tp", "ep"), rest="sequence")),
+    }
+    # A plan also records the primitives of the model's code.
+    assert recorded_hints({**describe(hints), "replicate(4)": "tp"}) == hints
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "S",
+        "tp:",
+        "tp:S",
+        ":S(0)x",
+        "split(",
+        "S(0) tp:R",
+        "tp:R:S(0)",
+        "merge(4)",
+        "tp:R,tp:R",
+        "split(4, rest=all)",
+    ],
+)
+def test_texts_that_are_no_hints(text: str) -> None:
+    with pytest.raises(HintError, match="is no placement: write"):
+        parse_value(text)

@@ -101,11 +101,8 @@ def test_pinned_axes_have_one_placement(pin: tuple[Shard | Replicate | None, ...
         assert all(want is None or want == have for want, have in zip(pin, spec, strict=True))
 
 
-def test_global_inputs_are_whole_and_local_ones_shards_of_the_batch() -> None:
-    node = _node("mlp", "x")
-    assert _options(_built("mlp", {"x": 2, "y": 3}), "rest", node) == [Spec.all_replicated(2)]
-    local = _options(_built("mlp", {"x": 2, "y": 3}, Constraints(local_inputs=True)), "rest", node)
-    assert set(map(str, local)) == {"R R", "S(0) R", "R S(0)", "S(0) S(0)"}
+def test_global_inputs_are_whole() -> None:
+    assert _options(_built("mlp", {"x": 2, "y": 3}), "rest", _node("mlp", "x")) == [Spec.all_replicated(2)]
 
 
 def test_memory_of_parameters_counts_gradients_and_optimizer_state() -> None:

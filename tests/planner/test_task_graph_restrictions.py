@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -226,3 +227,64 @@ def test_a_restriction_gives_way_where_other_axes_leave_nothing() -> None:
     assert weighty.filter_strategies([(1, WHOLE), (1, 2), (2, 1), (1, 1), (0, 2)]) == ((1, 2), (2, 1))
     light = Restriction((1,), forbidden=frozenset({0}), preferred=frozenset())
     assert light.filter_strategies([(0, 0), (0, WHOLE), (0, 1)]) == ((0, WHOLE), (0, 1))
+
+
+class Feed(nn.Module):
+    """Two linear layers in a residual stream of sequences, with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.down(functional.gelu(self.up(self.norm(x))))).square().mean()
+
+
+PINS = {"up.*": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}, "down.bias": R, "norm": R}
+
+
+def fed(rest: Literal["whole", "batch", "sequence"], mesh: dict[str, int], **hints: object) -> ShardingPlan:
+    data = (replicate("dp"),) if "dp" in mesh else ()
+    asked = {"": (*data, split("tp", rest=rest)), **PINS, **hints}
+    options = grouped({"cluster": fast_links(), "time_limit": 300.0, "hints": asked})
+    return autoshard.plan(Feed(), mesh, (torch.randn(8, 4, 16),), **options)
+
+
+@pytest.mark.parametrize(("rest", "norm"), [("whole", "whole"), ("batch", "dim0"), ("sequence", "dim1")])
+def test_operators_follow_pinned_shards_and_the_rest_is_as_said(
+    rest: Literal["whole", "batch", "sequence"], norm: str
+) -> None:
+    plan = fed(rest, {"tp": 2})
+    assert strategies(plan, "aten.native_layer_norm", "norm") == {"tp": {norm}}
+    forward = {choice.module: choice.strategy for choice in plan.choices if choice.operator == "aten.addmm"}
+    assert forward["up"] == "j on tp"
+    assert forward["down"] == "k on tp"
+    assert strategies(plan, "aten.native_layer_norm_backward", "norm") == {"tp": {norm}}
+    if rest != "batch":  # there the planner may change the split between the products
+        assert strategies(plan, "aten.gelu", "") == {"tp": {"dim2"}}
+    assert plan.hints[str(split("tp", rest=rest))] == "tp"
+
+
+def test_primitives_of_one_module_are_for_different_axes() -> None:
+    plan = fed("whole", {"dp": 2, "tp": 2})
+    assert strategies(plan, "aten.native_layer_norm", "norm") == {"dp": {"dim0"}, "tp": {"whole"}}
+    forward = {choice.module: choice.strategy for choice in plan.choices if choice.operator == "aten.addmm"}
+    assert forward == {"up": "i.0 on dp, j on tp", "down": "i.0 on dp, k on tp"}
+    assert plan.hints[""] == "replicate('dp'), split('tp', rest='whole')"
+    shared = {"": (replicate("tp"), split("tp", rest="whole")), **PINS}
+    with pytest.raises(HintError, match="have the mesh axis 'tp' in common"):
+        autoshard.plan(Feed(), {"dp": 2, "tp": 2}, (torch.randn(8, 4, 16),), hints=shared)
+
+
+def test_a_rest_needs_shards_and_a_sequence() -> None:
+    x = torch.randn(8, 4, 16)
+    with pytest.raises(
+        HintError, match="along the shards that hints give their parameters on 'tp', and they give none"
+    ):
+        autoshard.plan(Feed(), {"tp": 2}, (x,), hints={"": split("tp", rest="whole")})
+    linear, hints = nn.Sequential(OrderedDict(up=nn.Linear(16, 8))), {"": split(rest="sequence"), "up.weight": Shard(0)}
+    with pytest.raises(HintError, match="no input has a batch, a sequence"):
+        autoshard.plan(linear, {"tp": 2}, (torch.randn(8, 4, 2, 16),), hints=hints)
+    with pytest.raises(HintError, match="choose 'whole', 'batch', 'sequence'"):
+        split("tp", rest="heads")  # type: ignore[arg-type]

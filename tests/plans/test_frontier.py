@@ -19,6 +19,8 @@ from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from tests import models
 from tests.notebooks import check_repr, shown
+from tests.plans.pages import Page
+from tests.plans.test_step_figures import check_data
 from tests.runtime.meshes import simulated_mesh
 from tests.sample_plan import sample_plan
 from tests.training import TOLERANCE, fast_links, relative_difference
@@ -51,6 +53,29 @@ def test_beaten_plans_are_left_out_and_the_others_sorted() -> None:
     assert points_of([frontier[-1]]) == [(60, 1.0)]
     assert repr(frontier).startswith("Frontier(5 plans on dp=2, tp=4, 9.3 GiB at 4 s to ")
     check_repr(frontier)
+
+
+def test_the_page_has_every_plan_and_the_chosen_one(tmp_path: Path) -> None:
+    frontier = bent()
+    page = Page(frontier.to_html())
+    points, chosen = page.figures["tradeoff"]["views"][0]["data"]
+    assert points["x"][:-1] == [plan.memory.peak / 2**30 for plan in frontier]
+    # Seconds are the unit of a step of one second.
+    assert points["y"][:-1] == [plan.step_seconds for plan in frontier]
+    assert (chosen["x"], chosen["y"]) == ([20 * GB / 2**30], [1.5])
+    parts = page.figures["parts"]["views"][0]["data"]
+    assert [sum(heights) for heights in zip(*(trace["y"] for trace in parts), strict=True)] == points["x"][:-1]
+    assert "chosen: the turning point" in page.words
+    assert "Plan 4: 55.9 GiB, 1 s" in page.words
+    for figure in page.figures.values():
+        for view in figure["views"]:
+            check_data(view["data"], view["layout"])
+    frontier.to_html(tmp_path / "page.html", chosen=frontier.at(memory=16 * GB))
+    page = Page((tmp_path / "page.html").read_text("utf-8"))
+    _, chosen, turning = page.figures["tradeoff"]["views"][0]["data"]
+    assert (chosen["y"], turning["y"]) == ([3.0], [1.5])
+    with pytest.raises(PlanError, match="not a plan of this frontier"):
+        frontier.to_html(chosen=sample_plan())
 
 
 def test_a_notebook_shows_the_table() -> None:

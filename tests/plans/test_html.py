@@ -1,150 +1,58 @@
 from __future__ import annotations
 
-import json
-import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
-from autoshard.plans.html import gantt, page, trace
-from autoshard.plans.plan_data import Decision
-from autoshard.simulate.events import Task
+from autoshard.plans.html import Figure, Fold, HasPage, Section, View, document
+from tests.plans.pages import Page
 from tests.sample_plan import sample_plan
 
-
-class Reader(HTMLParser):
-    """Collects text and attributes, and checks that tags close in the order in which they open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.attributes: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes.update(name for name, _ in attrs)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
+POINTS = {"type": "scatter", "x": [1, 2], "y": [3, 4], "name": "</script><b>"}
+FIGURE = Figure("points", "two points", (View("points", [POINTS], {}),), 100, fallback="<p>no picture</p>")
 
 
-def read(text: str) -> Reader:
-    reader = Reader()
-    reader.feed(text)
-    reader.close()
-    assert reader.open == []
-    return reader
+@pytest.fixture
+def without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
 
-def test_the_page_holds_what_the_plan_says() -> None:
-    words = read(page(sample_plan())).words
+def test_a_figure_is_data_for_the_script_of_the_page() -> None:
+    text = document("a & b", "<p>lead</p>", [Section("Two points", ["<p>1</p>", Fold("more", [FIGURE])])])
+    page = Page(text)
+    assert page.figures["points"]["views"] == [{"label": "points", "data": [POINTS], "layout": {}}]
+    assert {"a & b", "lead", "Two points", "more"} <= set(page.words)
+    assert "no picture" not in page.words
+
+
+def test_a_page_without_figures_has_no_script() -> None:
+    text = document("title", "", [Section("Table", ["<p>1</p>"]), Section("Nothing", ["", ""])])
+    assert "<script" not in text
+    assert Page(text).links == ["#table"]
+
+
+@pytest.mark.usefixtures("without_plotly")
+def test_without_plotly_a_page_has_its_tables_and_says_how_to_get_charts() -> None:
+    text = document("title", "", [Section("Points", [FIGURE, "<p>a table</p>"])])
+    words = " ".join(Page(text).words)
+    assert "<script" not in text
+    assert "pip install 'autoshard[html]'" in words
+    assert "no picture" in words
+    assert "a table" in words
+
+
+def test_a_page_is_returned_or_written(tmp_path: Path) -> None:
+    class Word(HasPage):
+        def _page(self) -> str:
+            return "word"
+
+    assert Word().to_html() == "word"
+    Word().to_html(tmp_path / "word.html")
+    assert (tmp_path / "word.html").read_text("utf-8") == "word"
+
+
+@pytest.mark.usefixtures("without_plotly")
+def test_the_page_of_a_plan_without_plotly() -> None:
+    words = Page(sample_plan().to_html()).words
     for word in ("h.*.attn.qkv.weight", "S(0,f=3)", "all_reduce", "aten.mm", "input_ids", "optimizer 2.0 GiB"):
         assert word in words
-
-
-def test_the_page_loads_nothing() -> None:
-    reader = read(page(sample_plan()))
-    assert not reader.attributes & {"src", "href"}
-    assert "url(" not in page(sample_plan())
-
-
-def test_text_of_the_plan_is_escaped() -> None:
-    text = page(sample_plan(hints={"<script>": "a & b"}))
-    assert "<script>" not in text
-    assert "a &amp; b" in text
-    read(text)
-
-
-def test_a_long_table_is_folded_up() -> None:
-    many = tuple(Decision(f"n{i}", f"aten.op{i}", "m", "forward", "R -> R", 1e-6) for i in range(40))
-    assert "40 rows" in read(page(sample_plan(choices=many))).words
-
-
-def test_a_plan_of_nothing_is_a_page() -> None:
-    empty = sample_plan(placements={}, collectives=(), choices=(), memory=type(sample_plan().memory)())
-    assert "no collectives" in page(empty)
-    read(page(empty))
-
-
-TASKS = [
-    Task("0F0", "forward", "compute", (0,), 1.0, label="0"),
-    Task("0SEND_F0", "send forward", "link", (0, 1), 0.5, (0,)),
-    Task("1F0", "forward", "compute", (1,), 1.0, (1,), label="0"),
-    Task("nothing", "reduction", "reduction", (1,), 0.0, (2,)),
-]
-STARTS, ENDS = (0.0, 1.0, 1.5, 2.5), (1.0, 1.5, 2.5, 2.5)
-
-
-def test_every_task_is_on_the_threads_of_its_ranks() -> None:
-    events = json.loads(trace(TASKS, STARTS, ENDS))["traceEvents"]
-    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    ran = [(e["name"], e["pid"], named[e["pid"], e["tid"]], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert ran == [
-        ("0F0", 0, "compute", 0.0, 1e6),
-        ("0SEND_F0", 0, "link with rank 1", 1e6, 0.5e6),
-        ("0SEND_F0", 1, "link with rank 0", 1e6, 0.5e6),
-        ("1F0", 1, "compute", 1.5e6, 1e6),
-    ]
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
-
-
-def test_memory_is_a_counter() -> None:
-    events = json.loads(trace(TASKS, STARTS, ENDS, [[(0.0, 5), (1.0, 3)], [(0.0, 7)]]))["traceEvents"]
-    counted = [(e["pid"], e["name"], e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C"]
-    assert counted == [(0, "memory", 0.0, 5), (0, "memory", 1e6, 3), (1, "memory", 0.0, 7)]
-
-
-def test_a_step_of_nothing_is_a_trace() -> None:
-    assert json.loads(trace([], [], []))["traceEvents"] == []
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def bars(picture: ElementTree.Element) -> list[tuple[str, float, float, float]]:
-    """What each shape is of, where it begins, how wide it is, and how high."""
-    return [
-        (str(title.text), float(shape.attrib["x"]), float(shape.attrib["width"]), float(shape.attrib["height"]))
-        for shape in picture.iter(f"{SVG}rect")
-        if (title := shape.find(f"{SVG}title")) is not None
-    ]
-
-
-def words(picture: ElementTree.Element) -> list[str | None]:
-    return [text.text for text in picture.iter(f"{SVG}text")]
-
-
-def test_a_row_per_rank_and_a_bar_per_task() -> None:
-    picture = ElementTree.fromstring(gantt(TASKS, STARTS, ENDS, "a <step>", width=590))
-    assert [name for name, *_ in bars(picture)] == [
-        "0F0: forward",
-        "0SEND_F0: send forward",
-        "0SEND_F0: send forward",
-        "1F0: forward",
-    ]
-    assert [bar[1:3] for bar in bars(picture)] == [(70, 200), (270, 100), (270, 100), (370, 200)]
-    sent, computed = bars(picture)[1][3], bars(picture)[0][3]
-    assert sent < computed
-    assert {"a <step>", "rank 0", "rank 1", "0", "2.5 s", "forward", "send forward"} <= set(words(picture))
-    assert "reduction" not in words(picture)
-
-
-@pytest.mark.parametrize(("width", "times"), [(1200, 2), (90, 0)])
-def test_numbers_are_written_where_there_is_room(width: int, times: int) -> None:
-    tasks = [task._replace(label="123" if task.label else "") for task in TASKS]
-    assert words(ElementTree.fromstring(gantt(tasks, STARTS, ENDS, width=width))).count("123") == times
-
-
-def test_the_picture_loads_nothing() -> None:
-    text = gantt(TASKS, STARTS, ENDS)
-    assert "href" not in text
-    assert "url(" not in text
-
-
-def test_a_step_of_nothing_is_a_picture() -> None:
-    assert bars(ElementTree.fromstring(gantt([], [], []))) == []

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F
 
 import autoshard
@@ -149,6 +150,13 @@ def test_methods_give_the_numbers_of_one_device(two: Workers) -> None:
 
 def _registered_parts() -> None:
     model, alone = _models()
+    for call in (lambda: model.encoder(_x(6)), lambda: model.encode(_x(6)), lambda: model.encoder(input=_x(6))):
+        with pytest.raises(InputError, match=r"encoder \(Sequential\) is called .*\(model, 'encoder.forward'\)"):
+            call()
+    whole = distribute_tensor(_x(6), model.encoder[0].weight.device_mesh)
+    _same(model.encoder(whole).full_tensor(), alone.encoder(_x(6)))
+    with implicit_replication():
+        _same(model.encoder(_x(6)).full_tensor(), alone.encoder(_x(6)))
     for each in (model, alone):
         # Around the program where the encoder is called by itself, and in the program of other calls.
         each.encoder.register_forward_hook(lambda part, args, result: result * 2)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import autoshard
 from autoshard.errors import CaptureError, InputError
 from autoshard.runtime.in_place_changes import has_overlap
+from autoshard.runtime.module_runtime import RUNTIME
 from autoshard.runtime.shards import gather_full_tensor
 from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links
@@ -86,6 +87,41 @@ def test_an_input_that_is_placed_otherwise_is_changed(mesh: DeviceMesh) -> None:
         module(X.clone(), y)
         for held in per_rank(y.full_tensor(), mesh).values():
             torch.testing.assert_close(held, 2 * Y)
+
+
+class Cached(nn.Module):
+    """Writes a row of a cache, and reads all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor, cache: Tensor, position: Tensor) -> Tensor:
+        cache.index_copy_(1, position, self.linear(x)[:, None])
+        return torch.einsum("bd,btd->bt", x, cache)
+
+
+@pytest.mark.parametrize("placement", [None, Shard(0), Shard(1), Replicate()])
+def test_a_cache_is_written_where_it_lies(mesh: DeviceMesh, placement: Placement | None) -> None:
+    module = Cached()
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, cluster=fast_links())
+    expected = torch.zeros(4, 6, 8, dtype=torch.float64)
+    cache = expected.clone() if placement is None else distribute_tensor(expected.clone(), mesh, [placement])
+    with torch.no_grad():
+        for step, x in enumerate((X, Y)):
+            scores = alone(x, expected, torch.tensor([2 * step]))
+            ours = module(x.clone(), cache, torch.tensor([2 * step]))
+            for held in per_rank(ours, mesh).values():
+                torch.testing.assert_close(held, scores, rtol=1e-9, atol=1e-12)
+    for held in per_rank(gather_full_tensor(cache) if isinstance(cache, DTensor) else cache, mesh).values():
+        torch.testing.assert_close(held, expected, rtol=1e-9, atol=1e-12)
+    # One program, which takes the cache as it lies, and writes the row alone where no rank needs another one's.
+    (served,) = module.__dict__[RUNTIME]._programs.values()
+    (spec,) = (border.spec for border in served.program.step.inputs if border.name == "cache")
+    assert spec.placements == (placement or Replicate(),)
+    written = {node.target for node in served.program.halves.forward.graph.nodes}
+    assert placement != Shard(0) or torch.ops.aten.index_copy_.default in written
 
 
 def test_returned_buffers_change_with_later_calls(mesh: DeviceMesh) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
 
 import autoshard
 from autoshard.errors import InputError
@@ -71,6 +73,52 @@ def whole_parameters_step() -> None:
     assert torch.allclose(get_full(module, "up.weight"), alone.up.weight, rtol=1e-9, atol=0)
 
 
+class Cube(Net):
+    """With a parameter of three dims, of which two ranks hold unequal parts, and one of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cube = nn.Parameter(torch.randn(3, 4, 5, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.down(self.up(x).sin()) @ self.cube * self.scale).square().mean()
+
+
+def every_other_optimizer_steps_on_shards() -> None:
+    """All of torch's, and Adafactor of this library, on strided and uneven shards."""
+    x = torch.randn(4, 4, dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    hints = {"up.*": _StridedShard(0, split_factor=2), "down.weight": Shard(1), "cube": Shard(2)}
+    module, alone = autoshard.parallelize(Cube(), mesh, (x,), hints=hints), Cube()
+    assert module.cube.placements == (Shard(2),)
+    state = {name: value.clone() for name, value in alone.state_dict().items()}
+    kinds = {kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)}
+    # The last refuses gradients that are not sparse, on one device, too.
+    kinds -= {Optimizer, torch.optim.Adafactor, torch.optim.Rprop, torch.optim.SparseAdam}
+    cases = [(kind, kind, {}) for kind in sorted(kinds, key=lambda kind: kind.__name__)]
+    options = {"weight_decay": 0.1, "maximize": True, "d": 1.5, "eps": (1e-8, 1e-2)}
+    cases += [(autoshard.Adafactor, torch.optim.Adafactor, given) for given in ({}, options)]
+    for ours, theirs, given in cases:
+        for net, kind in ((module, ours), (alone, theirs)):
+            net.load_state_dict(state)
+            matrices = [value for value in net.parameters() if ours is not torch.optim.Muon or value.ndim == 2]
+            optimizer = kind(matrices, lr=0.01, **given)
+
+            def closure(net: nn.Module = net) -> torch.Tensor:
+                net.zero_grad()
+                loss = net(x)
+                loss.backward()
+                return loss
+
+            for _ in range(3):
+                optimizer.step(closure)
+        # Muon's products are in bfloat16, and round otherwise where they are summed over ranks.
+        tolerance = 1e-2 if ours is torch.optim.Muon else 1e-9
+        for name, expected in alone.named_parameters():
+            torch.testing.assert_close(get_full(module, name), expected, rtol=tolerance, atol=tolerance, msg=f"{ours}")
+
+
 def anomalies_are_found() -> None:
     module, x = parallelized({"*.weight": Shard(0)})
     alone = Net()
@@ -103,6 +151,7 @@ def resizing_is_refused() -> None:
 def all_of_it() -> None:
     sharded_steps_are_refused()
     whole_parameters_step()
+    every_other_optimizer_steps_on_shards()
     anomalies_are_found()
     foreach_steps_before_backward_are_refused()
     resizing_is_refused()

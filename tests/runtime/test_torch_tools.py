@@ -59,7 +59,7 @@ def placed(layout: str, seed: int, device: str = "cpu") -> nn.Sequential:
     module.to(device)
     replace_parameters(module, {"0.weight": Spec.parse(text)}, mesh_of(sizes))
     install_hooks(module)
-    prepare_optimizers(module)
+    prepare_optimizers(module, lambda: None)
     return module
 
 

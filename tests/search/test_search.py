@@ -18,6 +18,7 @@ from torch.nn import functional
 import autoshard
 from autoshard.errors import BudgetError, InputError, MeshError, PlanError
 from autoshard.options.target import Target
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.result import BEST, SearchResult
 from autoshard.search.search import SearchOptions, auto_mesh
@@ -209,7 +210,7 @@ def test_all_ranks_train_on_the_mesh_that_was_found(four: Workers) -> None:
 def trained() -> tuple[dict[str, int], str, list[torch.Tensor]]:
     """The mesh, the plan as text, and the loss and a whole gradient of a step under it."""
     module, x = scores()
-    agreed = auto_mesh(module, (x,), {}, target(), pipelines=False)
+    agreed = auto_mesh(BatchCall(module, (x,), {}), target(), pipelines=False)
     assert agreed.pipeline is None
     assert isinstance(agreed.device_mesh, DeviceMesh)
     assert isinstance(agreed.plan, ShardingPlan)
@@ -231,7 +232,7 @@ def test_what_fails_on_the_first_rank_fails_on_all(four: Workers) -> None:
 def refused() -> str:
     module, x = scores()
     with pytest.raises(BudgetError, match=r"no mesh of 4 devices fits in 1\.0 KiB") as error:
-        auto_mesh(module, (x,), {}, target("1KiB"), pipelines=False)
+        auto_mesh(BatchCall(module, (x,), {}), target("1KiB"), pipelines=False)
     return type(error.value).__name__
 
 
@@ -241,11 +242,11 @@ def test_without_an_example_call_there_is_nothing_to_plan_for(four: Workers) -> 
 
 def without_example() -> bool:
     with pytest.raises(InputError, match="needs an example call"):
-        auto_mesh(scores()[0], (), {}, target())
+        auto_mesh(BatchCall(scores()[0], (), {}), target())
     return True
 
 
 def test_without_a_process_group_there_are_no_ranks() -> None:
     module, x = scores()
     with pytest.raises(MeshError, match="torchrun"):
-        auto_mesh(module, (x,), {}, target())
+        auto_mesh(BatchCall(module, (x,), {}), target())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -18,6 +19,7 @@ from autoshard.integrations.lightning_strategies.layout import (
     Layout,
     Mesh,
     check_all_placed,
+    no_backward_sync,
     parallelized_mesh,
 )
 from autoshard.options import OptionKeywords
@@ -29,6 +31,13 @@ else:
     Base = object
 
 
+class _BackwardSync:
+    """The control that `fabric.no_backward_sync(module)` asks for a context."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return no_backward_sync(module, enabled)
+
+
 class FabricStrategy(Base):
     """Sets up modules on any mesh, with the numbers that one device would give.
 
@@ -36,7 +45,7 @@ class FabricStrategy(Base):
     module that is parallelised already is left as it is.
 
     Args:
-        mesh, plan, data_axes, save_distributed_checkpoint, process_group_backend, timeout, **options: as for the
+        mesh, plan, save_distributed_checkpoint, process_group_backend, timeout, **options: as for the
             strategy of the Trainer.
         example: the arguments of a call of the module, with tensors of global shape: keyword arguments as a mapping,
             positional ones as a tuple or list, or one tensor. By default the module's `example_input_array`.
@@ -52,7 +61,6 @@ class FabricStrategy(Base):
         example: Example | None = None,
         *,
         plan: ShardingPlan | None = None,
-        data_axes: Iterable[str] | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -64,7 +72,8 @@ class FabricStrategy(Base):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._layout = Layout(mesh, example, plan, data_axes, options)
+        self._backward_sync_control: Any = _BackwardSync()
+        self._layout = Layout(mesh, example, plan, options)
         self._saves_shards = save_distributed_checkpoint
 
     @property

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.api import materialize, parallelize
-from autoshard.capture.call_layout import call_tensors
 from autoshard.errors import InputError, MeshError, PipelineError, PlanError
 from autoshard.options import Options, Pipeline, collect_options
 from autoshard.options.target import Target
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.data_loader import BatchPart
+from autoshard.runtime.module_runtime import RUNTIME, Runtime
 from autoshard.search.search import auto_mesh
+from autoshard.specs.axes import MeshShape
 
 Mesh = DeviceMesh | Mapping[str, int] | Literal["auto"]
 Example = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -34,10 +38,10 @@ class Layout:
     Args:
         mesh: the sizes of the axes by name, a `DeviceMesh` of all ranks, or `"auto"`: the mesh that `autoshard.search`
             finds the best, without pipelines.
-        example: a call of the module, with tensors of global shape: keyword arguments as a mapping, positional ones as
-            a tuple or list, or one tensor; None if the module has it as `example_input_array`.
+        example: a call of the module, with tensors of global shape (see `Options.example_inputs`): keyword arguments as
+            a mapping, positional ones as a tuple or list, or one tensor; None if the module has it as
+            `example_input_array`.
         plan: a plan to apply, instead of making one.
-        data_axes: with `inputs="local"`, the axes over which the ranks' batches differ.
         options: the fields of `autoshard.Options`.
 
     Attributes:
@@ -52,7 +56,6 @@ class Layout:
         mesh: Mesh,
         example: Example | None,
         plan: ShardingPlan | None,
-        data_axes: Iterable[str] | None,
         options: Mapping[str, Any],
     ) -> None:
         if not isinstance(mesh, (DeviceMesh, Mapping)) and mesh != "auto":
@@ -62,23 +65,16 @@ class Layout:
         self._mesh = mesh
         self._example = example
         self._plan = plan
-        self._data_axes = None if data_axes is None else frozenset(data_axes)
         self._keywords = dict(options)
         self.options: Options = collect_options("parallelize", options)
         self._device_mesh: DeviceMesh | None = None
         if not isinstance(mesh, str):
             names = tuple(mesh) if isinstance(mesh, Mapping) else mesh.mesh_dim_names
             _refuse_pipeline(names or (), self.options.pipeline)
-        if self.options.inputs == "local":
-            if isinstance(mesh, str):
-                raise MeshError(
-                    'mesh="auto" and inputs="local": the axes that the batch is split over are not known before the '
-                    'search. Pass the sizes of a mesh, or inputs="global".'
-                )
-        elif data_axes is not None:
-            raise PlanError(
-                'data_axes is for inputs="local": with global inputs every rank passes the whole batch, and the plan '
-                "decides which part it computes."
+        if self.options.inputs == "local" and isinstance(mesh, str):
+            raise MeshError(
+                'mesh="auto" and inputs="local": the axes that the batch is split over are not known before the '
+                'search. Pass the sizes of a mesh, or inputs="global".'
             )
 
     @property
@@ -90,7 +86,7 @@ class Layout:
         """Make the mesh of all ranks from its sizes, once; `"auto"` is left to `parallelize`.
 
         Raises:
-            MeshError: the mesh is not of so many ranks, or its axes have no names.
+            MeshError: the mesh is not of so many ranks, or has no axis of a name in `data_axes`, or none is found.
         """
         mesh = self._mesh
         if self._device_mesh is not None or isinstance(mesh, str):
@@ -104,8 +100,7 @@ class Layout:
         if isinstance(mesh, Mapping):
             mesh = init_device_mesh(device_type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         self._device_mesh = mesh
-        if self.options.inputs == "local":
-            self._local_axes(mesh)
+        self._data_axes(mesh)
 
     def sampler_arguments(self) -> dict[str, int]:
         """Return the number of parts of the data set, and the part that this rank loads.
@@ -115,15 +110,11 @@ class Layout:
         """
         if self.options.inputs == "global":
             return {"num_replicas": 1, "rank": 0}
-        if self._device_mesh is None:
+        mesh = self._device_mesh
+        if mesh is None:
             raise MeshError("the parts of the data set are known from the mesh, which is made when processes start.")
-        coordinate = self._device_mesh.get_coordinate()
-        assert coordinate is not None, "the mesh has all ranks"
-        count, rank = 1, 0
-        for axis in self._local_axes(self._device_mesh):
-            size = self._device_mesh.size(axis)
-            count, rank = count * size, rank * size + coordinate[axis]
-        return {"num_replicas": count, "rank": rank}
+        part = BatchPart.of(mesh, self._data_axes(mesh))
+        return {"num_replicas": part.count, "rank": part.index}
 
     def parallelize(self, module: nn.Module, device: torch.device, precision: Any) -> None:
         """Parallelise a module in place, and fill it if it is on the meta device.
@@ -146,18 +137,12 @@ class Layout:
             keywords["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         if self._device_mesh is None:
             target = Target.of(collect_options("parallelize", keywords), device.type)
-            agreed = auto_mesh(module, args, kwargs, target, pipelines=False)
+            agreed = auto_mesh(BatchCall(module, args, kwargs), target, pipelines=False)
             assert isinstance(agreed.plan, ShardingPlan), "the search was without pipelines"
             self._device_mesh, plan = agreed.device_mesh, agreed.plan
-        elif self.options.inputs == "local" and plan is None:
-            rows = self._row_placements(self._device_mesh)
-            inputs = {name: rows for name, tensor in call_tensors(module, args, kwargs).items() if tensor.ndim}
-            keywords["input_placements"] = inputs | dict(self.options.input_placements or {})
         parallelize(module, self._device_mesh, args, kwargs, plan=plan, **keywords)
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             materialize(module, device)
-        if self.options.inputs == "local" and self.options.output_placements is not None:
-            module.register_forward_hook(_RowsOfOutputs(self._device_mesh, self._row_placements(self._device_mesh)))
 
     def adopt_mesh(self, mesh: DeviceMesh) -> None:
         """Take the mesh of a module that is parallelised already.
@@ -193,61 +178,31 @@ class Layout:
             return (), dict(example)
         return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
 
-    def _local_axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
-        """Return the axes over which the ranks' batches differ, the outermost first."""
-        names = mesh.mesh_dim_names
-        if names is None:
-            raise MeshError('inputs="local" needs a mesh whose axes have names: pass mesh_dim_names.')
-        if self._data_axes is not None:
-            unknown = sorted(self._data_axes - set(names))
-            if unknown:
-                raise MeshError(f"data_axes: the mesh {_describe(mesh)} has no axis {unknown[0]!r}.")
-            return tuple(index for index, name in enumerate(names) if name in self._data_axes)
-        placed = self.options.input_placements or (self._plan.input_placements if self._plan is not None else None)
-        if placed:
-            return tuple(index for index in range(mesh.ndim) if any(_splits(value, index) for value in placed.values()))
-        if mesh.ndim > 1:
-            raise MeshError(
-                f'inputs="local" on the mesh {_describe(mesh)}: name the axes that the batch is split over, such as '
-                f"data_axes={names[:1]!r}; ranks along the other axes are given the same rows."
-            )
-        return (0,)
-
-    def _row_placements(self, mesh: DeviceMesh) -> tuple[Placement, ...]:
-        axes = self._local_axes(mesh)
-        return tuple(Shard(0) if index in axes else Replicate() for index in range(mesh.ndim))
-
-
-class _RowsOfOutputs:
-    """A forward hook that returns this rank's rows of outputs that are split as its inputs are.
-
-    The gradient is that of the mean of the ranks' losses, as in `DistributedDataParallel`: it is divided by the number
-    of parts of the batch.
-    """
-
-    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-        self._placements = placements
-        self._sizes = tuple(mesh.shape)
-        self._parts = math.prod(
-            size for size, placement in zip(self._sizes, placements, strict=True) if placement.is_shard()
-        )
-
-    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        return pytree.tree_map_only(DTensor, self._rows, outputs)
-
-    def _rows(self, output: DTensor) -> Tensor:
-        pairs = zip(output.placements, self._placements, self._sizes, strict=True)
-        if any(size > 1 and placement != expected for placement, expected, size in pairs):
-            return output
-        rows: Tensor = output.to_local()
-        if rows.requires_grad:
-            rows.register_hook(lambda gradient: gradient / self._parts)
-        return rows
+    def _data_axes(self, mesh: DeviceMesh) -> tuple[str, ...]:
+        """Return the names of the axes along which ranks load rows of their own; none with global inputs."""
+        target = Target.of(self.options, mesh.device_type).on_mesh(MeshShape.of(mesh), self._plan)
+        return target.data_axes if target.inputs == "local" else ()
 
 
 def parallelized_mesh(module: nn.Module) -> DeviceMesh | None:
     """Return the mesh of the `DTensor` parameters of a module; None if there are no such parameters."""
     return next((value.device_mesh for value in module.parameters() if isinstance(value, DTensor)), None)
+
+
+@contextlib.contextmanager
+def no_backward_sync(root: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Context in which backwards of the parallelised modules in `root` reduce no gradients, if their plans count that.
+
+    Args:
+        root: the module, or one that it is part of.
+        enabled: False to change nothing.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in root.modules():
+            runtime = part.__dict__.get(RUNTIME)
+            if enabled and isinstance(runtime, Runtime):
+                stack.enter_context(runtime.counted_no_sync())
+        yield
 
 
 def check_all_placed(root: nn.Module, name: str) -> None:
@@ -268,11 +223,6 @@ def _refuse_pipeline(names: Sequence[str], pipeline: Pipeline) -> None:
             f"the axis {axis!r} is a pipeline, whose train_step runs forward and backward of all microbatches, and "
             "Lightning calls them one by one. Use a mesh without it, or train without Lightning."
         )
-
-
-def _splits(placements: Any, axis: int) -> bool:
-    placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
-    return axis < len(placements) and not placements[axis].is_replicate()
 
 
 def _describe(mesh: DeviceMesh | Mapping[str, int]) -> str:

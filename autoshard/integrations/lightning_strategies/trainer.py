@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from autoshard.integrations.lightning_strategies.layout import (
     Layout,
     Mesh,
     check_all_placed,
+    no_backward_sync,
     parallelized_mesh,
 )
 from autoshard.options import OptionKeywords
@@ -44,9 +45,8 @@ class TrainerStrategy(Base):
 
     With `inputs="global"` (the default) every rank loads the same batches, whose size is the one that the data loader
     has. With `inputs="local"` the ranks along `data_axes` load different ones. A loss that `forward` returns is that of
-    the global batch. To compute it outside, of this rank's rows, pass
-    `output_placements={"output": (Shard(0), ...)}`: such outputs are plain tensors of these rows, and gradients are
-    those of the mean of the ranks' losses, as in `DistributedDataParallel`.
+    the global batch. To compute it outside, of this rank's rows, pass `outputs="local"`: then gradients are those of
+    the mean of the ranks' losses, as in `DistributedDataParallel`.
 
     Args:
         mesh: the sizes of the axes by name, such as `{"dp": 2, "tp": 4}`; a `DeviceMesh` of all ranks; or `"auto"`: the
@@ -56,8 +56,6 @@ class TrainerStrategy(Base):
             `example_input_array`.
         module: the name of the attribute to parallelise; `""` for the LightningModule itself.
         plan: apply this plan instead of making one.
-        data_axes: with `inputs="local"`, the names of the axes that the batch is split over. By default those that
-            `input_placements` or the plan split inputs over, or the only axis.
         save_distributed_checkpoint: True for a folder with the shards of every rank; False for one file with whole
             tensors, which `load_from_checkpoint` reads on one device. Both are resumed on any mesh.
         process_group_backend, timeout: as for `ModelParallelStrategy`.
@@ -76,7 +74,6 @@ class TrainerStrategy(Base):
         *,
         module: str | None = None,
         plan: ShardingPlan | None = None,
-        data_axes: Iterable[str] | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -87,7 +84,7 @@ class TrainerStrategy(Base):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._layout = Layout(mesh, example, plan, data_axes, options)
+        self._layout = Layout(mesh, example, plan, options)
         self._module_name = module
         # Modules that were planned for evaluation alone.
         self._evaluated: nn.Module | None = None
@@ -188,6 +185,14 @@ class TrainerStrategy(Base):
                 "tried with 2.6.6."
             )
         root._device_mesh = self._layout.device_mesh
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Context of backwards whose gradients are accumulated, as `accumulate_grad_batches` asks for."""
+        root = self.lightning_module
+        assert root is not None
+        with no_backward_sync(root):
+            yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the module; whole tensors, on rank 0, for a checkpoint in one file."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -32,7 +32,10 @@ DATA_AXES = ("dp_replicate", "dp_shard", "fsdp")
 
 TENSOR_AXIS = "tp"
 
-_DECIDED = ("inputs", "input_placements", "output_placements", "dynamic", "pipeline")
+_DECIDED = (
+    *("inputs", "outputs", "data_axes", "example_inputs", "input_placements", "output_placements"),
+    *("dynamic", "pipeline"),
+)
 """Options that the trainer's loop decides."""
 
 
@@ -84,15 +87,15 @@ def parallelize(
     mesh = device_mesh(parallel_dims)
     prepare_experts(model)
     _prepare_calls(model)
-    names = mesh.mesh_dim_names or ()
+    rows = {name: Shard(0) for name in mesh.mesh_dim_names or () if name != TENSOR_AXIS}
     batch = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
     example = torch.empty((batch, training.seq_len), dtype=torch.int64, device="meta")
-    rows = _placements(names)
-    logits = _placements(names, Shard(2) if parallel_dims.spmd_backend == "spmd_types" else Replicate())
+    words = {TENSOR_AXIS: Shard(2)} if parallel_dims.spmd_backend == "spmd_types" and parallel_dims.tp > 1 else {}
     settings: OptionKeywords = {
         "inputs": "local",
-        "input_placements": {"tokens": rows, "positions": rows},
-        "output_placements": dict.fromkeys(_output_names(model), logits),
+        "data_axes": tuple(rows),
+        # As DTensors, whose gradients are not divided: the trainer's loss is divided by the tokens of all ranks.
+        "output_placements": {"output*": {**rows, **words}},
         "mp_policy": _precision(training),
         "recompute": _recompute(ac_config),
         "compile": compile_config.enable and "model" in compile_config.components,
@@ -167,16 +170,6 @@ def _size(parallel_dims: ParallelDims, name: str) -> int | None:
     except ValueError:  # another backend's name
         return None
     return 1 if mesh is None else mesh.size()
-
-
-def _placements(names: tuple[str, ...], on_tensor_axis: Placement | None = None) -> tuple[Placement, ...]:
-    """Return placements of rows over the data axes, with another one on the axis of tensor parallelism."""
-    return tuple((on_tensor_axis or Replicate()) if name == TENSOR_AXIS else Shard(0) for name in names)
-
-
-def _output_names(model: nn.Module) -> list[str]:
-    depths = getattr(model, "mtp_layers", None)
-    return ["output"] if depths is None else [f"output[{place}]" for place in range(1 + len(depths))]
 
 
 def _precision(training: TrainingConfig) -> MixedPrecisionPolicy | None:

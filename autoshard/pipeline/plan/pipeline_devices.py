@@ -176,6 +176,7 @@ def check_pipeline_options(target: Target) -> None:
     refused = {
         "dynamic": target.dynamic is not None and "the sizes of what stages send each other are fixed",
         "inputs": target.inputs != "global" and "every rank is given the whole batch",
+        "outputs": target.outputs != "global" and "outputs are put together of microbatches",
         "output_placements": target.output_placements is not None and "outputs are put together of microbatches",
     }
     for name, why in refused.items():
@@ -206,6 +207,7 @@ def stage_target(
         cluster=cluster,
         hints=None,
         inputs="global",
+        outputs="global",
         input_placements={},
         output_placements=None,
         shares=None,

@@ -31,6 +31,7 @@ from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
 from autoshard.pipeline.schedule.actions import SCHEDULES
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_search import (
+    ESTIMATED,
     CostsOf,
     ScheduleCandidate,
     ScheduleOption,
@@ -360,10 +361,10 @@ class _PipelinePlanner:
                 continue
             is_full = len(self.planned_shapes) + len(self.errors) >= _MAX_PLANNED_SHAPES
             if best is None or best in self.planned_shapes or is_full:
-                verdict = "estimated, not planned"
+                verdict = ESTIMATED
                 break
             if self._is_late():
-                verdict = "estimated, not planned in the time limit"
+                verdict = f"{ESTIMATED} in the time limit"
                 break
             self._plan_shape(best)
         return tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -267,7 +267,7 @@ def _allocations_within(held: Sequence[Allocation], start: int, end: int) -> Ite
     for item in held:
         first, last = max(item.start, start), min(item.end, end)
         if first < last:
-            yield Allocation(item.name, item.bytes, first, last, item.kind)
+            yield replace(item, start=first, end=last)
 
 
 def _local_bytes(

@@ -209,7 +209,7 @@ class ShapePlanner:
     def device_counts(self, forward: MicrobatchGraph) -> tuple[int, ...]:
         """Return the numbers of devices that marked contexts of `forward` ask for, in order."""
         task_graphs = task_graphs_with_counts(forward.exported.graph).values()
-        counts = {int(task_graph.place): task_graph.primitive.devices for task_graph in task_graphs}
+        counts = {int(task_graph.place): task_graph.primitives[0].devices for task_graph in task_graphs}
         return tuple(devices for _, devices in sorted(counts.items()) if isinstance(devices, int))
 
     def stage_assignments(self, shape: PipelineShape, forward: MicrobatchGraph, in_order: bool = False) -> list[Stages]:
@@ -293,7 +293,7 @@ class ShapePlanner:
         marked = max(marks.values(), default=-1) + 1
         if marked not in (0, stages):
             task_graphs = task_graphs_with_counts(forward.exported.graph).values()
-            primitives = dict.fromkeys(str(task_graph.primitive) for task_graph in task_graphs)
+            primitives = dict.fromkeys(str(task_graph.primitives[0]) for task_graph in task_graphs)
             per_rank = stages // self.ranks
             raise HintError(
                 f"forward marks {marked} task graphs with numbers of devices ({', '.join(primitives)}), each of which "

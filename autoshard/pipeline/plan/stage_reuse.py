@@ -141,7 +141,7 @@ def task_graph_marks(graph: JointGraph) -> tuple[tuple[str, int] | None, ...]:
     """Return the primitive of every operator, and the number of its task graph in the order in which they occur."""
     task_graphs = [graph.task_graph(node) for node in graph.graph.nodes]
     number = {task_graph: place for place, task_graph in enumerate(dict.fromkeys(task_graphs))}
-    return tuple(None if mark is None else (str(mark.primitive), number[mark]) for mark in task_graphs)
+    return tuple(None if mark is None else (", ".join(map(str, mark.primitives)), number[mark]) for mark in task_graphs)
 
 
 def rename_decisions(decisions: Decisions, source: JointGraph, target: JointGraph) -> Decisions:

@@ -38,6 +38,7 @@ from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.copies import pickle_error
 from autoshard.runtime.materialize import Initializer, materialize_stages
 from autoshard.runtime.module_runtime import RUNTIME
+from autoshard.runtime.optimizers import prepare_optimizers
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, from_first_rank
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.runtime.shards import local_of
@@ -159,6 +160,8 @@ class PipelineModule(nn.Module):
         self._tied_parameters = TiedParameters(self, first.stages, plan.schedule.placement, call_cache.group)
         self._tied_parameters.broadcast_values()
         install_hooks(self)
+        # `train_step` leaves no gradient unreduced.
+        prepare_optimizers(self, lambda: None)
 
     def add_call(self, prepared: PreparedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Add a prepared kind of call, with gradients, with an example of it."""
@@ -190,6 +193,11 @@ class PipelineModule(nn.Module):
         # A parameter may have been loaded or materialized since the last call of this kind.
         relink_entries(prepared.entries)
         return prepared
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of all ranks."""
+        return self._call_cache.device_mesh
 
     def _check_model(self) -> None:
         """Raise `PipelineError` if the model was given new parameters after the pipeline was made of it."""

@@ -32,10 +32,10 @@ from autoshard.pipeline.schedule.actions import Action, ActionKind, Schedule, ru
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.calls import describe_call
+from autoshard.runtime.gradient_sums import GradientSums
 from autoshard.runtime.module_runtime import Runtime
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, on_all_ranks
-from autoshard.runtime.step import GradientSums
 from autoshard.specs.axes import MeshShape
 
 _FORWARD = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)

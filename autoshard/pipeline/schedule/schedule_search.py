@@ -234,6 +234,10 @@ _CUSTOM_ORDERS = 3
 _REFUSED = "refused"
 
 
+ESTIMATED = "estimated, not planned"
+"""Part of the verdict on a schedule whose seconds and peak are estimates, since its stages were not planned."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleCandidate:
     """One line of the table: a schedule of one size, and its verdict.

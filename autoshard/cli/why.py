@@ -1,0 +1,99 @@
+"""The verb `why`: what a plan would cost with other placements than it has."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import autoshard
+from autoshard.cli.arguments import (
+    UsageError,
+    Verbs,
+    add_verb,
+    check_output,
+    console,
+    parse_hints,
+    parse_mesh,
+    print_line,
+)
+from autoshard.cli.plan_files import read_plan
+from autoshard.cli.planning import add_memory, add_options, planning_keywords
+from autoshard.cli.targets import TARGETS, add_target, load_target
+from autoshard.errors import HintError
+from autoshard.plans.alternative import Alternative
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.specs.axes import MeshShape
+
+
+def add_why(verbs: Verbs) -> None:
+    """Add the verb to the command."""
+    parser = add_verb(
+        verbs,
+        "why",
+        _why,
+        summary="tell why a plan does not place parameters otherwise, by what that would cost",
+        details="Find the best plan that has the placements asked for, and print what it costs more or\n"
+        "less than the plan made without them: seconds, collectives and memory by module.\n"
+        "With --plan, the options are those that the saved plan was made with.\n\n"
+        f"{TARGETS}\n\n"
+        "PLACEMENTS are S(0) or R for every mesh axis, tp:S(0),dp:R for some, or a primitive:\n"
+        "split(tp), replicate(4). A glob of a module stands for the parameters below it.\n\n"
+        "Exit status 0: a plan has them. 1: no plan can, or none fits the memory.\n"
+        "2: an argument is not valid; nothing was planned, or a glob matches nothing.",
+        example="autoshard why hf:llama/config.json --batch 16 --seq 4096 --mesh dp=8,tp=8 \\\n"
+        "    'model.layers.*.mlp.up_proj.weight=tp:S(0)'",
+    )
+    add_target(parser)
+    parser.add_argument("asked", nargs="+", metavar="GLOB=PLACEMENTS", help="what the plan should have")
+    places = parser.add_mutually_exclusive_group(required=True)
+    places.add_argument(
+        "--mesh", metavar="AXES", help="names and sizes of the axes, as in dp=8,tp=8; makes a plan first"
+    )
+    places.add_argument("--plan", metavar="PLAN.json", help="a saved plan of the target, to ask in place of a new one")
+    add_memory(parser)
+    add_options(parser)
+    parser.set_defaults(cluster=None)
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file to write the plan with them to")
+
+
+def _why(options: argparse.Namespace) -> int:
+    """Print the alternative; status 0 where there is one, else 1."""
+    check_output("-o", options.output)
+    plan = None if options.plan is None else _read(options.plan)
+    if plan is None:
+        options.cluster = options.cluster or "h100"
+    else:
+        options.mesh = ",".join(f"{axis.name}={axis.size}" for axis in plan.mesh.axes)
+        options.cluster = options.cluster or plan.cluster
+    mesh = parse_mesh(options.mesh)
+    asked = parse_hints(options.asked, MeshShape.of(mesh))
+    keywords = planning_keywords("why_not", options)
+    module, args, kwargs = load_target(options)
+    try:
+        if plan is None:
+            made = autoshard.plan(module, mesh, args, kwargs, **keywords)
+            assert isinstance(made, ShardingPlan), "an axis of a pipeline is refused above"
+            alternative = made.why_not(asked)
+        else:
+            alternative = autoshard.why_not(plan, asked, module, args, kwargs, **keywords)
+    except HintError as error:
+        raise UsageError(str(error)) from error
+    console().print(*alternative.tables())
+    return _write(alternative, options.output)
+
+
+def _read(path: str) -> ShardingPlan:
+    plan = read_plan(path)
+    if not isinstance(plan, ShardingPlan):
+        raise UsageError(f"--plan {path}: it is the plan of a pipeline, and this command asks plans of one mesh.")
+    return plan
+
+
+def _write(alternative: Alternative[ShardingPlan], path: Path | None) -> int:
+    """Write the plan of an alternative if there is one and a path; return the exit status."""
+    if alternative.plan is None:
+        return 1
+    if path is not None:
+        alternative.plan.save(path)
+        print_line(f"wrote {path}")
+    return 0

@@ -1,0 +1,239 @@
+"""`Comparison`: a plan beside other layouts of the same step, and the nearest standard one with its flags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from autoshard import display
+from autoshard.compare.layouts import Hints
+from autoshard.errors import PlanError
+from autoshard.names import suggestion
+from autoshard.planner import hints as hint_rules
+from autoshard.plans.expenses import Expenses
+from autoshard.plans.plan_difference import PlanDifference
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.specs.axes import MeshShape
+from autoshard.units import format_bytes, format_seconds
+
+PLAN = "autoshard"
+"""The name of the plan in its comparison."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedLayout:
+    """A layout of a comparison.
+
+    Attributes:
+        name: of the layout.
+        kind: `"plan"`, `"standard"`, or `"own"` for one that the user gave.
+        plan: with its predicted seconds and bytes; None if the layout cannot be had.
+        reason: why it cannot be had; empty otherwise.
+        hints: force the layout: `autoshard.parallelize(model, mesh, hints=...)`; of the plan, the user's.
+    """
+
+    name: str
+    kind: Literal["plan", "standard", "own"]
+    plan: ShardingPlan | None = field(default=None, repr=False)
+    reason: str = ""
+    hints: Hints = field(default_factory=dict, repr=False)
+
+    @property
+    def expenses(self) -> Expenses:
+        """What the layout spends where; it prints as tables by module.
+
+        Raises:
+            PlanError: the layout cannot be had.
+        """
+        return Expenses(self.made)
+
+    @property
+    def made(self) -> ShardingPlan:
+        """The plan.
+
+        Raises:
+            PlanError: the layout cannot be had.
+        """
+        if self.plan is None:
+            raise PlanError(f"there is no layout {self.name}: {self.reason}")
+        return self.plan
+
+
+@dataclass(frozen=True, slots=True)
+class NearestLayout:
+    """The standard layout with the shortest step of all that fit; of equal ones, that of the smallest peak.
+
+    Attributes:
+        name: of the layout.
+        seconds_lost: seconds that its step takes longer than that of the plan; negative if it is shorter.
+        percent_lost: the same in percent of the plan's step.
+        fits: True if it fits the memory limit; if no standard layout does, it is the one of the smallest peak.
+        torchtitan: tables of torchtitan's configuration.
+        megatron: flags of Megatron-LM.
+        fsdp2: Python code with torch's `fully_shard` and `parallelize_module`.
+    """
+
+    name: str
+    seconds_lost: float
+    percent_lost: float
+    fits: bool
+    torchtitan: str = field(repr=False)
+    megatron: str = field(repr=False)
+    fsdp2: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return display.plain([self.table()], display.WIDTH)
+
+    def table(self) -> Group:
+        """Return the loss and the flags."""
+        if self.seconds_lost >= 0:
+            loss = f"it loses {format_seconds(self.seconds_lost)} a step, {self.percent_lost:.1f} %"
+        else:
+            loss = f"it is {format_seconds(-self.seconds_lost)} a step faster, {-self.percent_lost:.1f} %"
+        fit = "" if self.fits else "; no standard layout fits, and it has the smallest peak"
+        parts = [Text(f"nearest standard layout: {self.name}; beside the plan {loss}{fit}", style="bold")]
+        for title, text in (
+            ("torchtitan", self.torchtitan),
+            ("Megatron-LM", self.megatron),
+            ("torch", self.fsdp2),
+        ):
+            parts += [Text(f"\n{title}", style="bold"), Text(text)]
+        return Group(*parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of `autoshard.compare`.
+
+    Attributes:
+        mesh: the mesh axes.
+        cluster: name of the cluster that all layouts are priced on.
+        memory_limit: bytes that a device may hold.
+        layouts: the plan first, then the standard layouts and those of the user.
+        nearest: the nearest standard layout; None if there is no standard layout.
+        seconds: of the comparison, capture included.
+    """
+
+    mesh: MeshShape
+    cluster: str
+    memory_limit: int
+    layouts: tuple[ComparedLayout, ...]
+    nearest: NearestLayout | None = None
+    seconds: float = 0.0
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The plan, for `autoshard.parallelize(plan=...)`."""
+        return self.layouts[0].made
+
+    def __getitem__(self, name: str) -> ComparedLayout:
+        """Return a layout by its name, such as `"FSDP2 x TP"`; `"autoshard"` is the plan.
+
+        Raises:
+            PlanError: there is no layout of that name.
+        """
+        for layout in self.layouts:
+            if layout.name == name:
+                return layout
+        raise PlanError(
+            f"no layout {name!r} was compared. {suggestion(name, [layout.name for layout in self.layouts])}"
+        )
+
+    def __iter__(self) -> Iterator[ComparedLayout]:
+        return iter(self.layouts)
+
+    def difference(self, name: str) -> PlanDifference:
+        """Return the difference of the plan to a layout, term by term.
+
+        Raises:
+            PlanError: there is no layout of that name, or it cannot be had.
+        """
+        return PlanDifference.of(self[name].made, self.plan)
+
+    def __repr__(self) -> str:
+        near = f", nearest {self.nearest.name} at {self.nearest.percent_lost:+.1f} %" if self.nearest else ""
+        return f"Comparison({len(self.layouts)} layouts on {self.mesh}{near}; print it to see more)"
+
+    def __str__(self) -> str:
+        return display.plain([self.table()], display.WIDTH)
+
+    def _repr_html_(self) -> str:
+        return display.html(self.table())
+
+    def table(self) -> Group:
+        """Return the layouts as a table, what cannot be had and why, and the nearest standard layout."""
+        title = f"on {self.mesh} ({self.mesh.size} devices) on cluster {self.cluster}, "
+        table = Table(
+            title=f"{title}{format_bytes(self.memory_limit)} per device",
+            box=box.SIMPLE_HEAD,
+            title_justify="left",
+            pad_edge=False,
+        )
+        axes = [axis.name for axis in self.mesh.axes if axis.size > 1]
+        table.add_column("layout", no_wrap=True)
+        for label in ("step", "to plan", "compute", "exposed", *(f"{axis} bytes" for axis in axes), "peak"):
+            table.add_column(Text(label), justify="right", no_wrap=True)
+        table.add_column("", overflow="fold")
+        for layout in self.layouts:
+            if layout.plan is not None:
+                table.add_row(*map(Text, self._cells(layout.name, layout.plan, axes)))
+        left_out = [f"no {layout.name}: {layout.reason}" for layout in self.layouts if layout.plan is None]
+        near: list[Text | Group] = [] if self.nearest is None else [Text(), self.nearest.table()]
+        return Group(table, *map(Text, left_out), *near)
+
+    def _cells(self, name: str, plan: ShardingPlan, axes: list[str]) -> Iterator[str]:
+        expenses = Expenses(plan)
+        yield name
+        yield format_seconds(plan.step_seconds)
+        yield f"{100 * (plan.step_seconds / self.plan.step_seconds - 1):+.1f} %" if name != PLAN else ""
+        yield format_seconds(expenses.compute)
+        yield format_seconds(expenses.exposed)
+        yield from (format_bytes(expenses.sent[axis]) for axis in axes)
+        yield format_bytes(plan.memory.peak)
+        notes = [f"{len(plan.recomputed)} layers recomputed"] if plan.recomputed else []
+        yield ", ".join([*(["does not fit"] if plan.memory.peak > self.memory_limit else []), *notes])
+
+    def to_json(self) -> str:
+        """Return the figures of all layouts, and the nearest one with its flags, as a JSON text.
+
+        Seconds are of a step, bytes of one device; `sent` has by axis the bytes held before the collectives over it.
+        """
+        nearest = None
+        if self.nearest is not None:
+            names = ("name", "seconds_lost", "percent_lost", "fits", "torchtitan", "megatron", "fsdp2")
+            nearest = {name: getattr(self.nearest, name) for name in names}
+        data = {
+            "mesh": {axis.name: axis.size for axis in self.mesh.axes},
+            "cluster": self.cluster,
+            "memory_limit": self.memory_limit,
+            "seconds": self.seconds,
+            "layouts": [self._figures(layout) for layout in self.layouts],
+            "nearest": nearest,
+        }
+        return json.dumps(data, indent=1, allow_nan=False)
+
+    def _figures(self, layout: ComparedLayout) -> dict[str, Any]:
+        head: dict[str, Any] = {"name": layout.name, "kind": layout.kind, "hints": hint_rules.describe(layout.hints)}
+        plan = layout.plan
+        if plan is None:
+            return {**head, "reason": layout.reason}
+        expenses = Expenses(plan)
+        return head | {
+            "step_seconds": plan.step_seconds,
+            "update_seconds": plan.update_seconds,
+            "compute_seconds": expenses.compute,
+            "exposed_seconds": expenses.exposed,
+            "communication_seconds": expenses.communication,
+            "sent": expenses.sent,
+            "peak": plan.memory.peak,
+            "memory": expenses.memory,
+            "fits": plan.memory.peak <= self.memory_limit,
+            "recomputed": list(plan.recomputed),
+        }

@@ -1,0 +1,105 @@
+"""`Replanner`: plans a captured step once more under other hints, to say what these would cost."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from autoshard.capture.joint import JointGraph
+from autoshard.capture.marks import assign_task_graphs, defaults_of
+from autoshard.capture.python_state import PythonState
+from autoshard.errors import BudgetError, HintError, PlanError
+from autoshard.options.placements import InfeasibleHintError
+from autoshard.options.target import Target
+from autoshard.patterns.decisions import Decisions
+from autoshard.planner.hints import HintValue
+from autoshard.planner.planner import Planner
+from autoshard.planner.planning import CapturedCall, PlannerCache
+from autoshard.planner.shares import plan_shares
+from autoshard.plans.alternative import Alternative
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.specs.axes import MeshShape
+
+
+@dataclass(frozen=True, slots=True)
+class Replanner:
+    """Finds the best plan of a captured step that has what a user asks for.
+
+    Attributes:
+        graph: the captured step, which is most of what a plan that remembers it holds.
+        capture_seconds: the time of its capture.
+        mesh: the mesh axes.
+        target: the options of the plan that is asked.
+        module: a weak reference to the module, whose parameters may be large.
+    """
+
+    graph: JointGraph
+    capture_seconds: float
+    mesh: MeshShape
+    target: Target
+    module: weakref.ref[nn.Module]
+
+    @staticmethod
+    def of(module: nn.Module, graph: JointGraph, capture_seconds: float, mesh: MeshShape, target: Target) -> Replanner:
+        """Return the replanner of a captured step of a module."""
+        # The guards of calls, and an optimizer, would keep the parameters alive. Planning needs neither: the settings
+        # have what counts of an optimizer.
+        graph = replace(graph, state=PythonState())
+        target = replace(target, options=replace(target.options, optimizer=None))
+        return Replanner(graph, capture_seconds, mesh, target, weakref.ref(module))
+
+    def remember(self, plan: ShardingPlan) -> ShardingPlan:
+        """Return a plan that answers `why_not` by this replanner."""
+        return replace(plan, replanner=self)
+
+    def __call__(self, plan: ShardingPlan, asked: Mapping[str, HintValue]) -> Alternative[ShardingPlan]:
+        """Return the best plan that has what was asked for, with the difference; as `ShardingPlan.why_not`."""
+        module = self.module()
+        if module is None:
+            raise PlanError(
+                "the model of this plan exists no more: keep it, or ask autoshard.why_not(plan, asked, model, "
+                "example_args, example_kwargs)."
+            )
+        if not isinstance(asked, Mapping) or not asked:
+            raise HintError(
+                f"why_not({asked!r}): say what the plan should have, as hints do: "
+                f"{{'layers.*.up.weight': {{{self.mesh.names[-1]!r}: Shard(0)}}}}."
+            )
+        target = replace(self.target, hints={**(self.target.hints or {}), **asked})
+        # The graph still has the task graphs of earlier questions.
+        assign_task_graphs(self.graph.graph, defaults_of(module))
+        call = CapturedCall(self.graph, self.capture_seconds, self.mesh, target, PlannerCache(module, self.mesh))
+        try:
+            if _has_all(call.planner_of(target), plan):
+                return Alternative.same(plan)
+            other = plan_shares(call)
+        except InfeasibleHintError as error:
+            return Alternative.impossible(str(error))
+        except BudgetError as error:
+            assert target.settings.memory_limit is not None, "without a limit, every plan fits"
+            return Alternative.too_large(target.settings.memory_limit, error.peak)
+        return Alternative.possible(plan, replace(self, target=target).remember(other))
+
+
+def _has_all(planner: Planner, plan: ShardingPlan) -> bool:
+    """Return True if the decisions of a plan are among those that the planner's constraints leave."""
+    builder, decisions = planner.builder, Decisions.from_data(plan.decisions)
+    # Dims in parts for unequal shares are loops of their own, and choices are numbers of loops.
+    if plan.parts and builder.restrictions.operators:
+        return False
+    for source in planner.graph.parameters:
+        pins = planner.constraints.pinned.get(source.name, (None,) * planner.mesh.ndim)
+        placed = zip(pins, plan.placements[source.name], strict=True)
+        if not all(pin is None or pin == placement for pin, placement in placed):
+            return False
+        # The parameters of a split task graph are sharded where they can be.
+        is_restricted = source.name in builder.restrictions.sharded_parameters
+        if is_restricted and decisions.rest[source.node.name] not in builder.boundary_specs.of_input(source):
+            return False
+    return all(
+        decisions.choices.get(node.name) in planner.tables.options(planner.rules.rules[node], None, restriction).choices
+        for node, restriction in builder.restrictions.operators.items()
+    )

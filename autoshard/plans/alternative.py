@@ -1,0 +1,78 @@
+"""`Alternative`: the answer to the question why a plan does not have what someone would expect of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from rich.table import Table
+from rich.text import Text
+
+from autoshard import display
+from autoshard.plans.plan_data import PlanContents
+from autoshard.plans.plan_difference import PlanDifference
+from autoshard.units import format_bytes
+
+Plan = TypeVar("Plan", bound=PlanContents)
+Verdict = Literal["same", "possible", "too large", "impossible"]
+
+_EQUAL = 1e-9  # relative difference of two steps that is none
+
+
+@dataclass(frozen=True)
+class Alternative(Generic[Plan]):
+    """The best plan that has what was asked for, beside the plan that was made without it; prints as an answer.
+
+    Attributes:
+        verdict: `"same"`: the plan has it already; `"possible"`: another plan has it; `"too large"`: no plan that has
+            it fits the memory limit; `"impossible"`: no plan can have it.
+        sentence: the answer.
+        plan: the best plan that has it; None if there is none.
+        difference: of the predicted seconds and bytes, from the plan that was asked to `plan`; None without one.
+    """
+
+    verdict: Verdict
+    sentence: str
+    plan: Plan | None = None
+    difference: PlanDifference | None = None
+
+    @staticmethod
+    def same(plan: Plan) -> Alternative[Plan]:
+        """Return the answer for a plan that has what was asked for."""
+        return Alternative("same", "The plan has it already.", plan, PlanDifference.of(plan, plan))
+
+    @staticmethod
+    def possible(plan: Plan, other: Plan) -> Alternative[Plan]:
+        """Return the answer with the other plan, which has what was asked for."""
+        difference = PlanDifference.of(plan, other)
+        head = "It is possible"
+        if difference.seconds < -_EQUAL * plan.step_seconds:
+            head += ", and better than the plan, whose search has not met it"
+        # Without a limit, plans may need more than a device has.
+        if not other.fits:
+            head += f", but peaks at {format_bytes(other.memory.peak)} of {format_bytes(other.capacity)}"
+        return Alternative("possible", f"{head}: {difference.summary()}.", other, difference)
+
+    @staticmethod
+    def too_large(limit: int, peak: int | None) -> Alternative[Plan]:
+        """Return the answer where no plan fits: the memory limit and the smallest peak that was found, in bytes."""
+        found = "" if peak is None else f": the smallest peak that was found is {format_bytes(peak)}"
+        return Alternative("too large", f"No plan that has this fits in {format_bytes(limit)}{found}.")
+
+    @staticmethod
+    def impossible(reason: str) -> Alternative[Plan]:
+        """Return the answer where no plan can have what was asked for."""
+        return Alternative("impossible", f"It cannot be: {reason}")
+
+    def __str__(self) -> str:
+        return display.plain(self.tables(), display.WIDTH)
+
+    def _repr_html_(self) -> str:
+        return display.html(*self.tables())
+
+    def tables(self) -> list[Table | Text]:
+        """Return the sentence, and the tables of the difference if there is one."""
+        sentence = Text(self.sentence)
+        if self.verdict != "possible" or self.difference is None:
+            return [sentence]
+        return [sentence, Text(), *self.difference.tables()]

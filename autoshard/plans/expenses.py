@@ -1,0 +1,254 @@
+"""What a plan spends where: seconds of compute and of collectives, bytes sent and held; in all, and by module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.display import WIDTH, html, plain
+from autoshard.names import group_names
+from autoshard.plans.plan_data import PlanContents
+from autoshard.plans.plan_text import KIND_NAMES, memory_parts, memory_text, number_table, summary_table
+from autoshard.units import format_bytes, format_seconds
+
+COMPUTE = "compute"
+"""The kind of a term that is no collective."""
+
+_ROWS = 30  # modules that the table lists; the others are summed up in one row
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """The work of one kind at one place of the model.
+
+    Attributes:
+        kind: `"compute"`, or the kind of a collective, such as `"all_reduce"`.
+        axis: the mesh axis of a collective; `""` for compute.
+        phase: `"forward"` or `"backward"`.
+        module: path of the module, `""` for the root.
+    """
+
+    kind: str
+    axis: str
+    phase: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Work of one device in a step.
+
+    Attributes:
+        count: of operators or collectives.
+        bytes: that one device holds before the collectives, together; 0 for compute.
+        seconds: predicted, before overlap.
+    """
+
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.count + other.count, self.bytes + other.bytes, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True)
+class Expenses:
+    """What the step of a plan spends on one device.
+
+    The predicted seconds of the step are `compute + sum(communication.values()) - overlap + other`.
+
+    Attributes:
+        plan: the plan.
+    """
+
+    plan: PlanContents
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of the step."""
+        return self.plan.step_seconds
+
+    @cached_property
+    def terms(self) -> dict[Term, Amount]:
+        """The work by kind, axis, half of the step, and module."""
+        terms: defaultdict[Term, Amount] = defaultdict(Amount)
+        for choice in self.plan.choices:
+            terms[Term(COMPUTE, "", choice.phase, choice.module)] += Amount(1, 0, choice.seconds)
+        for sent in self.plan.collectives:
+            amount = Amount(sent.count, sent.count * sent.bytes, sent.count * sent.seconds)
+            terms[Term(sent.kind, sent.axis, sent.phase, sent.module)] += amount
+        return dict(terms)
+
+    @cached_property
+    def compute(self) -> float:
+        """Seconds of compute of operators."""
+        return sum(amount.seconds for term, amount in self.terms.items() if term.kind == COMPUTE)
+
+    @cached_property
+    def communication(self) -> dict[str, float]:
+        """Mesh axis -> seconds of the collectives over it, before overlap."""
+        return {axis: amount.seconds for axis, amount in self._by_axis.items()}
+
+    @cached_property
+    def sent(self) -> dict[str, int]:
+        """Mesh axis -> bytes that the device holds before the collectives over it, together."""
+        return {axis: amount.bytes for axis, amount in self._by_axis.items()}
+
+    @cached_property
+    def _by_axis(self) -> dict[str, Amount]:
+        sums = dict.fromkeys(self.plan.mesh.names, Amount())
+        for term, amount in self.terms.items():
+            if term.axis:
+                sums[term.axis] += amount
+        return sums
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the device communicates and does not compute."""
+        if not self._is_replayed:
+            # A plan of an older version: all that is no compute counts as exposed.
+            return max(0.0, self.step_seconds - self.compute)
+        return self.plan.step_replay.exposed
+
+    @property
+    def slowdown(self) -> float:
+        """Seconds by which communication slows down the compute that hides it."""
+        # The replay draws no slow-down. That of unequal shares is another rank's.
+        if not self._is_replayed or self.plan.shares:
+            return 0.0
+        return max(0.0, self.step_seconds - self.plan.step_replay.seconds)
+
+    @property
+    def _is_replayed(self) -> bool:
+        return bool(self.plan.step_replay.compute)
+
+    @property
+    def overlap(self) -> float:
+        """Seconds of communication that cost no time: compute hides them, less the slow-down; or joined collectives
+        save them.
+        """
+        return sum(self.communication.values()) - self.exposed - self.slowdown
+
+    @property
+    def other(self) -> float:
+        """Seconds besides operators and communication: waits for the host, and copies."""
+        return self.step_seconds - self.compute - self.exposed - self.slowdown
+
+    @property
+    def peak(self) -> int:
+        """Bytes of one device at the moment of the peak."""
+        return self.plan.memory.peak
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Kind -> bytes of one device at the moment of the peak."""
+        return memory_parts(self.plan.memory)
+
+    @cached_property
+    def held(self) -> dict[str, dict[str, int]]:
+        """Path of a module -> `memory` of what is its own; empty in plans of older versions."""
+        modules = self.plan.memory.modules
+        return {path: {KIND_NAMES[kind]: held for kind, held in kinds.items()} for path, kinds in modules.items()}
+
+    @cached_property
+    def modules(self) -> dict[str, dict[Term, Amount]]:
+        """Path of every module that works or holds memory itself -> its part of `terms`."""
+        modules: dict[str, dict[Term, Amount]] = {}
+        for term, amount in self.terms.items():
+            modules.setdefault(term.module, {})[term] = amount
+        return modules | {path: {} for path in self.held if path not in modules}
+
+    def __str__(self) -> str:
+        return plain(self.tables(), WIDTH)
+
+    def _repr_html_(self) -> str:
+        return html(*self.tables())
+
+    def tables(self) -> list[Table | Text]:
+        """Return the sums, and the expenses by module, those that take most time first; equal layers are one row."""
+        slowdown = f"; slows compute down by {format_seconds(self.slowdown)}" if self.slowdown else ""
+        facts = [
+            ("step", format_seconds(self.step_seconds)),
+            (COMPUTE, format_seconds(self.compute)),
+            ("communication", self._communication_text()),
+            ("overlap", f"{format_seconds(self.overlap)}; exposed {format_seconds(self.exposed)}{slowdown}"),
+            ("other", f"{format_seconds(self.other)} (waits for the host, copies)"),
+            ("memory", memory_text(self.plan)),
+        ]
+        return [summary_table("Expenses of a step on one device", facts), self._module_table()]
+
+    def _communication_text(self) -> str:
+        by_axis = ", ".join(
+            f"{axis} {format_seconds(seconds)} ({format_bytes(self.sent[axis])})"
+            for axis, seconds in self.communication.items()
+        )
+        return f"{format_seconds(sum(self.communication.values()))}: {by_axis}"
+
+    def _module_table(self) -> Table:
+        rows = [
+            _ModuleRow.of(group.text or "(root)", [self.modules[path] for path in group.names], group.key[1])
+            for group in group_names({path: self._key(path) for path in self.modules})
+        ]
+        rows.sort(key=lambda row: -row.seconds)
+        if len(rows) > _ROWS:
+            rows[_ROWS:] = [_ModuleRow.sum_of(f"{len(rows) - _ROWS} more", rows[_ROWS:])]
+        axes = [axis for axis, amount in self._by_axis.items() if amount.count]
+        labels = ["modules", COMPUTE, *(f"{axis} {unit}" for axis in axes for unit in ("time", "bytes"))]
+        if self.held:
+            labels.append("held at the peak")
+        return number_table(["module"], labels, [row.cells(axes, held=bool(self.held)) for row in rows])
+
+    def _key(self, path: str) -> tuple[object, int]:
+        """Return what is equal for modules that may be one row: their work, and the bytes that they hold."""
+        # Seconds as printed, since equal layers differ in them by rounding. Layers that compute in one operator more,
+        # such as the sum of two gradients, are equal too.
+        work = sorted(
+            (term.kind, term.axis, sent.count if term.axis else 0, sent.bytes, format_seconds(sent.seconds))
+            for term, sent in self.modules[path].items()
+        )
+        return tuple(work), sum(self.held.get(path, {}).values())
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleRow:
+    """The expenses of modules that are one row: `by_axis` has compute under `""`."""
+
+    text: str
+    count: int
+    by_axis: Mapping[str, Amount]
+    held: int
+
+    @staticmethod
+    def of(text: str, modules: list[dict[Term, Amount]], held: int) -> _ModuleRow:
+        """Return the row of modules that each hold so many bytes."""
+        work = ((term.axis, amount) for terms in modules for term, amount in terms.items())
+        return _ModuleRow(text, len(modules), _sums(work), len(modules) * held)
+
+    @staticmethod
+    def sum_of(text: str, rows: list[_ModuleRow]) -> _ModuleRow:
+        work = (item for row in rows for item in row.by_axis.items())
+        return _ModuleRow(text, sum(row.count for row in rows), _sums(work), sum(row.held for row in rows))
+
+    @property
+    def seconds(self) -> float:
+        return sum(amount.seconds for amount in self.by_axis.values())
+
+    def cells(self, axes: list[str], *, held: bool) -> list[str]:
+        cells = [self.text, str(self.count), format_seconds(self.by_axis.get("", Amount()).seconds)]
+        for axis in axes:
+            sent = self.by_axis.get(axis, Amount())
+            cells += [format_seconds(sent.seconds), format_bytes(sent.bytes)] if sent.count else ["", ""]
+        return [*cells, format_bytes(self.held)] if held else cells
+
+
+def _sums(work: Iterable[tuple[str, Amount]]) -> dict[str, Amount]:
+    sums: defaultdict[str, Amount] = defaultdict(Amount)
+    for axis, amount in work:
+        sums[axis] += amount
+    return dict(sums)

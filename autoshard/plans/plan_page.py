@@ -1,0 +1,157 @@
+"""The web page of a sharding plan: key figures, charts of its step and modules, and tables of all it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from autoshard.plans.html import (
+    Fold,
+    Part,
+    Section,
+    cards,
+    code_cell,
+    document,
+    facts_table,
+    number_cell,
+    table,
+    text_cell,
+)
+from autoshard.plans.module_figures import collectives_figure, modules_figure
+from autoshard.plans.plan_data import PlanContents
+from autoshard.plans.plan_text import (
+    LEGEND,
+    TensorRow,
+    WorkRow,
+    collective_rows,
+    memory_parts,
+    memory_text,
+    operator_rows,
+    peak_text,
+    plan_tensors,
+    summary,
+)
+from autoshard.plans.step_figures import memory_figure, timeline_figure
+from autoshard.units import format_bytes, format_seconds
+
+_LONG = 30  # rows of a table that are about a screen: longer ones are folded up
+
+
+def page(plan: PlanContents) -> str:
+    """Return the page of a plan."""
+    return document(f"Sharding plan: {plan.mesh}", plan_cards(plan), plan_sections(plan))
+
+
+def plan_cards(plan: PlanContents) -> str:
+    """Return the key figures of a plan."""
+    replay, sent = plan.step_replay, plan.collectives
+    seconds = sum(collective.count * collective.seconds for collective in sent)
+    exposed = f"{format_seconds(replay.exposed)} of it without compute beside it" if replay.compute else ""
+    of = f"of {format_bytes(plan.capacity)}" if plan.capacity else "the limit is not known"
+    figures = [
+        ("Predicted step", format_seconds(plan.step_seconds), "forward and backward"),
+        ("Peak of one device", format_bytes(plan.memory.peak), of if plan.fits else f"{of}: does not fit"),
+        ("Communication", format_seconds(seconds), exposed or "before overlap")
+        if sent
+        else ("Communication", "none", ""),
+        ("Devices", str(plan.mesh.size), str(plan.mesh)),
+    ]
+    if plan.cost > 0:
+        gap = "proved" if plan.gap < 1e-9 else f"{100 * plan.gap:.2g} %"
+        proof = "no plan costs less" if plan.gap < 1e-9 else "at most, from the least cost"
+        figures.append(("Search", gap, f"{proof}; {format_seconds(plan.cost)} before overlap"))
+    return cards(figures)
+
+
+def plan_sections(plan: PlanContents, prefix: str = "") -> list[Section]:
+    """Return the sections of a plan; `prefix` makes the names of its figures unique in a page of several plans."""
+    work = collective_rows(plan.collectives)
+    return [
+        Section("Step", [*memory_figure(plan, prefix), *timeline_figure(plan, prefix)]),
+        Section("Summary", [facts_table(summary(plan))]),
+        Section("Memory at the peak", [memory_bar(plan)]),
+        Section("Modules", [*modules_figure(plan, prefix), f'<p class="legend-text">{escape(LEGEND)}</p>']),
+        Section("Collectives", [*collectives_figure(plan, prefix), *_work(_COLLECTIVE, work, sized=True)]),
+        *tensor_sections(plan),
+        Section("Operators", _work(("operator", "phase", "strategy"), operator_rows(plan.choices), sized=False)),
+    ]
+
+
+_COLLECTIVE = ("collective", "axis", "phase")
+
+
+def as_parts(sections: Sequence[Section]) -> list[Part]:
+    """Return sections as parts of another section, with their titles."""
+    parts: list[Part] = []
+    for section in sections:
+        if any(section.parts):
+            parts += [f"<h3>{escape(section.title)}</h3>", *section.parts]
+    return parts
+
+
+def memory_bar(plan: PlanContents) -> str:
+    """Return a bar of the bytes of one device by kind at the peak, with its legend, and the largest tensors then."""
+    parts = memory_parts(plan.memory)
+    if not parts:
+        return ""
+    # Shares of the bar are the bytes themselves, as flex factors: the browser does the division.
+    bar = "".join(f'<span class="{_class(name)}" style="flex: {amount}"></span>' for name, amount in parts.items())
+    legend = "".join(
+        f'<span><i class="{_class(name)}"></i>{name} {format_bytes(amount)}</span>' for name, amount in parts.items()
+    )
+    # The text of the peak goes on with the largest tensors, which are a table here.
+    texts = (memory_text(plan), peak_text(plan.memory).partition(";")[0])
+    lines = "".join(f"<p>{escape(text)}</p>" for text in texts if text)
+    rows = [
+        [code_cell(tensor.name), text_cell(tensor.kind), number_cell(format_bytes(tensor.bytes))]
+        for tensor in plan.memory.largest
+    ]
+    largest = table((("largest then", False), ("kind", False), ("bytes", True)), rows) if rows else ""
+    return f'{lines}\n<div class="bar">{bar}</div>\n<p class="legend">{legend}</p>\n{largest}'
+
+
+def _class(kind: str) -> str:
+    return f"kind-{kind.split()[0]}"
+
+
+def tensor_sections(plan: PlanContents) -> list[Section]:
+    """Return the placements of parameters, inputs and outputs."""
+    return [Section(f"{kind.capitalize()}s", [_tensors(rows, plan)]) for kind, rows in plan_tensors(plan).items()]
+
+
+def _tensors(rows: Sequence[TensorRow], plan: PlanContents) -> str:
+    # A column in which every cell would be empty is left out.
+    shaped, gathered = any(row.shape is not None for row in rows), any(row.gathered for row in rows)
+    head = [
+        ("name", False),
+        ("count", True),
+        *([("shape", False)] if shaped else []),
+        *((axis, False) for axis in plan.mesh.names),
+        *([("gathered", False)] if gathered else []),
+    ]
+    body = []
+    for row in rows:
+        shape = [text_cell("x".join(map(str, row.shape)) if row.shape else "scalar")] if shaped else []
+        how = [text_cell(row.gathered)] if gathered else []
+        body.append([code_cell(row.name), number_cell(str(row.count)), *shape, *map(_placement, row.placements), *how])
+    return table(head, body)
+
+
+def _work(labels: Sequence[str], rows: Sequence[WorkRow], sized: bool) -> list[Part]:
+    """Return a table of operators or collectives, folded up where it is long."""
+    if not rows:
+        return []
+    numbers = ("count", "bytes", "time") if sized else ("count", "time")
+    head = [*((label, False) for label in (*labels, "module")), *((label, True) for label in numbers)]
+    body = []
+    for row in rows:
+        size = [number_cell(format_bytes(row.bytes))] if sized else []
+        texts = map(code_cell, (*row.labels, row.module or "(root)"))
+        body.append([*texts, number_cell(str(row.count)), *size, number_cell(format_seconds(row.seconds))])
+    content = table(head, body)
+    return [content if len(rows) <= _LONG else Fold(f"{len(rows)} rows", [content])]
+
+
+def _placement(text: str) -> str:
+    # The colours of `plan_text`: sharded and partial placements stand out of replicated ones.
+    return code_cell(text, {"S": "sharded", "P": "partial"}.get(text[0], ""))

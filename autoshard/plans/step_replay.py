@@ -1,0 +1,100 @@
+"""`StepReplay`: the predicted step of a plan, call by call, and the bytes that a device holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class ComputeSpan(NamedTuple):
+    """Seconds in which a device computes for one operator.
+
+    Attributes:
+        moment: the operator, by its position in `ShardingPlan.choices`.
+        start, end: seconds from the beginning of the step.
+    """
+
+    moment: int
+    start: float
+    end: float
+
+
+class CollectiveSpan(NamedTuple):
+    """Seconds in which one collective runs.
+
+    Attributes:
+        moment: the operator that it belongs to, by its position in `ShardingPlan.choices`.
+        start, end: seconds from the beginning of the step.
+        kind: `"all_gather"`, `"all_reduce"`, `"reduce_scatter"`, `"all_to_all"` or `"shift"`.
+        axis: name of the mesh axis that it runs over.
+        bytes: held by one device before it.
+    """
+
+    moment: int
+    start: float
+    end: float
+    kind: str
+    axis: str
+    bytes: int
+
+
+class HeldBytes(NamedTuple):
+    """Bytes that a device holds from a moment on.
+
+    Attributes:
+        moment: an operator, by its position in `ShardingPlan.choices`; the moment after the last one is the update of
+            the optimizer.
+        bytes: held at that moment, at the call of the operator at which most is held.
+    """
+
+    moment: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReplay:
+    """The replay of one step on one device: its calls on streams, and its memory.
+
+    Where ranks take unequal shares, it is that of equal ones. Reductions of gradients that are added up over several
+    runs of the step are not in it. Seconds are rounded to nanoseconds.
+
+    Attributes:
+        compute: in the order in which the device runs them.
+        collectives: in the order in which they are issued.
+        held: kind of memory (`memory.footprint.KINDS`) -> the bytes of it whenever they change.
+        seconds: from the beginning to the end of the last call, of those that take no time on the device too.
+        exposed: seconds in which the device communicates and does not compute.
+        hidden: seconds in which it does both. They slow down the compute, which `ShardingPlan.step_seconds` counts and
+            this replay does not draw.
+    """
+
+    compute: tuple[ComputeSpan, ...] = ()
+    collectives: tuple[CollectiveSpan, ...] = ()
+    held: dict[str, tuple[HeldBytes, ...]] = field(default_factory=dict)
+    seconds: float = 0.0
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+    def bytes_by_kind(self, moments: int) -> dict[str, list[int]]:
+        """Return for every kind of memory the bytes that are held at each of the moments `0` to `moments - 1`."""
+        held = {}
+        for kind, changes in self.held.items():
+            amounts = [0] * moments
+            ends = [change.moment for change in changes[1:]] + [moments]
+            for change, end in zip(changes, ends, strict=False):
+                amounts[change.moment : end] = [change.bytes] * (end - change.moment)
+            held[kind] = amounts
+        return held
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> StepReplay:
+        """Return the replay that `dataclasses.asdict` and JSON turned into `data`."""
+        return StepReplay(
+            compute=tuple(ComputeSpan(*span) for span in data["compute"]),
+            collectives=tuple(CollectiveSpan(*span) for span in data["collectives"]),
+            held={kind: tuple(HeldBytes(*change) for change in changes) for kind, changes in data["held"].items()},
+            seconds=data["seconds"],
+            exposed=data["exposed"],
+            hidden=data["hidden"],
+        )
