@@ -163,19 +163,19 @@ class Target:
         return row_placements(mesh, self.data_axes)
 
     def input_pins(
-        self, mesh: MeshShape, shapes: Shapes, *, smallest_batch: int = 2
+        self, mesh: MeshShape, shapes: Shapes, *, may_be_one: bool = False
     ) -> dict[str, tuple[Placement, ...]]:
         """Return how local inputs lie: as `input_placements` says, else rows over the data axes, else whole.
 
         Args:
             mesh: the mesh axes.
             shapes: input path -> its shape, global or local.
-            smallest_batch: the smallest size that may be that of a batch.
+            may_be_one: True for shapes of a rank's own inputs, whose batch may be one row.
 
         Raises:
             HintError: a placement is not valid for an input of that name.
         """
-        batch = names_with_batch(shapes, smallest=smallest_batch)
+        batch = names_with_batch(shapes, may_be_one=may_be_one)
         rows, whole = self.row_placements(mesh), row_placements(mesh, ())
         default = {name: rows if name in batch else whole for name in shapes}
         pins = INPUTS.resolve(self.input_placements, lambda glob: names_reached(glob, shapes), shapes, mesh)

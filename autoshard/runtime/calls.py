@@ -278,7 +278,7 @@ def global_example(
 
     def global_shapes(shapes: dict[str, tuple[int, ...]]) -> Shapes:
         # A rank may have one row of a batch.
-        return even_shapes(shapes, target.input_pins(mesh, shapes, smallest_batch=1), mesh)
+        return even_shapes(shapes, target.input_pins(mesh, shapes, may_be_one=True), mesh)
 
     return with_global_shapes(module, (args, kwargs), global_shapes)
 

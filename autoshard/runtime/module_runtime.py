@@ -307,7 +307,7 @@ class Runtime:
         if shapes.keys() <= self.input_placements.keys():
             return
         # Of the rows of a rank, one may be the whole batch of the rank.
-        placements = self.maker.target.input_pins(self.mesh, shapes, smallest_batch=1)
+        placements = self.maker.target.input_pins(self.mesh, shapes, may_be_one=True)
         self.input_placements = placements | self.input_placements
 
     def _compare_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> bool:

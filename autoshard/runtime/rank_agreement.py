@@ -185,8 +185,9 @@ def check_same_inputs(
             axes = ", ".join(repr(MeshShape.of(device_mesh).names[axis]) for axis in split) or "no axis"
             raise InputError(
                 f"{facts}both pass the same part of it: it is split over {axes}. If these ranks load samples of their "
-                "own, pass data_axes=..., the names of all axes along which ranks do; else have them load the same, "
-                "with the same seed, such as by autoshard.shard_dataloader."
+                "own, name all axes along which ranks do (data_axes=...), or say how this input lies "
+                f"(input_placements={{{name!r}: Shard(0)}}); else have them load the same, with the same seed, such as "
+                "by autoshard.shard_dataloader."
             )
 
 

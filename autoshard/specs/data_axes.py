@@ -63,13 +63,15 @@ def part_of_rows(mesh: MeshShape, data_axes: Sequence[str], coordinate: Sequence
     return count, index
 
 
-def names_with_batch(shapes: Mapping[str, Sequence[int]], *, smallest: int = 2) -> frozenset[str]:
+def names_with_batch(shapes: Mapping[str, Sequence[int]], *, may_be_one: bool = False) -> frozenset[str]:
     """Return the names of the tensors that have a batch: whose first dim has the size that most of them have.
 
     Args:
         shapes: name -> shape.
-        smallest: the smallest size that may be a batch.
+        may_be_one: True if a batch may be one row, as that of a rank: it is if the first tensor has one.
     """
     firsts = {name: int(shape[0]) for name, shape in shapes.items() if len(shape)}
+    # Tensors that are broadcast over the batch begin with one, too: of other tensors, one is no size of a batch.
+    smallest = 1 if may_be_one and next(iter(firsts.values()), 0) == 1 else 2
     sizes = Counter(size for size in firsts.values() if size >= smallest).most_common(1)
     return frozenset(name for name, size in firsts.items() if sizes and size == sizes[0][0])

@@ -59,4 +59,6 @@ def test_the_batch_is_the_first_size_that_most_tensors_have() -> None:
     shapes = {"x": (8, 4), "mask": (4, 4), "labels": (8,), "scale": (), "one": (1, 4)}
     assert names_with_batch(shapes) == {"x", "labels"}
     assert names_with_batch({"x": (1, 4), "scale": ()}) == frozenset()
-    assert names_with_batch({"x": (1, 4), "scale": ()}, smallest=1) == {"x"}
+    assert names_with_batch({"x": (1, 4), "scale": (3,)}, may_be_one=True) == {"x"}
+    broadcast = {"positions": (1, 4), "mask": (1, 1, 4, 4)}
+    assert names_with_batch({"x": (2, 4), **broadcast}, may_be_one=True) == {"x"}
