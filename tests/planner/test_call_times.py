@@ -7,7 +7,6 @@ import pytest
 from autoshard.cluster.cluster import Cluster
 from autoshard.planner.account import timeline
 from autoshard.planner.planning_problem import Constraints
-from autoshard.simulate.events import COMPUTE
 from tests.planner.steps import every_parameter, flow_of, joint_graph, planner_of
 
 
@@ -38,4 +37,3 @@ def test_the_record_of_memory_has_the_peak_of_the_plan() -> None:
     assert max(totals) == plan.memory.peak
     highest = totals.index(max(totals))
     assert {kind: amounts[highest] for kind, amounts in held.items() if amounts[highest]} == plan.memory.held
-    assert COMPUTE not in held
