@@ -112,7 +112,7 @@ class Accumulation:
         self.forget_zeroed()
         if any(not sums.is_empty for sums in self._unreduced):
             raise InputError(
-                "optimizer.step() while gradients are not reduced: all backwards since the last step ran in "
+                "optimizer.step() while gradients are not reduced: all backwards since the last reduction ran in "
                 "autoshard.no_sync. Run the forward and backward of the step's last microbatch outside of it, or drop "
                 "the gradients with optimizer.zero_grad()."
             )

@@ -100,7 +100,8 @@ def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -
 
     Args:
         module: the module.
-        check_gradients: called before every step; raises an `InputError` if gradients are not ready.
+        check_gradients: called before every step, or after one with a closure; raises an `InputError` if gradients are
+            not ready.
     """
     watched = weakref.ref(module)
     # The count of parameters at the last look: an optimizer is checked again where groups were added.
@@ -108,7 +109,9 @@ def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -
     ready: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if optimizer in ready:
+        # A closure, which runs the last backward, comes later.
+        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        if optimizer in ready and not has_closure:
             check_gradients()
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         module = watched()
@@ -118,12 +121,14 @@ def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -
         held = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in ours]
         for parameter in held:
             _check_steps(optimizer, ours[id(parameter)], parameter)
-        checked_counts[optimizer] = count
         if held and optimizer not in ready:
-            check_gradients()
+            if not has_closure:
+                check_gradients()
             ready.add(optimizer)
             checkpointable(optimizer)
             optimizer.register_step_post_hook(_count_changes)
+            optimizer.register_step_post_hook(lambda *_: check_gradients())
+        checked_counts[optimizer] = count
 
     weakref.finalize(module, register_optimizer_step_pre_hook(before_step).remove)
 

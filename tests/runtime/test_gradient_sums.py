@@ -145,16 +145,20 @@ def test_other_programs_and_losses() -> None:
 
 def test_gradients_that_are_not_reduced() -> None:
     with _models(DATA_PARALLEL, dp=2) as (model, alone, (x, y, *_)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer, other = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone))
         with autoshard.no_sync(model):
             model(x).backward()
-        with pytest.raises(InputError, match=r"optimizer.step\(\) while gradients are not reduced"):
-            optimizer.step()
+        for arguments in ((), (lambda: None,)):
+            with pytest.raises(InputError, match=r"optimizer.step\(\) while gradients are not reduced"):
+                optimizer.step(*arguments)
+        # Nothing is left of gradients that were dropped.
         optimizer.zero_grad()
-        optimizer.step()
-        # Nothing is left of the gradients that were dropped.
-        model(y).backward()
+        with autoshard.no_sync(model):
+            model(y).backward()
         alone(y).backward()
+        # A closure runs the last backward in the step.
+        optimizer.step(lambda: model(x).backward())
+        other.step(lambda: alone(x).backward())
         _same(model, alone)
         with pytest.raises(InputError, match="no_sync is for the module"), autoshard.no_sync(alone):
             pass
