@@ -225,6 +225,10 @@ def test_a_restriction_gives_way_where_other_axes_leave_nothing() -> None:
     assert heavy.filter_strategies([(1, WHOLE), (1, 2), (2, 1), (0, 1)]) == ((1, 2), (2, 1))
     weighty = Restriction((0, 1), forbidden=frozenset({0}), preferred=frozenset({2}))
     assert weighty.filter_strategies([(1, WHOLE), (1, 2), (2, 1), (1, 1), (0, 2)]) == ((1, 2), (2, 1))
+    summed = Restriction((0, 1), allowed=frozenset({0}), sums="preferred")
+    assert summed.filter_strategies([(0, -2), (0, WHOLE), (1, 0)]) == ((0, -2),)
+    reduced = Restriction((0, 1), allowed=frozenset({0}), sums="refused")
+    assert reduced.filter_strategies([(0, -2), (0, WHOLE), (1, 0)]) == ((0, WHOLE),)
     light = Restriction((1,), forbidden=frozenset({0}), preferred=frozenset())
     assert light.filter_strategies([(0, 0), (0, WHOLE), (0, 1)]) == ((0, WHOLE), (0, 1))
 
