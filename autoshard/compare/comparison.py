@@ -184,7 +184,11 @@ class Comparison:
         for layout in self.layouts:
             if layout.plan is not None:
                 table.add_row(*map(Text, self._cells(layout.name, layout.plan, axes)))
-        left_out = [f"no {layout.name}: {layout.reason}" for layout in self.layouts if layout.plan is None]
+        reasons: dict[str, list[str]] = {}
+        for layout in self.layouts:
+            if layout.plan is None:
+                reasons.setdefault(layout.reason, []).append(layout.name)
+        left_out = [f"no {', '.join(names)}: {reason}" for reason, names in reasons.items()]
         near: list[Text | Group] = [] if self.nearest is None else [Text(), self.nearest.table()]
         return Group(table, *map(Text, left_out), *near)
 

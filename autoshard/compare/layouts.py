@@ -14,6 +14,7 @@ from autoshard.capture.marks import Primitive, replicate, split
 from autoshard.compare.tensor_parallel import Shards, TensorParallel, TensorParallelSearch
 from autoshard.errors import HintError
 from autoshard.patterns.graph_rules import GraphRules, Value
+from autoshard.planner.task_graph_restrictions import sequence_inputs
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement
 
@@ -111,6 +112,8 @@ class StandardLayouts:
         replicated = {"DDP": data, "HSDP": data[:1]}.get(kind.data, ())
         sharded = tuple(axis for axis in data if axis not in replicated)
         self._check_batch(data)
+        if kind.model == "TP+SP" and not sequence_inputs(self.rules):
+            raise HintError("no input has a sequence behind its batch.")
         axis = self.axes[-1] if kind.model else None
         tensor_parallel, shards = TensorParallel(), Shards()
         if kind.model == "EP":

@@ -19,18 +19,9 @@ from autoshard.errors import HintError
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.planner.task_graph_restrictions import is_copy, origin
 
-_aten = torch.ops.aten
-_PRODUCTS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten._grouped_mm.default,
-    }
-)
-_EMBEDDING = _aten.embedding.default
-_CLASS_LOSS = _aten._log_softmax.default
+_EMBEDDING = torch.ops.aten.embedding.default
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CLASS_LOSS = torch.ops.aten._log_softmax.default
 
 Shards = dict[str, tuple[int, int]]
 """Parameter -> the dim that an axis shards, and the number of equal parts of the dim that it shards each."""
@@ -163,10 +154,13 @@ class TensorParallelSearch:
     @cached_property
     def products(self) -> list[Product]:
         """The products of activations and parameters in the forward half."""
-        return [product for node in self.forward if node.target in _PRODUCTS for product in self._products_of(node)]
+        return [product for node in self.forward for product in self._products_of(node)]
 
     def _products_of(self, node: fx.Node) -> Iterator[Product]:
         rule = self.rules.rules[node]
+        # Convolutions sum over channels, which nobody splits so; a recurrence runs over one dim in steps.
+        if len(rule.operands) < 2 or node.target is _CONVOLUTION or any(factor.sequential for factor in rule.factors):
+            return
         names = [self._parameter_of(value) for value in self.rules.operands[node]]
         held = [[factor for dim in dims for factor in dim] for dims in rule.operands]
         result = {factor for dim in rule.results[0] or () for factor in dim}
@@ -176,12 +170,18 @@ class TensorParallelSearch:
                 continue
             activations = {factor for other, some in enumerate(held) if names[other] is None for factor in some}
             mine = held[operand]
+            contracted = tuple(factor for factor in mine if factor in activations and factor not in result)
+            if not contracted:
+                continue
             yield Product(
                 node,
                 name,
-                tuple(factor for factor in mine if factor in activations and factor not in result),
+                contracted,
                 tuple(factor for factor in mine if factor not in activations and factor in result),
-                tuple(factor for factor in mine if (factor in activations) == (factor in result)),
+                # A matrix for each of several experts has three dims.
+                tuple(factor for factor in mine if (factor in activations) == (factor in result))
+                if len(rule.operands[operand]) > 2
+                else (),
             )
 
     def _parameter_of(self, value: Value) -> str | None:

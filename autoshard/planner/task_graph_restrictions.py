@@ -214,7 +214,7 @@ class _RestrictionBuilder:
     @cached_property
     def sequence(self) -> dict[fx.Node, frozenset[int]]:
         """The factors of every operator that run over the sequence."""
-        inputs = [node for node in self.rules.batch_inputs() if len(Value(node).meta.shape) in (2, 3)]
+        inputs = sequence_inputs(self.rules)
         if not inputs:
             raise HintError(
                 'autoshard.split(rest="sequence"): no input has a batch, a sequence, and at most one dim more. Choose '
@@ -321,6 +321,11 @@ class _RestrictionBuilder:
     @staticmethod
     def _of(factors: Mapping[fx.Node, frozenset[int]], node: fx.Node) -> frozenset[int]:
         return factors.get(node, frozenset())
+
+
+def sequence_inputs(rules: GraphRules) -> list[fx.Node]:
+    """Return the inputs that have a batch, a sequence behind it, and at most one dim more."""
+    return [node for node in rules.batch_inputs() if len(Value(node).meta.shape) in (2, 3)]
 
 
 def _group_factors(rules: GraphRules, node: fx.Node) -> frozenset[int]:

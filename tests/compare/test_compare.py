@@ -244,7 +244,8 @@ def test_what_cannot_be_had_is_listed_with_the_reason() -> None:
     assert found["DDP"].reason == "dp=5, tp=2 does not divide the batch of 12."
     assert found["DDP x TP"].reason == "dp=5 does not divide the batch of 12."
     assert found.nearest is None
-    assert "no DDP: dp=5, tp=2 does not divide the batch of 12." in str(found)
+    # Layouts with one reason are one line.
+    assert "no DDP, FSDP2, FSDP2 whole, HSDP: dp=5, tp=2 does not divide the batch of 12." in str(found)
     with pytest.raises(PlanError, match="there is no layout DDP: dp=5"):
         found["DDP"].expenses  # noqa: B018
     with pytest.raises(PlanError, match=r"no layout 'DPP' was compared\. Close ones are DDP"):

@@ -15,6 +15,7 @@ from autoshard.errors import HintError
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.specs.axes import MeshShape
 from tests import models
+from tests.models.routed import sorted_experts
 
 
 @functools.cache
@@ -114,6 +115,7 @@ def test_models_without_such_layers(model: Callable[[], models.Model], size: int
 
 
 def test_experts() -> None:
+    assert search(sorted_experts).expert_parallel() == {"up": (0, 1), "down": (0, 1)}
     mixture = search(models.ZOO["gshard"])
     assert mixture.has_experts
     assert mixture.expert_parallel() == {"experts.up": (0, 1), "experts.down": (0, 1)}

@@ -22,6 +22,7 @@ from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.task_graph_restrictions import Restriction, axes_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
+from tests.models.routed import sorted_experts
 from tests.option_groups import grouped
 from tests.training import fast_links
 
@@ -225,8 +226,21 @@ def test_a_restriction_gives_way_where_other_axes_leave_nothing() -> None:
     assert heavy.filter_strategies([(1, WHOLE), (1, 2), (2, 1), (0, 1)]) == ((1, 2), (2, 1))
     weighty = Restriction((0, 1), forbidden=frozenset({0}), preferred=frozenset({2}))
     assert weighty.filter_strategies([(1, WHOLE), (1, 2), (2, 1), (1, 1), (0, 2)]) == ((1, 2), (2, 1))
+    summed = Restriction((0, 1), allowed=frozenset({0}), sums="preferred")
+    assert summed.filter_strategies([(0, -2), (0, WHOLE), (1, 0)]) == ((0, -2),)
+    reduced = Restriction((0, 1), allowed=frozenset({0}), sums="refused")
+    assert reduced.filter_strategies([(0, -2), (0, WHOLE), (1, 0)]) == ((0, WHOLE),)
     light = Restriction((1,), forbidden=frozenset({0}), preferred=frozenset())
     assert light.filter_strategies([(0, 0), (0, WHOLE), (0, 1)]) == ((0, WHOLE), (0, 1))
+
+
+def test_replicas_send_their_own_tokens_to_all_experts() -> None:
+    # The rows behind a dispatch are of other operators than the batch, and are split by the tokens that they come from.
+    module, inputs = sorted_experts()
+    plan = autoshard.plan(module, {"x": 2}, (), inputs, hints={"": replicate()}, cluster="h100")
+    assert {record.kind for record in plan.collectives if record.phase == "backward"} == {"all_reduce"}
+    routed = {choice.strategy for choice in plan.choices if choice.operator.startswith("autoshard.")}
+    assert routed == {"source on x"}
 
 
 class Feed(nn.Module):
