@@ -181,8 +181,7 @@ def frontier(
     planner = call.planner_of(target)
     with show_progress(options.search.verbose) as planner.progress:
         plans = frontier_plans(planner, gaps)
-    replanner = Replanner.of(module, call.graph, call.seconds, shape, target)
-    return Frontier([replanner.remember(with_provenance(plan, planner, call.seconds, target)) for plan in plans])
+    return Frontier([with_provenance(plan, planner, call.seconds, target) for plan in plans])
 
 
 def parallelize(

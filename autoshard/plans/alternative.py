@@ -47,7 +47,7 @@ class Alternative(Generic[Plan]):
         difference = PlanDifference.of(plan, other)
         head = "It is possible"
         if difference.seconds < -_EQUAL * plan.step_seconds:
-            head += ", and better than the plan, whose search has not met it"
+            head += ", and faster"
         # Without a limit, plans may need more than a device has.
         if not other.fits:
             head += f", but peaks at {format_bytes(other.memory.peak)} of {format_bytes(other.capacity)}"

@@ -137,7 +137,10 @@ class Expenses:
 
     @property
     def other(self) -> float:
-        """Seconds besides operators and communication: waits for the host, and copies."""
+        """Seconds besides operators and communication: waits for the host, and copies.
+
+        Of unequal shares, also the difference of the last rank, whose step it is, from the rank of an equal share.
+        """
         return self.step_seconds - self.compute - self.exposed - self.slowdown
 
     @property

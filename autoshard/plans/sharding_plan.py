@@ -57,7 +57,8 @@ class ShardingPlan(PlanContents, HasPage):
         recomputed: names of the layers that the backward half runs again, instead of keeping their activations.
         step_replay: the predicted step, call by call, for pictures; empty in the files of older versions.
         replanner: answers `why_not`; None where the plan does not remember how it was made. It holds the captured step,
-            about 70 MB for a model of 32 layers, and no weights. It is no part of the plan's value, file or pickle.
+            about 1 MB for each layer of a transformer, and no weights. It is no part of the plan's value, file or
+            pickle.
     """
 
     replanner: Callable[[ShardingPlan, Mapping[str, Any]], Alternative[ShardingPlan]] | None = field(
