@@ -75,7 +75,7 @@ class NearestLayout:
         seconds_lost: seconds that its step takes longer than that of the plan; negative if it is shorter.
         percent_lost: the same in percent of the plan's step.
         fits: True if it fits the memory limit; if no standard layout does, it is the one of the smallest peak.
-        torchtitan: tables of torchtitan's configuration.
+        torchtitan: flags of torchtitan's trainer.
         megatron: flags of Megatron-LM.
         fsdp2: Python code with torch's `fully_shard` and `parallelize_module`.
     """

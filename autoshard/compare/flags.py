@@ -51,24 +51,26 @@ class Job:
 
 
 def torchtitan_flags(job: Job) -> str:
-    """Return the tables of torchtitan's configuration; the keys are also its flags, `--parallelism.KEY VALUE`."""
+    """Return the flags of torchtitan's trainer."""
     layout = job.layout
-    lines = [
-        "[parallelism]",
-        f"data_parallel_replicate_degree = {job.size(layout.replicated)}",
-        f"data_parallel_shard_degree = {job.size(layout.sharded)}",
-    ]
+    degrees: dict[str, object] = {
+        "data_parallel_replicate_degree": job.size(layout.replicated),
+        "data_parallel_shard_degree": job.size(layout.sharded),
+        "tensor_parallel_degree": job.tensor,
+    }
     if layout.sharded:
-        lines.append(f'fsdp_reshard_after_forward = "{"always" if layout.regathers else "never"}"')
-    lines.append(f"tensor_parallel_degree = {job.tensor}")
-    if job.tensor > 1:
-        lines.append(f"enable_sequence_parallel = {str(layout.model_parallel == 'TP+SP').lower()}")
+        degrees["fsdp_reshard_after_forward"] = "always" if layout.regathers else "never"
     if job.expert > 1:
-        lines.append(f"expert_parallel_degree = {job.expert}")
-        if not layout.sharded:
-            lines.append("# torchtitan's experts lie on ranks that shard the other parameters: use FSDP2 x EP.")
-    lines += ["", "[activation_checkpoint]", f'mode = "{"full" if job.recomputes else "none"}"']
-    return "\n".join(lines)
+        degrees["expert_parallel_degree"] = job.expert
+    flags = [f"--parallelism.{name} {value}" for name, value in degrees.items()]
+    # It is on by default.
+    if layout.model_parallel == "TP":
+        flags.append("--parallelism.no_enable_sequence_parallel")
+    flags.append(f"activation_checkpoint:{'full' if job.recomputes else 'none'}")
+    notes = []
+    if job.expert > 1 and not layout.sharded:
+        notes.append("# Experts lie on ranks that shard the other parameters: use FSDP2 x EP.")
+    return _command(notes, flags)
 
 
 def megatron_flags(job: Job) -> str:
@@ -93,6 +95,11 @@ def megatron_flags(job: Job) -> str:
             flags += [instances, "--outer-dp-sharding-strategy no_shard"]
     if job.recomputes:
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    return _command(notes, flags)
+
+
+def _command(notes: Sequence[str], flags: Sequence[str]) -> str:
+    """Return comments, and flags one a line that a shell takes as one."""
     return "\n".join([*notes, " \\\n".join(flags)])
 
 

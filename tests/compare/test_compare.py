@@ -194,7 +194,7 @@ def test_layouts_that_do_not_fit_recompute_their_layers() -> None:
     assert plan.memory.peak < plain
     assert found.nearest is not None
     assert found.nearest.fits
-    assert 'mode = "full"' in found.nearest.torchtitan
+    assert "activation_checkpoint:full" in found.nearest.torchtitan
     found = autoshard.compare(module, {"dp": 2}, (x,), recompute="none", memory_limit=plain // 8, **options)
     assert found["DDP"].made.memory.peak == plain
     assert found.nearest is not None
