@@ -27,15 +27,12 @@ from autoshard.capture._torch import (
     version_of,
 )
 from autoshard.capture.call_layout import (
-    Argument,
     CallLayout,
     Constant,
-    OpaqueOutputs,
     ResultLayout,
     RuntimeCheck,
     call_layout,
     call_tensors,
-    find_objects,
     find_output_views,
     result_names,
 )
@@ -59,6 +56,7 @@ from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.nodes import closure, graphs_of, is_random, statistics
 from autoshard.capture.python_calls import PythonCalls, module_tensors, replace_python_calls, tensors_of
 from autoshard.capture.python_state import AssignedTensors, PythonState, SetBuffer, StateWatch
+from autoshard.capture.returned_objects import Argument, OpaqueOutputs, find_objects
 from autoshard.capture.routing import replace_routing
 from autoshard.errors import CaptureError
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.call_layout import record_dataclasses
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.returned_objects import record_dataclasses
 from autoshard.verify.float64 import Float64Mode, widen_tensors
 
 

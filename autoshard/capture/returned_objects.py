@@ -1,0 +1,208 @@
+"""Objects in the result of a call that no graph holds: dataclasses, opaque objects, and arguments that are returned."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.capture._torch import pytree
+
+Path = tuple[Any, ...]
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+"""The positional and the keyword arguments of a call."""
+
+
+def leaves_by_path(tree: Any) -> list[tuple[Path, Any]]:
+    """Return the leaves of a tree with their paths of pytree keys, as `tree_flatten_with_path` does."""
+    leaves: list[tuple[Path, Any]] = []
+    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_keyless)[0]:
+        if not _is_keyless(leaf):
+            leaves.append((path, leaf))
+            continue
+        # torch raises an error for types registered without keys, such as the outputs of diffusers: their parts get
+        # the keys of a mapping, or positions.
+        parts, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
+        is_mapping = isinstance(leaf, Mapping) and len(leaf) == len(parts)
+        keys = [pytree.MappingKey(key) for key in leaf] if is_mapping else map(pytree.SequenceKey, range(len(parts)))
+        for key, part in zip(keys, parts, strict=True):
+            leaves += [((*path, key, *rest), value) for rest, value in leaves_by_path(part)]
+    return leaves
+
+
+def leaf_name(path: Path) -> str:
+    """Return a readable name of a leaf of an output, such as `loss`, `hidden_states[0]` or `output[1]`."""
+    first = path[0] if path else None
+    if isinstance(first, pytree.MappingKey):
+        return str(first.key) + pytree.keystr(path[1:])
+    if isinstance(first, pytree.GetAttrKey):
+        return first.name + pytree.keystr(path[1:])
+    return "output" + pytree.keystr(path)
+
+
+def _is_keyless(node: Any) -> bool:
+    definition = pytree.SUPPORTED_NODES.get(type(node))
+    return definition is not None and definition.flatten_with_keys_fn is None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """Container of the fields of a dataclass whose type is not registered with `torch.utils._pytree`."""
+
+    kind: type[Any]
+    fields: dict[str, Any]
+
+    @staticmethod
+    def unflatten(values: Iterable[Any], context: tuple[type[Any], tuple[str, ...]]) -> Record:
+        """Return a record of these values; `context` is the type of the dataclass and the names of the fields."""
+        return Record(context[0], dict(zip(context[1], values, strict=True)))
+
+    def restore(self, call: Call) -> Any:
+        """Return the dataclass with these fields; `call` as for `restore_objects`."""
+        # As by `copy.copy`, `__init__` is not called. `object.__setattr__` sets fields of frozen dataclasses, too.
+        instance: Any = object.__new__(self.kind)
+        for name, value in self.fields.items():
+            object.__setattr__(instance, name, restore_objects(value, call))
+        return instance
+
+
+pytree.register_pytree_node(
+    Record,
+    lambda record: (list(record.fields.values()), (record.kind, tuple(record.fields))),
+    Record.unflatten,
+    serialized_type_name="autoshard.capture.returned_objects.Record",
+    flatten_with_keys_fn=lambda record: (
+        [(pytree.GetAttrKey(name), value) for name, value in record.fields.items()],
+        (record.kind, tuple(record.fields)),
+    ),
+)
+
+
+def record_dataclasses(tree: Any) -> Any:
+    """Return the tree with a `Record` for every dataclass whose type is not registered."""
+    # The tree itself, without a copy of its containers, if there are no dataclasses.
+    if not any(map(_is_dataclass, pytree.tree_leaves(tree))):
+        return tree
+    return pytree.tree_map(lambda leaf: _record(leaf) if _is_dataclass(leaf) else leaf, tree)
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, dict, list, tuple))
+
+
+def _record(leaf: Any) -> Record:
+    # A field with `init=False` may never have been set.
+    names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
+    return Record(type(leaf), {name: record_dataclasses(getattr(leaf, name)) for name in names})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of a call, in an output that holds it: its position, or its keyword."""
+
+    key: int | str
+
+    def of(self, call: Call) -> Any:
+        """Return the argument of a call."""
+        args, kwargs = call
+        return args[self.key] if isinstance(self.key, int) else kwargs[self.key]
+
+
+def restore_objects(tree: Any, call: Call) -> Any:
+    """Return the tree with the dataclasses that `record_dataclasses` replaced, and the arguments of a call."""
+
+    def restore(leaf: Any) -> Any:
+        if isinstance(leaf, Record):
+            return leaf.restore(call)
+        return leaf.of(call) if isinstance(leaf, Argument) else leaf
+
+    return pytree.tree_map(restore, tree, is_leaf=lambda node: isinstance(node, Record))
+
+
+def find_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, tuple[Argument, list[Any]]]:
+    """Return the arguments that are objects of registered types, with their leaves, by identity.
+
+    Builtin containers are left out: calls may change them, and then return other ones.
+    """
+    passed: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {
+        id(value): (Argument(key), pytree.tree_leaves(value))
+        for key, value in passed
+        if type(value) in pytree.SUPPORTED_NODES and type(value).__module__ not in ("builtins", "collections")
+    }
+
+
+_PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+
+
+class OpaqueOutputs:
+    """Replacement, by plain values, of objects in an output other than tensors, plain values and known containers.
+
+    Hugging Face models return their key-value cache beside the loss by default. A training step has no use for it, and
+    a graph returns tensors alone. A cache that a call was given, and returns with the tensors that it had, is that of
+    the caller in every call.
+
+    Attributes:
+        replaced: path in the output -> name of the type that was replaced.
+        arguments: path in the output -> the argument that stands there.
+    """
+
+    def __init__(self) -> None:
+        self.replaced: dict[str, str] = {}
+        self.arguments: dict[str, Argument] = {}
+
+    def replace(self, output: Any, passed: Mapping[int, tuple[Argument, list[Any]]]) -> Any:
+        """Return the output with plain values for such objects; the output itself if no tensor would be left.
+
+        Args:
+            output: of `forward`.
+            passed: the objects that it was given, as `find_objects` returns them, before the call.
+        """
+        recorded = _with_arguments(record_dataclasses(output), passed)
+        leaves = leaves_by_path(recorded)
+        opaque = {leaf_name(path): leaf for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
+        # torch has a message of its own for an output without any tensor.
+        if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
+            return output
+        if not opaque:
+            return recorded
+        arguments = {name: leaf for name, leaf in opaque.items() if isinstance(leaf, Argument)}
+        self.arguments |= arguments
+        self.replaced |= {name: type(leaf).__name__ for name, leaf in opaque.items() if name not in arguments}
+
+        def plain(leaf: Any) -> Any:
+            # A text, as outputs of transformers drop what is None. The layout of the result has the argument again.
+            if isinstance(leaf, Argument):
+                return str(leaf.key)
+            return leaf if isinstance(leaf, _PLAIN) else None
+
+        return pytree.tree_map(plain, recorded)
+
+    def warn(self, model: str) -> None:
+        """Warn of the replaced objects, if there are any."""
+        if self.replaced:
+            left_out = ", ".join(f"{path} ({kind})" for path, kind in self.replaced.items())
+            warnings.warn(
+                f"{model} returns what no graph can hold: {left_out}. The parallelised module returns None there. Ask "
+                "the model not to make it (Hugging Face: use_cache=False for the key-value cache), or register the "
+                "type with torch.utils._pytree.register_pytree_node to keep it.",
+                stacklevel=2,
+            )
+
+
+def _with_arguments(output: Any, passed: Mapping[int, tuple[Argument, list[Any]]]) -> Any:
+    """Return the output with an `Argument` for every object that `forward` was given and whose leaves are the same."""
+
+    def is_passed(node: Any) -> bool:
+        if id(node) not in passed:
+            return False
+        before, now = passed[id(node)][1], pytree.tree_leaves(node)
+        return len(before) == len(now) and all(map(operator.is_, before, now))
+
+    if not passed:
+        return output
+    return pytree.tree_map(lambda leaf: passed[id(leaf)][0] if is_passed(leaf) else leaf, output, is_leaf=is_passed)
