@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
 from autoshard.options import OptionKeywords, collect_options
@@ -87,3 +88,15 @@ def test_earlier_keywords_point_at_the_line_of_the_caller() -> None:
 def test_bad_values_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(autoshard.PlanError, match=message):
         autoshard.Options(**values)
+
+
+def test_reductions_that_backwards_share_cost_less() -> None:
+    """Hints leave the plans no choice: of data parallel, one has a fourth of the reduction, and the sums besides."""
+    options = {"hints": {"*": Replicate()}, "inputs": "local", "input_placements": {"input": (Shard(0),)}}
+    rows = (torch.empty(1 << 16, 16, device="meta"),)
+    once, shared = (autoshard.plan(nn.Linear(16, 4), {"x": 2}, rows, accumulate=n, **options) for n in (1, 4))
+    assert shared.step_seconds < once.step_seconds
+    assert shared.memory.gradients == 2 * once.memory.gradients
+    assert shared.options["accumulate"] == 4
+    with pytest.raises(autoshard.PlanError, match="a pipeline adds up the gradients of its microbatches itself"):
+        autoshard.plan(nn.Linear(16, 4), {"pp": 2}, INPUTS, accumulate=4)
