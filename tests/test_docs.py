@@ -59,7 +59,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_every_extra_that_a_page_names_exists() -> None:
     named = extras("\n".join(map(_text, [ROOT / "README.md", *DOCS.rglob("*.md")])))
-    assert named >= {"plot", "transformers", "lightning", "torchtitan"}
+    assert named >= {"html", "lightning", "plot", "torchtitan", "transformers"}
     assert named <= set(project()["optional-dependencies"])
 
 
