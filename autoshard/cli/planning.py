@@ -67,6 +67,7 @@ def _add_plan(verbs: Verbs) -> None:
     add_mesh(parser)
     add_memory(parser)
     add_options(parser)
+    _add_accumulate(parser)
     _add_pipeline(parser)
     _add_files(parser, "the plan")
 
@@ -86,6 +87,7 @@ def _add_fits(verbs: Verbs) -> None:
     add_mesh(parser)
     add_memory(parser, required=True)
     add_options(parser)
+    _add_accumulate(parser)
     _add_pipeline(parser)
 
 
@@ -171,6 +173,11 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_accumulate(parser: argparse.ArgumentParser) -> None:
+    text = "backwards for every step of the optimizer, with autoshard.no_sync"
+    parser.add_argument("--accumulate", type=int, metavar="N", help=text)
+
+
 def add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """Add the option of the memory limit."""
     text = "bytes that a device may hold, such as 70GiB"
@@ -226,7 +233,7 @@ def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, A
     with usage_errors():
         search_options = Search(effort=options.effort, time_limit=options.time_limit)
         keywords: dict[str, Any] = {"cluster": options.cluster, "search": search_options}
-        for name in ("recompute", "optimizer", "memory_limit", "output_placements"):
+        for name in ("recompute", "optimizer", "memory_limit", "output_placements", "accumulate"):
             if getattr(options, name, None) is not None:
                 keywords[name] = getattr(options, name)
         if hints:
