@@ -57,6 +57,20 @@ def without_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
+def with_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor without its history."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def wants_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if gradients are on, and a parameter of the module or a tensor of the call requires one."""
+    if not torch.is_grad_enabled():
+        return False
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return True
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs)))
+
+
 def describe_call(
     module: nn.Module,
     args: tuple[Any, ...],

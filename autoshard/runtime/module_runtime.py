@@ -42,8 +42,10 @@ from autoshard.runtime.calls import (
     local_shares,
     pins_of,
     split_dims,
+    wants_gradient,
     whole_shapes,
     with_global_shapes,
+    with_numbers,
     without_dynamic_sizes,
     without_numbers,
 )
@@ -180,7 +182,7 @@ class Runtime:
             for handle in check_part_calls(self.module):
                 undo.callback(handle.remove)
             if args or kwargs:
-                self._program_for_call(args, kwargs, _wants_gradient(self.module, args, kwargs))
+                self._program_for_call(args, kwargs, wants_gradient(self.module, args, kwargs))
             else:
                 self.maker.replicate_parameters()
             undo.pop_all()
@@ -271,7 +273,7 @@ class Runtime:
                 check.allowed = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        grad = _wants_gradient(self.module, args, kwargs)
+        grad = wants_gradient(self.module, args, kwargs)
         if grad and _torch.allows_mutation():
             raise InputError(
                 f"{running_line()} calls a parallelised module in allow_mutation_on_saved_tensors of "
@@ -464,7 +466,7 @@ class Runtime:
         if call.tangents == "all" or not call.grad or _differentiates_all(graph):
             return None
         # What the graph depends on of the numbers in its inputs has to be the same again.
-        like = _with_numbers if graph.state.conditions.inputs else without_numbers
+        like = with_numbers if graph.state.conditions.inputs else without_numbers
         args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
         general = replace(call, args=args, kwargs=kwargs, tangents="all")
 
@@ -653,15 +655,6 @@ def _meta_tensor_error(borders: Sequence[ProgramTensor], tensors: Sequence[torch
     )
 
 
-def _wants_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if gradients are on, and a parameter of the module or a tensor of the call requires one."""
-    if not torch.is_grad_enabled():
-        return False
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        return True
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs)))
-
-
 def _differentiates_all(graph: JointGraph) -> bool:
     """Return True if the program of a graph starts its backward half from every output that has a gradient.
 
@@ -670,7 +663,3 @@ def _differentiates_all(graph: JointGraph) -> bool:
     outputs = {output.name: output.node for output in graph.outputs if output.kind == "output"}
     starts = [outputs[name] for name in graph.tangent_outputs]
     return len(starts) == len(outputs) or any(node is not None and node.meta["val"].ndim for node in starts)
-
-
-def _with_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
