@@ -126,7 +126,8 @@ def modules_figure(plan: PlanContents, prefix: str = "") -> Iterator[Figure]:
             f"Tree of modules: operators take {format_seconds(seconds[0])}, collectives {format_seconds(seconds[1])}, "
             f"and one of {unit.size} devices holds {elements:,.0f} elements of parameters and buffers",
             tuple(views),
-            620,
+            # Room for the text of a box, as far as a screen has it.
+            min(620, 200 + 24 * sum(1 for _ in _walk(plan, tree))),
             "Layers that are alike are one box. Select a box, or press the arrow keys, to look into it.",
         )
 
