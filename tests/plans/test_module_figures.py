@@ -17,7 +17,8 @@ def test_layers_that_are_alike_are_one_box() -> None:
     layers = tree.children["h"].children
     assert {node.name: node.count for node in layers.values()} == {"0-3": 4, "4-5": 2}
     (first, _) = layers.values()
-    assert set(first.children) == {"mlp", "attn"} or first.children["attn.qkv"]
+    # A module that only holds another one is no box of its own.
+    assert set(first.children) == {"mlp", "attn.qkv"}
     assert tree.total(lambda node: node.operators) == pytest.approx(LAYERS * 3e-5)
     assert tree.total(lambda node: node.collectives) == pytest.approx(LAYERS * 1e-4 + 3 * 2e-3)
 
