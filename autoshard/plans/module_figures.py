@@ -75,16 +75,19 @@ def module_tree(plan: PlanContents) -> ModuleNode:
 def _merge_alike(node: ModuleNode) -> ModuleNode:
     """Return a tree in which children of a module that have numbers as names, and are alike, are one."""
     children = {name: _merge_alike(child) for name, child in node.children.items()}
-    indexed = {name: child.form for name, child in children.items() if name.isdigit()}
+    # A child that only held another one has the other's name behind its own.
+    indexed = {name: (child.name.removeprefix(name), child.form) for name, child in children.items() if name.isdigit()}
     groups = {name: group for group in group_names(indexed) for name in group.names}
     merged: dict[str, ModuleNode] = {}
     for name, child in children.items():
-        if name not in groups or len(groups[name].names) == 1:
-            merged[name] = child
-        elif groups[name].names[0] == name:
-            members = [children[member] for member in groups[name].names]
+        kept = child
+        if name in groups and len(groups[name].names) > 1:
+            if groups[name].names[0] != name:
+                continue
             # The group's text has braces for a glob, which a picture can do without.
-            merged[name] = _sum(members, groups[name].text.strip("{}"))
+            text = groups[name].text.strip("{}") + child.name.removeprefix(name)
+            kept = _sum([children[member] for member in groups[name].names], text)
+        merged[kept.name] = kept
     is_link = len(merged) == 1 and not (node.operators or node.collectives or node.parameters)
     if is_link and node.name:
         # A module that only holds another one, such as a list of layers, is a box that says nothing.
@@ -96,15 +99,13 @@ def _merge_alike(node: ModuleNode) -> ModuleNode:
 def _sum(nodes: Sequence[ModuleNode], name: str) -> ModuleNode:
     """Return modules that are alike as one node."""
     first = nodes[0]
-    # Modules without parameters may differ in their children, which are there by their operators alone.
-    children = {key: [node.children[key] for node in nodes if key in node.children] for key in first.children}
     return ModuleNode(
         name,
         sum(node.count for node in nodes),
         sum(node.operators for node in nodes),
         sum(node.collectives for node in nodes),
         first.parameters,
-        {key: _sum(alike, alike[0].name) for key, alike in children.items()},
+        {key: _sum([node.children[key] for node in nodes], key) for key in first.children},
     )
 
 
@@ -126,7 +127,8 @@ def modules_figure(plan: PlanContents, prefix: str = "") -> Iterator[Figure]:
             f"Tree of modules: operators take {format_seconds(seconds[0])}, collectives {format_seconds(seconds[1])}, "
             f"and one of {unit.size} devices holds {elements:,.0f} elements of parameters and buffers",
             tuple(views),
-            620,
+            # Room for the text of a box, as far as a screen has it.
+            min(620, 200 + 24 * sum(1 for _ in _walk(plan, tree))),
             "Layers that are alike are one box. Select a box, or press the arrow keys, to look into it.",
         )
 

@@ -48,8 +48,9 @@ def plan_cards(plan: PlanContents) -> str:
     seconds = sum(collective.count * collective.seconds for collective in sent)
     exposed = f"{format_seconds(replay.exposed)} of it without compute beside it" if replay.compute else ""
     of = f"of {format_bytes(plan.capacity)}" if plan.capacity else "the limit is not known"
+    phases = dict.fromkeys(choice.phase for choice in plan.choices)
     figures = [
-        ("Predicted step", format_seconds(plan.step_seconds), "forward and backward"),
+        ("Predicted step", format_seconds(plan.step_seconds), " and ".join(phases)),
         ("Peak of one device", format_bytes(plan.memory.peak), of if plan.fits else f"{of}: does not fit"),
         ("Communication", format_seconds(seconds), exposed or "before overlap")
         if sent

@@ -130,7 +130,8 @@ def memory_points(plan: PlanContents) -> Points:
     so are those that are too close to be drawn.
     """
     replay, operators = plan.step_replay, len(plan.choices)
-    if not replay.held:
+    # A step of views alone takes no time, over which nothing can be drawn.
+    if not replay.held or not replay.compute:
         return []
     by_kind = replay.bytes_by_kind(operators + 1)
     times = [0.0] * operators
@@ -141,6 +142,8 @@ def memory_points(plan: PlanContents) -> Points:
             times[moment] = span.start
         begun = max(begun, span.moment + 1)
     times[begun:] = [replay.seconds] * (operators - begun)
+    # The host issues the first call before the device computes; what is at rest is held from the beginning.
+    times[0] = 0.0
     times.append(replay.seconds)
     points: Points = []
     for moment, time in enumerate(times):
@@ -269,10 +272,11 @@ def timeline_figure(plan: PlanContents, prefix: str = "") -> Iterator[Figure]:
 
 def _replay_caption(plan: PlanContents) -> str:
     replay = plan.step_replay
-    text = (
-        f"The calls of the step take {format_seconds(replay.seconds)}; communication is exposed for "
-        f"{format_seconds(replay.exposed)} and beside compute for {format_seconds(replay.hidden)}."
-    )
+    text = f"The calls of the step take {format_seconds(replay.seconds)}"
+    if replay.collectives:
+        exposed, hidden = format_seconds(replay.exposed), format_seconds(replay.hidden)
+        text += f"; communication is exposed for {exposed} and beside compute for {hidden}"
+    text += "."
     more = plan.step_seconds - replay.seconds
     if more > 1e-3 * plan.step_seconds:
         text += (

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from torch.distributed.tensor import Replicate
 
 from autoshard.plans.module_figures import collectives_figure, module_tree, modules_figure
 from tests.plans.planned_gpt import planned_gpt
@@ -17,9 +18,18 @@ def test_layers_that_are_alike_are_one_box() -> None:
     layers = tree.children["h"].children
     assert {node.name: node.count for node in layers.values()} == {"0-3": 4, "4-5": 2}
     (first, _) = layers.values()
-    assert set(first.children) == {"mlp", "attn"} or first.children["attn.qkv"]
+    # A module that only holds another one is no box of its own.
+    assert set(first.children) == {"mlp", "attn.qkv"}
     assert tree.total(lambda node: node.operators) == pytest.approx(LAYERS * 3e-5)
     assert tree.total(lambda node: node.collectives) == pytest.approx(LAYERS * 1e-4 + 3 * 2e-3)
+
+
+def test_layers_that_hold_one_module_of_other_names_are_boxes_of_their_own() -> None:
+    names = ("h.0.a.weight", "h.1.a.weight", "h.2.b.weight")
+    placements = {name: (Replicate(), Replicate()) for name in names}
+    shapes = dict.fromkeys(names, (2, 2))
+    tree = module_tree(sample_plan(placements=placements, shapes=shapes, choices=(), collectives=()))
+    assert {node.name: node.count for node in tree.children["h"].children.values()} == {"0-1.a": 2, "2.b": 1}
 
 
 def test_the_boxes_add_up_to_the_plan() -> None:
