@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from autoshard.cli.arguments import Verbs, add_verb, console, print_line
+from autoshard.cli.arguments import UsageError, Verbs, add_verb, check_output, console, print_line, usage_errors
 from autoshard.cluster.calibrate import DTYPES, calibrate
 from autoshard.errors import MeshError
+from autoshard.units import parse_bytes
 
 
 def add_calibrate(verbs: Verbs) -> None:
@@ -41,15 +42,15 @@ def add_calibrate(verbs: Verbs) -> None:
 
 def _calibrate(options: argparse.Namespace) -> None:
     """Measure on all processes; the first one writes the profile and prints a summary."""
+    check_output("OUT.json", options.output)
+    if options.output.suffix != ".json":
+        raise UsageError(f"{options.output} can't be the profile: name a .json file, by which plans will ask for it.")
+    with usage_errors():
+        parse_bytes(options.largest)
     if not dist.is_torchelastic_launched():
         raise MeshError(
             "calibrate measures all devices at once, a process for each. Start it by torchrun: "
-            f"torchrun --nproc-per-node 8 -m autoshard.cli calibrate {options.output}"
-        )
-    if options.output.suffix != ".json" or not options.output.parent.is_dir():
-        raise MeshError(
-            f"{options.output} can't be the profile: name a .json file, by which plans will ask for it, in a folder "
-            "that there is."
+            f"torchrun --nproc-per-node 8 -m autoshard calibrate {options.output}"
         )
     device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dist.init_process_group()

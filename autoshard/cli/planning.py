@@ -22,6 +22,7 @@ from autoshard.cli.arguments import (
 )
 from autoshard.cli.plan_files import Plan, plan_tables
 from autoshard.cli.targets import TARGETS, add_target, load_target
+from autoshard.cluster.cluster import Cluster
 from autoshard.compare.compare import compare
 from autoshard.compare.layouts import NAMES
 from autoshard.errors import AutoshardError, BudgetError
@@ -309,6 +310,8 @@ def _search(options: argparse.Namespace) -> None:
     pipelines = not options.no_pipelines
     with usage_errors():
         SearchOptions(options.option, options.devices, pipelines)
+        # For its error: the cluster may be too small.
+        Cluster.of(options.cluster).first(options.devices)
     module, args, kwargs = load_target(options)
     result = search(module, options.devices, args, kwargs, option=options.option, pipelines=pipelines, **keywords)
     console().print(result.table())

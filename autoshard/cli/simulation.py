@@ -42,6 +42,8 @@ def _simulate(options: argparse.Namespace) -> None:
     """Print the expenses of a step, and write its trace and picture."""
     check_output("--trace", options.trace)
     check_output("--picture", options.picture)
+    if options.picture is not None and options.picture.suffix != ".svg":
+        raise UsageError(f"--picture {options.picture}: name a file that ends in .svg.")
     plan = _plan_of(options)
     console().print(*_tables(plan))
     # Written last: what is printed is of use even where a plan has no calls to draw.

@@ -17,7 +17,7 @@ from autoshard.plans.alternative import Alternative
 from autoshard.plans.expenses import Expenses
 from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import PlanContents
-from autoshard.plans.step_picture import gantt, trace
+from autoshard.plans.step_picture import gantt, trace, write_picture
 from autoshard.plans.step_tasks import StepTasks
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
@@ -118,11 +118,11 @@ class ShardingPlan(PlanContents, HasPage):
         """Write the predicted step of one rank as an SVG picture: compute, and communication below it.
 
         Raises:
-            PlanError: as for `trace`.
+            PlanError: as for `trace`, or the file does not end in .svg.
         """
         step = StepTasks.of(self)
         title = f"{self.mesh}: predicted step {format_seconds(self.step_seconds)}"
-        Path(path).write_text(gantt(step.tasks, step.starts, step.ends, title), "utf-8")
+        write_picture(path, gantt(step.tasks, step.starts, step.ends, title))
 
     def why_not(self, asked: Mapping[str, Any]) -> Alternative[ShardingPlan]:
         """Find the best plan that has what is asked for, and what it costs in place of this one, term by term.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from autoshard.errors import PlanError
 from autoshard.simulate.events import Task
 from autoshard.units import format_seconds
 
@@ -26,6 +29,17 @@ _LEFT, _TOP, _ROW, _BAR, _STRIP, _LETTER = 70, 40, 44, 26, 8, 7.0
 and its strip of communication, and the width of a letter."""
 # Intervals of the time axis.
 _TICKS = 8
+
+
+def write_picture(path: str | os.PathLike[str], picture: str) -> None:
+    """Write an SVG picture to a file.
+
+    Raises:
+        PlanError: the name of the file does not end in .svg: programs would take it for another kind of picture.
+    """
+    if Path(path).suffix.lower() != ".svg":
+        raise PlanError(f"{os.fspath(path)!r}: the picture of a step is an SVG; name a file that ends in .svg.")
+    Path(path).write_text(picture, "utf-8")
 
 
 def gantt(

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from autoshard.cluster.cluster import Cluster
+from autoshard.errors import AutoshardError
 from autoshard.selfcheck.outcome import (
     CheckLine,
     CheckOutcome,
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the self-check in this process of the job.
 
     Returns:
-        The exit status: 1 where a line is wrong, 2 where no line has a name of `--only`, else 0.
+        The exit status: 1 where a line is wrong, 2 where an option is not valid, else 0.
     """
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node N -m autoshard.selfcheck",
@@ -48,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(options: argparse.Namespace) -> int:
     """Run the self-check with the options of `add_arguments`; return the exit status of `main`."""
+    # Before the checks, which take minutes.
+    refusal = _refusal(options)
+    if refusal:
+        sys.stderr.write(f"autoshard.selfcheck: {refusal}\n")
+        return 2
     checks = [
         check
         for check in (*CHECKS, *StepProfile(options.cluster).checks())
@@ -71,6 +78,19 @@ def run_command(options: argparse.Namespace) -> int:
     finally:
         processes.stop()
     return int(verdict_of(lines) == "wrong")
+
+
+def _refusal(options: argparse.Namespace) -> str:
+    """Return why options are not valid, or an empty text."""
+    if options.json is not None and not options.json.parent.is_dir():
+        return f"--json {options.json}: there is no folder {options.json.parent}. Make it, or name another file."
+    if options.json is not None and options.json.is_dir():
+        return f"--json {options.json} is a folder: name a file in it."
+    try:
+        Cluster.of(options.cluster or "cpu")
+    except AutoshardError as error:
+        return f"--cluster {options.cluster}: {error}"
+    return ""
 
 
 def run(
