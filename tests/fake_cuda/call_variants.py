@@ -87,7 +87,7 @@ class CallVariant:
 
 CALL_VARIANTS = {
     "dynamic sizes": CallVariant({"dynamic": ROWS}, given=_longer),
-    "local inputs": CallVariant({"inputs": "local"}, given=_own),
+    "local inputs": CallVariant({"inputs": "local", "data_axes": ("a",)}, given=_own),
     "autocast": CallVariant(autocast=True),
     "hints": CallVariant({"hints": {"*.weight": {"b": Shard(0)}}}),
     "shares": CallVariant(planned={"cluster": unlike_devices("4xV100 + 4xP100"), "shares": {"a": (5, 3)}}),
