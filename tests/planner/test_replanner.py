@@ -102,7 +102,7 @@ def test_no_plan_fits() -> None:
     ("asked", "reason"),
     [
         ({"*": autoshard.replicate(3)}, "asks for 3 devices"),
-        ({"lm_head.*": {"tp": Shard(0)}}, "two hints contradict each other on lm_head.weight"),
+        ({"lm_head.*": {"tp": Shard(0)}}, "contradict each other on lm_head.weight"),
         ({"model.norm.weight": {"tp": Shard(1)}}, "which has 1 dims"),
     ],
 )
