@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoshard.names import group_names
+from autoshard.plans.expenses import COMPUTE, Expenses
 from autoshard.plans.html import Figure, View
 from autoshard.plans.plan_data import PlanContents
 from autoshard.plans.plan_text import WorkRow, collective_rows
@@ -62,10 +63,12 @@ class ModuleNode:
 def module_tree(plan: PlanContents) -> ModuleNode:
     """Return the modules of a plan, with layers that are alike as one node."""
     root = ModuleNode("")
-    for choice in plan.choices:
-        root.child(choice.module).operators += choice.seconds
-    for sent in plan.collectives:
-        root.child(sent.module).collectives += sent.count * sent.seconds
+    for term, amount in Expenses(plan).terms.items():
+        node = root.child(term.module)
+        if term.kind == COMPUTE:
+            node.operators += amount.seconds
+        else:
+            node.collectives += amount.seconds
     for name, placements in plan.placements.items():
         module, _, parameter = name.rpartition(".")
         root.child(module).parameters[parameter] = plan.shapes.get(name, ()), tuple(map(placement_text, placements))

@@ -137,7 +137,7 @@ def test_another_mesh_or_model_is_refused() -> None:
 def test_a_step_can_be_looked_at(tmp_path: Path) -> None:
     plan = plan_of()
     plan.trace(tmp_path / "step.json")
-    with pytest.raises(PlanError, match="ends in .svg"):
+    with pytest.raises(PlanError, match=r"ends in \.svg"):
         plan.picture(tmp_path / "step.png")
     plan.picture(tmp_path / "step.svg")
     events = json.loads((tmp_path / "step.json").read_text("utf-8"))["traceEvents"]

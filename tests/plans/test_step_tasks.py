@@ -54,7 +54,7 @@ def test_traces_and_pictures_are_files_and_the_saved_plan_has_the_same(plan: Sha
     threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert threads == {"compute", *(f"communication on {sent.axis}" for sent in plan.collectives)}
     assert sum(event["ph"] == "X" for event in events) == len(StepTasks.of(plan).tasks)
-    with pytest.raises(PlanError, match="ends in .svg"):
+    with pytest.raises(PlanError, match=r"ends in \.svg"):
         plan.picture(tmp_path / "step.png")
     plan.picture(tmp_path / "step.svg")
     assert "dp=2, tp=2: predicted step" in (tmp_path / "step.svg").read_text()
