@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status, with the reason on standard error where it is not 0. 2: an argument is not valid, and nothing
-        was planned. 1: no plan fits, a model cannot be captured, or a saved plan is not valid.
+        was planned. 1: no plan fits, a model cannot be captured, or a saved plan is not valid. 130: Ctrl-C, before
+        there was anything to show.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -50,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AutoshardError, OSError) as error:
         print_error(error)
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("autoshard: interrupted\n")
+        return 130  # as shells count a process that SIGINT ends
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -74,6 +74,10 @@ NAMES = tuple(kind.name for kind in _KINDS)
 """Names of all standard layouts."""
 
 
+# Part of the parameters that a layout with shards may keep whole: norms and biases of odd sizes are less.
+_MOST_WHOLE = 0.1
+
+
 class StandardLayouts:
     """The standard layouts of a step on a mesh.
 
@@ -124,6 +128,7 @@ class StandardLayouts:
         hints: dict[str, Any] = {
             parameter: self._placements(parameter, sharded, axis, shards.get(parameter)) for parameter in self.shapes
         }
+        self._check_shards(sharded, hints)
         hints |= self._primitives(kind, data, shards)
         regathers = bool(sharded) and kind.data != "FSDP2 whole"
         return StandardLayout(name, hints, replicated, sharded, axis, kind.model, regathers, tensor_parallel)
@@ -165,6 +170,20 @@ class StandardLayouts:
         if samples % ranks:
             axes = ", ".join(f"{axis}={self._size((axis,))}" for axis in data)
             raise HintError(f"{axes} does not divide the batch of {samples}.")
+
+    def _check_shards(self, axes: tuple[str, ...], placements: Mapping[str, Mapping[str, Placement]]) -> None:
+        """Raise a `HintError` if much of the parameters would stay whole, since the axes divide none of their dims."""
+        whole = total = 0
+        for parameter, shape in self.shapes.items():
+            size = math.prod(shape)
+            total += size
+            whole += size * all(placements[parameter][axis].is_replicate() for axis in axes)
+        if axes and whole > _MOST_WHOLE * total:
+            names = ", ".join(f"{axis}={self._size((axis,))}" for axis in axes)
+            raise HintError(
+                f"{names} divides no dim of {whole / total:.0%} of the parameters: FSDP2 pads them, and a plan would "
+                "keep them whole."
+            )
 
     def _primitives(self, kind: _Kind, data: tuple[str, ...], shards: Shards) -> dict[str, tuple[Primitive, ...]]:
         whole = (replicate(data),) if data else ()

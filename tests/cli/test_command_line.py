@@ -203,6 +203,15 @@ def _check_fault(
     assert "Traceback" not in printed.err
 
 
+def test_ctrl_c_is_one_line(file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autoshard.cli.command_line.plan_tables", interrupt)
+    assert main(["show", file]) == 130
+    assert capsys.readouterr().err == "autoshard: interrupted\n"
+
+
 def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([])

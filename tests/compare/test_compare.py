@@ -244,7 +244,15 @@ def test_what_cannot_be_had_is_listed_with_the_reason() -> None:
     assert found["DDP"].reason == "dp=5, tp=2 does not divide the batch of 12."
     assert found["DDP x TP"].reason == "dp=5 does not divide the batch of 12."
     assert found.nearest is None
-    # Layouts with one reason are one line.
+    example = (torch.empty(12, 10),)
+    found = autoshard.compare(nn.Linear(10, 10), {"dp": 4}, example, baselines=["FSDP2", "DDP"], cluster="h100")
+    assert found["FSDP2"].reason.startswith("dp=4 divides no dim of 100% of the parameters")
+    assert found["DDP"].plan is not None
+
+
+def test_layouts_with_one_reason_are_one_line() -> None:
+    module, inputs = models.mlp(batch=12)
+    found = autoshard.compare(module, {"dp": 5, "tp": 2}, (), inputs, cluster="h100")
     assert "no DDP, FSDP2, FSDP2 whole, HSDP: dp=5, tp=2 does not divide the batch of 12." in str(found)
     with pytest.raises(PlanError, match="there is no layout DDP: dp=5"):
         found["DDP"].expenses  # noqa: B018
