@@ -28,7 +28,7 @@ LARGE = 1.1
 # Bytes of the libraries for matrix products, which plans do not count.
 WORKSPACES = 128 * 2**20
 _STEPS, _WARM = 5, 3
-_CALIBRATE = "Measure: torchrun --nproc-per-node N -m autoshard.cli calibrate my.json; then plan by cluster='my.json'."
+_CALIBRATE = "Measure: torchrun --nproc-per-node N -m autoshard calibrate my.json; then plan by cluster='my.json'."
 _NO_STEP = "there is no step to profile: see the step's line"
 
 
