@@ -8,6 +8,7 @@ and a Chromium (`apt-get install chromium`).
 from __future__ import annotations
 
 import argparse
+import runpy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,11 +19,12 @@ from typing import Any
 import torch
 from playwright.sync_api import Page, sync_playwright
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import autoshard
 
-IMAGES = Path(__file__).resolve().parent / "images"
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
 _MOST_BYTES = 300_000  # of a picture: a repository keeps every version of it
 
 Batch = dict[str, torch.Tensor]
@@ -51,17 +53,8 @@ def main() -> int:
 
 def llama() -> tuple[nn.Module, Batch]:
     """Return Llama-3-8B on the meta device, and a batch of 64 sequences of 4096 tokens."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        use_cache=False,
-    )
+    # The configuration of the example, which plans it too.
+    config = runpy.run_path(str(ROOT / "examples" / "plan_llama_8b.py"))["LLAMA_3_8B"]
     with torch.device("meta"):
         tokens = torch.empty(64, 4096, dtype=torch.long)
         return LlamaForCausalLM(config).to(torch.bfloat16), {"input_ids": tokens, "labels": tokens}

@@ -134,7 +134,8 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what is imported by now stays, as in tests/conftest.py
     gc.set_threshold(10_000)
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
+    # As torchrun sets them on one host; accelerate looks for other machines without the last.
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     dist.init_process_group(gloo.register(), f"file://{store}", rank=rank, world_size=size)
     while True:
         try:

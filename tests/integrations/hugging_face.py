@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +78,6 @@ def loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = Non
 
 def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
     """Two rows a batch, two batches a step, and clipping that clips."""
-    if "WORLD_SIZE" in os.environ:
-        # As torchrun sets it; accelerate looks for other machines without it.
-        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     settings = {
         "output_dir": str(folder),
         "use_cpu": True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,6 @@ def _parallel(mesh: DeviceMesh, **options: Any) -> Net:
 
 
 def _on_ranks(folder: Path) -> tuple[Any, ...]:
-    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = _parallel(mesh)
     accelerator = AutoshardAccelerator(mesh, cpu=True, gradient_accumulation_steps=2)
