@@ -140,7 +140,8 @@ def drop_unreachable_keys(whole: AttentionCall, start: int) -> tuple[AttentionCa
     first, last = max(0, start - whole.window + 1) if whole.window else 0, min(keys, end)
     # Queries that are all padding behind the last key reach none; their call has the first keys, not an empty range.
     first = first if first < last else 0
-    part = replace(whole, key=whole.key[:, :, first:last], value=whole.value[:, :, first:last])
+    every = first == 0 and last == keys
+    part = whole if every else replace(whole, key=whole.key[:, :, first:last], value=whole.value[:, :, first:last])
     if end == last:
         return part, first
     # Some queries stand behind the last key: the last query's own key is not the last one, as `causal` would mean.

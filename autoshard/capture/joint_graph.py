@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Literal
@@ -25,6 +26,13 @@ OutputKind = Literal["output", "mutation", "gradient"]
 Phase = Literal["forward", "backward"]
 
 _PIN = torch.ops.autoshard.pin.default
+
+# Batch norm, forward and backward: both take running statistics in places 3 and 4 -> the place of the flag that says
+# that the statistics are those of the batch.
+_TRAINING_FLAGS = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: 5,
+    torch.ops.aten.native_batch_norm_backward.default: 7,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +131,27 @@ class JointGraph:
     @property
     def gradient_sources(self) -> dict[str, frozenset[str]]:
         """Names of the outputs whose tangents a gradient depends on, by the name of its parameter or input."""
-        sources: dict[fx.Node, frozenset[str]] = {
-            item.node: frozenset([item.name]) for item in self.inputs if item.kind == "tangent"
-        }
+        sources = self._sources([item for item in self.inputs if item.kind == "tangent"])
+        return {name: sources.get(node, frozenset()) for name, node in self.gradients.items()}
+
+    @property
+    def former_values(self) -> frozenset[str]:
+        """Names of the tensors that the step changes and on whose former values its outputs or gradients depend."""
+        changed = {item.name for item in self.outputs if item.kind == "mutation"}
+        sources = self._sources([item for item in self.inputs if item.name in changed and item.kind != "tangent"])
+        results = (item.node for item in self.outputs if item.kind != "mutation" and item.node is not None)
+        return frozenset().union(*(sources.get(node, frozenset()) for node in results))
+
+    def _sources(self, inputs: Sequence[JointInput]) -> dict[fx.Node, frozenset[str]]:
+        """Return the names of those of some inputs that a node depends on; nodes that depend on none are left out."""
+        sources = {item.node: frozenset([item.name]) for item in inputs}
         # Nodes stand in topological order: the sources of all operands are known.
         for node in self.graph.nodes:
             if node.op == "call_function":
-                operands = [sources[operand] for operand in node.all_input_nodes if operand in sources]
+                operands = [sources[operand] for operand in _read_operands(node) if operand in sources]
                 if operands:
                     sources[node] = operands[0].union(*operands[1:])
-        return {name: sources.get(node, frozenset()) for name, node in self.gradients.items()}
+        return sources
 
     def phase(self, node: fx.Node) -> Phase:
         """Return the half of the step that the node belongs to."""
@@ -168,6 +187,21 @@ class JointGraph:
             return {}
         names = [leaf for leaf in self.call.leaves if isinstance(leaf, str)]
         return dict(zip(names, self.call.flatten(args, kwargs), strict=True))
+
+
+def _read_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that the results of a node depend on; in training, batch norm reads no running statistics."""
+    call = node.args[0] if node.target is operator.getitem else node
+    if (
+        not isinstance(call, fx.Node)
+        or call.target not in _TRAINING_FLAGS
+        or not call.args[_TRAINING_FLAGS[call.target]]
+    ):
+        return node.all_input_nodes
+    statistics = [operand for operand in call.args[3:5] if isinstance(operand, fx.Node)]
+    if call is node:
+        return [operand for operand in node.all_input_nodes if operand not in statistics]
+    return [call, *statistics] if node.args[1] in (3, 4) else [call]
 
 
 def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:

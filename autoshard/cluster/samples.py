@@ -16,8 +16,6 @@ from autoshard.cluster.measurements import BYTES, FLOPS, INTENSITY, Grouping
 
 aten = torch.ops.aten
 
-# Elements of a row that norms and softmax reduce.
-_COLUMNS = 256
 # Window, step and padding that image models pool by.
 _POOL = ([3, 3], [2, 2], [1, 1])
 # The other two sizes of a product whose third is small.
@@ -104,11 +102,23 @@ class _Maker:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def columns(self) -> int:
+        """Elements of a row that norms and softmax reduce."""
+        # Short rows leave the threads of an accelerator idle: norms of 256 elements reach a quarter of its bandwidth.
+        return 256 if self.device.type == "cpu" else 2048
+
+    @property
+    def channels(self) -> int:
+        """Channels of an image that batch norm and pooling take."""
+        # CUDA's batch norm runs one block of threads for each channel.
+        return 16 if self.device.type == "cpu" else 256
+
     def tensor(self, *shape: int) -> torch.Tensor:
         return torch.rand(shape, device=self.device).to(self.dtype)
 
     def rows(self, size: int) -> torch.Tensor:
-        return self.tensor(max(1, size // _COLUMNS), _COLUMNS)
+        return self.tensor(max(1, size // self.columns), self.columns)
 
     def numbers(self, count: int, below: int) -> torch.Tensor:
         return torch.randint(below, (count,), device=self.device)
@@ -187,13 +197,13 @@ class _Maker:
         }
 
     def images(self, size: int) -> torch.Tensor:
-        """Return about `size` elements as four images of 16 channels, with an even number of pixels a row."""
-        side = max(2, round((size / 64) ** 0.5) // 2 * 2)
-        return self.tensor(4, 16, side, side)
+        """Return about `size` elements as four images, with an even number of pixels a row."""
+        side = max(2, round((size / 4 / self.channels) ** 0.5) // 2 * 2)
+        return self.tensor(4, self.channels, side, side)
 
     def layer_norm(self, size: int) -> SampleCall:
-        parameters = (self.tensor(_COLUMNS), self.tensor(_COLUMNS))
-        return SampleCall(aten.native_layer_norm.default, (self.rows(size), [_COLUMNS], *parameters, 1e-5))
+        parameters = (self.tensor(self.columns), self.tensor(self.columns))
+        return SampleCall(aten.native_layer_norm.default, (self.rows(size), [self.columns], *parameters, 1e-5))
 
     def layer_norm_backward(self, size: int) -> SampleCall:
         forward = self.layer_norm(size)
@@ -205,7 +215,7 @@ class _Maker:
         )
 
     def batch_norm(self, size: int) -> SampleCall:
-        channels = [self.tensor(16) for _ in range(4)]
+        channels = [self.tensor(self.channels) for _ in range(4)]
         return SampleCall(
             aten._native_batch_norm_legit_functional.default, (self.images(size), *channels, True, 0.1, 1e-5)
         )
@@ -225,15 +235,15 @@ class _Maker:
 
     def copy(self, size: int) -> SampleCall:
         """Return a copy that transposes heads and positions, as attention does."""
-        heads = self.tensor(max(1, size // _COLUMNS), 4, _COLUMNS // 4).transpose(0, 1)
+        heads = self.tensor(max(1, size // self.columns), 4, self.columns // 4).transpose(0, 1)
         return SampleCall(aten.clone.default, (heads,), {"memory_format": torch.contiguous_format})
 
     def index(self, size: int) -> SampleCall:
         table = self.rows(size // 2)
-        return SampleCall(aten.embedding.default, (table, self.numbers(max(1, size // _COLUMNS), len(table))))
+        return SampleCall(aten.embedding.default, (table, self.numbers(max(1, size // self.columns), len(table))))
 
     def index_put(self, size: int) -> SampleCall:
-        rows = max(1, size // 2 // _COLUMNS)
+        rows = max(1, size // 2 // self.columns)
         gradient = self.rows(size)
         return SampleCall(
             aten.embedding_dense_backward.default, (gradient, self.numbers(len(gradient), rows), rows, -1, False)

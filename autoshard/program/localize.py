@@ -70,6 +70,7 @@ class LocalStep:
         repeats: True if the backward half gathers tensors again, or runs operators again.
         shared: the axis whose ranks hold unequal shares of a dynamic size, if any.
         gradient_sources: for every gradient by name, the outputs from whose tangents it is computed.
+        former_values: names of the tensors that the step changes and on whose former values its results depend.
     """
 
     graph_module: fx.GraphModule
@@ -78,18 +79,20 @@ class LocalStep:
     repeats: bool = False
     shared: SharedAxis | None = None
     gradient_sources: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    former_values: frozenset[str] = frozenset()
+    # Kept, since every step asks for them.
+    forward_outputs: tuple[ProgramTensor, ...] = field(init=False)
+    gradients: tuple[ProgramTensor, ...] = field(init=False)
+    tangents: tuple[ProgramTensor, ...] = field(init=False)
 
-    @property
-    def forward_outputs(self) -> tuple[ProgramTensor, ...]:
-        return tuple(border for border in self.outputs if border.kind != "gradient")
-
-    @property
-    def gradients(self) -> tuple[ProgramTensor, ...]:
-        return tuple(border for border in self.outputs if border.kind == "gradient")
-
-    @property
-    def tangents(self) -> tuple[ProgramTensor, ...]:
-        return tuple(border for border in self.inputs if border.kind == "tangent")
+    def __post_init__(self) -> None:
+        chosen = {
+            "forward_outputs": (border for border in self.outputs if border.kind != "gradient"),
+            "gradients": (border for border in self.outputs if border.kind == "gradient"),
+            "tangents": (border for border in self.inputs if border.kind == "tangent"),
+        }
+        for name, borders in chosen.items():
+            object.__setattr__(self, name, tuple(borders))
 
 
 def localize(
@@ -152,9 +155,8 @@ def localize(
     emit.graph.output(tuple(results[tensor.kind, tensor.name] for tensor in outputs))
     gathers_again = any(key.endswith("@backward") for key in flow.decisions.hubs)
     repeats = gathers_again or bool(flow.graph.recomputed)
-    return LocalStep(
-        *(lazy_graph_module(emit.graph), tuple(inputs), tuple(outputs)), repeats, shared, flow.graph.gradient_sources
-    )
+    dependences = flow.graph.gradient_sources, flow.graph.former_values
+    return LocalStep(lazy_graph_module(emit.graph), tuple(inputs), tuple(outputs), repeats, shared, *dependences)
 
 
 class _JointProgram:

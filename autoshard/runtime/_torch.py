@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 # Mesh, placements, shape and strides of a DTensor: its public constructors compute them anew, in six times the time.
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -74,6 +75,12 @@ def set_local_tensor(tensor: DTensor, local: Tensor, spec: DTensorSpec) -> None:
     """Give a DTensor other contents, of the same global shape, dtype and device; hooks and identity stay."""
     tensor._local_tensor = local
     tensor._spec = spec
+
+
+def copy_all(targets: list[Tensor], values: list[Tensor]) -> None:
+    """Copy values into tensors, outside autograd, with one call for all: each copy takes a GPU's host 15 µs alone."""
+    with torch.no_grad():
+        torch._foreach_copy_(targets, values)
 
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:

@@ -6,7 +6,7 @@ parameters and buffers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from autoshard.capture._torch import outside_modes, storage_of
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.errors import InputError
-from autoshard.program.localize import LocalStep, ProgramTensor
+from autoshard.program.localize import LocalStep
+from autoshard.runtime._torch import copy_all
 from autoshard.runtime.shards import local_of, to_mesh_device, wrap
 
 
@@ -81,25 +82,30 @@ def _bounds(tensor: Tensor) -> tuple[int, int]:
     return start, start + 1 + sum(stride * (size - 1) for stride, size in _dims(tensor))
 
 
-def write_back(step: LocalStep, border: ProgramTensor, value: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write this rank's part of the new value of a buffer or input, an output of the program, to its tensor.
+def write_back(step: LocalStep, changes: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
+    """Write this rank's parts of the new values of buffers and inputs, outputs of the program, to their tensors.
 
-    The tensors are those of the caller and of the module, in the order of the program's inputs.
+    Args:
+        step: the step of the program.
+        changes: the new values, by the names of the tensors.
+        tensors: those of the caller and of the module, in the order of the program's inputs.
     """
+    targets, values = [], []
     for source, tensor in zip(step.inputs, tensors, strict=False):
-        if source.name != border.name or source.kind == "tangent":
+        value = changes.get(source.name)
+        # The program may have written into it.
+        if value is None or source.kind == "tangent" or value is local_of(tensor):
             continue
-        # The program wrote into it.
-        if value is local_of(tensor):
-            continue
-        with torch.no_grad():
-            # The caller has placed a `DTensor` that is an input; the program may place it otherwise.
-            placed_otherwise = isinstance(tensor, DTensor) and tensor.placements != source.spec.placements
-            if isinstance(tensor, DTensor) and source.kind == "input" and placed_otherwise:
-                mesh = tensor.device_mesh
-                changed = wrap(value.contiguous(), mesh, source.spec, tensor.shape, tensor.dtype)
-                value = local_of(changed.redistribute(mesh, tensor.placements))
-            local_of(tensor).copy_(value)
+        # The caller has placed a `DTensor` that is an input; the program may place it otherwise.
+        placed_otherwise = isinstance(tensor, DTensor) and tensor.placements != source.spec.placements
+        if isinstance(tensor, DTensor) and source.kind == "input" and placed_otherwise:
+            mesh = tensor.device_mesh
+            changed = wrap(value.contiguous(), mesh, source.spec, tensor.shape, tensor.dtype)
+            value = local_of(changed.redistribute(mesh, tensor.placements))
+        targets.append(local_of(tensor))
+        values.append(value)
+    if targets:
+        copy_all(targets, values)
 
 
 def _attribute(module: nn.Module, constant: JointInput) -> tuple[dict[str, Any], str] | None:

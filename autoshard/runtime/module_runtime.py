@@ -527,12 +527,8 @@ class Runtime:
         borders = list(zip(step.forward_outputs, results, strict=True))
         # Before anything is changed: flags that the capture took for granted, such as that all numbers are finite.
         served.graph.result.check([result for border, result in borders if border.kind == "output"])
-        outputs = []
-        for border, result in borders:
-            if border.kind == "mutation":
-                write_back(step, border, result, sources)
-            else:
-                outputs.append(self._output(result, at(border, sizes)))
+        write_back(step, {border.name: result for border, result in borders if border.kind == "mutation"}, sources)
+        outputs = [self._output(result, at(border, sizes)) for border, result in borders if border.kind != "mutation"]
         self._restore_views(served, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))

@@ -19,10 +19,10 @@ from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.program.split import Halves
 from autoshard.reshard.reductions import DeferredReduction
-from autoshard.runtime._torch import is_view, local_tensors, per_rank
+from autoshard.runtime._torch import DTensorSpec, dtensor, dtensor_spec_of, is_view, local_tensors, per_rank
 from autoshard.runtime.gradient_sums import Accumulation, GradientSums, OpenSums
 from autoshard.runtime.rank_agreement import Seeds, coordinates_on
-from autoshard.runtime.shards import coordinate_of, local_of, wrap
+from autoshard.runtime.shards import coordinate_of, local_of
 from autoshard.size import Sizes, at, evaluate
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import true_local_shape
@@ -236,14 +236,15 @@ class _ProgramFunction(torch.autograd.Function):
         parameters = [tensor for tensor, local in pairs if isinstance(tensor, DTensor) and id(local) in held]
         ctx.save_for_backward(*saved, *parameters)
         ctx.count = len(saved)
+        ctx.specs = [dtensor_spec_of(tensor) if isinstance(tensor, DTensor) else None for tensor in tensors]
         waits = program.later is not None or program.sums is not None
         ctx.parameters = [tensor if waits and isinstance(tensor, DTensor) else None for tensor in tensors]
         ctx.whole, ctx.versions = None, []
         if program.general is not None:
             # The general program runs forward again, from the inputs before the step: buffers may change.
-            changed = {border.name for border in program.step.outputs if border.kind == "mutation"}
+            former = program.step.former_values
             inputs = zip(locals_, program.step.inputs, strict=False)
-            ctx.whole = [tensor.clone() if border.name in changed else tensor for tensor, border in inputs]
+            ctx.whole = [tensor.clone() if border.name in former else tensor for tensor, border in inputs]
             ctx.versions = [(tensor, tensor._version) for tensor in tensors if isinstance(tensor, DTensor)]
         tangents = {border.name for border in program.step.tangents}
         plain = [
@@ -347,11 +348,10 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
         # Of other programs, or of this one where another program ran its backward.
         program.accumulation.reduce_rest()
     return [
-        _autograd_gradient(program, at(border, ctx.sizes), results[border.name])
+        _autograd_gradient(program, at(border, ctx.sizes), results[border.name], spec)
         if border.name in results and border.name in takes_part
         else None
-        for border in program.step.inputs
-        if border.kind != "tangent"
+        for border, spec in zip(program.step.inputs, ctx.specs, strict=False)
     ]
 
 
@@ -432,7 +432,7 @@ class _ParameterGradients:
         if witness.grad is None:
             # Here, since autograd would set it only behind all backwards of the pass.
             zeros = torch.zeros(border.local_shape(mesh), dtype=border.dtype, device=self.program.ranks.device)
-            witness.grad = _autograd_gradient(self.program, border, zeros)
+            witness.grad = _autograd_gradient(self.program, border, zeros, dtensor_spec_of(witness))
         sums.keep({border.name for border in deferred}, witness, lambda: self._reduce_sums(sums))
 
     @torch.no_grad()
@@ -455,7 +455,8 @@ class _ParameterGradients:
         parameters = self._parameters()
         for place in list(gradients):
             border, parameter = parameters[step.gradients[place].name]
-            torch.autograd.backward([parameter], [_autograd_gradient(self.program, border, gradients.pop(place))])
+            spec = dtensor_spec_of(parameter)
+            torch.autograd.backward([parameter], [_autograd_gradient(self.program, border, gradients.pop(place), spec)])
 
 
 def _differentiate_all(
@@ -478,15 +479,13 @@ def _differentiate_all(
 
 
 def _autograd_gradient(
-    program: RunnableStep, border: ProgramTensor, gradient: torch.Tensor | None
+    program: RunnableStep, border: ProgramTensor, gradient: torch.Tensor | None, spec: DTensorSpec | None
 ) -> torch.Tensor | None:
-    """Return a gradient as autograd takes it: without padding, and a DTensor for a parameter."""
+    """Return a gradient as autograd takes it: without padding, and a DTensor of the spec of its parameter."""
     if gradient is None:
         return None
     gradient = program.unpad(gradient, border)
-    if border.kind != "parameter":
-        return gradient
-    return wrap(gradient, program.ranks.device_mesh, border.spec, border.shape, border.dtype)
+    return gradient if spec is None else dtensor(gradient, spec)
 
 
 @per_rank

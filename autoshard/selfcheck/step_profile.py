@@ -29,6 +29,8 @@ LARGE = 1.1
 WORKSPACES = 128 * 2**20
 _STEPS, _WARM = 5, 3
 _CALIBRATE = "Measure: torchrun --nproc-per-node N -m autoshard calibrate my.json; then plan by cluster='my.json'."
+# In the warning at a line that waited. The mode itself warns, too: that it is a prototype.
+_WAITED = "called a synchronizing"
 _NO_STEP = "there is no step to profile: see the step's line"
 
 
@@ -66,12 +68,13 @@ class StepProfile:
         return (
             SelfCheck("step, seconds", self.seconds),
             SelfCheck("step, peak memory", self._on_cuda(self.memory, "a CPU counts no allocations (planned {peak})")),
+            # Before the profile, behind which kernels are queued more slowly.
+            SelfCheck("step, host time", self._on_cuda(self.host, "on a CPU the host computes the step itself")),
             SelfCheck(
                 "step, communication hidden",
                 self._on_cuda(self.hidden_share, "not measured on a CPU: gloo's threads leave no trace of a device"),
             ),
             SelfCheck("step, synchronisations", self._on_cuda(self.synchronisations, "a CPU has nobody to wait for")),
-            SelfCheck("step, host time", self._on_cuda(self.host, "on a CPU the host computes the step itself")),
         )
 
     def _on_cuda(
@@ -156,7 +159,7 @@ class StepProfile:
                 step.train()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-        places = [f"{entry.filename}:{entry.lineno}" for entry in caught if "synchronizing" in str(entry.message)]
+        places = [f"{entry.filename}:{entry.lineno}" for entry in caught if _WAITED in str(entry.message)]
         values = {"synchronisations": float(len(places))}
         if not places:
             return CheckOutcome("ok", "none", "", values)

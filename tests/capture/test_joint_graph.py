@@ -53,3 +53,33 @@ def test_functions_are_told_by_name_and_not_by_place() -> None:
 
     kept: list[object] = []
     assert calling("first") == calling("first") != calling("second")
+
+
+class RunningMean(torch.nn.Module):
+    """Changes a mean, and may multiply by the former one."""
+
+    def __init__(self, *, former: bool) -> None:
+        super().__init__()
+        self.former = former
+        self.register_buffer("mean", torch.zeros(4))
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = self.mean.clone()
+        self.mean.copy_(x.mean(0))
+        return (x * self.weight * (mean if self.former else 1)).sum()
+
+
+def test_former_values_are_those_that_results_depend_on() -> None:
+    changed = {
+        former: capture(RunningMean(former=former), (torch.ones(3, 4),), {}).former_values for former in (True, False)
+    }
+    assert changed == {True: {"mean"}, False: set()}
+
+
+def test_batch_norm_reads_no_former_statistics_in_training() -> None:
+    norm = torch.nn.BatchNorm1d(4)
+    module = torch.nn.Sequential(norm, torch.nn.Linear(4, 4), norm)
+    graph = capture(module, (torch.ones(3, 4),), {})
+    assert {item.name for item in graph.outputs if item.kind == "mutation"} >= {"0.running_mean", "0.running_var"}
+    assert graph.former_values == set()
