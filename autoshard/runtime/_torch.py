@@ -38,6 +38,11 @@ def replicates_implicitly() -> bool:
     return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))
 
 
+def is_mixed_tensors_error(error: RuntimeError) -> bool:
+    """Return True for torch's error about an operator that takes plain tensors beside DTensors."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
 def dtensor_spec(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
