@@ -129,6 +129,13 @@ def saves_in_hugging_face_files() -> bool:
     return any(isinstance(frame.f_locals.get("storage_writer"), writer) for frame in frames)
 
 
+def running_safetensors_function() -> str | None:
+    """Return the name of the function of `safetensors.torch` that is being called, by the stack; None if none is."""
+    frames = (frame for frame in _stack() if frame.f_globals.get("__name__") == "safetensors.torch")
+    frame = next(frames, None)
+    return None if frame is None else frame.f_code.co_name
+
+
 def _code(module: Any, name: str) -> Any:
     return getattr(inspect.unwrap(getattr(module, name, None)), "__code__", None)  # type: ignore[arg-type]
 
