@@ -88,14 +88,12 @@ def fake_copy(
     _restore_methods(replaced, memo)
     # Functions in attributes and hooks, which `copy.deepcopy` leaves as they are, are bound to the copy.
     for part in twin.modules():
+        _remove_checks(part)
         tables = [value for name, value in vars(part).items() if name.endswith("_hooks") and isinstance(value, dict)]
         for table in (vars(part), *tables):
             table.update({name: _rebind(value, memo) for name, value in table.items() if callable(value)})
     if reachable is not None:
         reachable.bind(memo)
-        # Checks of a parallelised module, which run in no program.
-        for key in [key for key, hook in part._forward_pre_hooks.items() if _is_autoshard(hook)]:
-            del part._forward_pre_hooks[key]
     # Hooks of the module itself run around the parallelised forward, not in it.
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_pre_hooks, twin._backward_hooks):
         hooks.clear()
@@ -106,6 +104,20 @@ def _has_no_numbers(tensor: torch.Tensor) -> bool:
     """Return True for a tensor whose numbers no graph can hold as a constant."""
     # On the meta device, or left by an earlier call: with its autograd history, or as a shard.
     return tensor.is_meta or tensor.grad_fn is not None or type(tensor) not in (torch.Tensor, nn.Parameter)
+
+
+def _remove_checks(part: nn.Module) -> None:
+    """Remove the checks of a parallelised module, which run in no program."""
+    for name in [name for name, value in vars(part).items() if is_checked_method(value)]:
+        del part.__dict__[name]
+    for key in [key for key, hook in part._forward_pre_hooks.items() if _is_autoshard(hook)]:
+        del part._forward_pre_hooks[key]
+        part._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def is_checked_method(value: object) -> bool:
+    """Return True for a method that `parallelize` puts before one of a module's class, which it calls."""
+    return isinstance(value, types.MethodType) and _is_autoshard(value)
 
 
 def _restore_methods(replaced: Iterable[tuple[nn.Module, str, Callable[..., Any]]], memo: dict[int, Any]) -> None:

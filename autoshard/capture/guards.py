@@ -53,6 +53,14 @@ def copy_value(value: object) -> Any:
     return ABSENT
 
 
+def _is_all_plain(value: object) -> bool:
+    """Return True for plain values, and nested containers of plain values."""
+    if isinstance(value, CONTAINERS):
+        items = (*value, *value.values()) if isinstance(value, dict) else value
+        return len(value) <= _LARGEST and all(map(_is_all_plain, items))
+    return is_plain(value)
+
+
 def is_equivalent(now: Any, copy: Any) -> bool:
     """Return True if a value is interchangeable with a copy: numbers of one type, in containers of one kind."""
     if now is copy:
@@ -125,8 +133,8 @@ class ValueGuard:
         now = self.table.get(self.name, ABSENT)
         if now is ABSENT:
             return "nothing"
-        # The text of an object may be long, or have its address in memory.
-        text = repr(now) if is_plain(now) or copy_value(now) is not ABSENT else f"a {type(now).__name__}"
+        # The text of an object may be long, or have its address in memory, which is another one on every rank.
+        text = repr(now) if _is_all_plain(now) else getattr(now, "__qualname__", f"a {type(now).__name__}")
         return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 

@@ -25,7 +25,15 @@ from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_pa
 from autoshard.capture.call_layout import Attribute
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.conditions import Conditions
-from autoshard.capture.fake_module import DEPTH, FOREIGN, MODULE_STATE, Reachable, fake_copy, is_object
+from autoshard.capture.fake_module import (
+    DEPTH,
+    FOREIGN,
+    MODULE_STATE,
+    Reachable,
+    fake_copy,
+    is_checked_method,
+    is_object,
+)
 from autoshard.capture.guards import (
     ABSENT,
     HOOKS,
@@ -311,6 +319,8 @@ class _GuardCollector:
             if name in held:
                 if name != "_modules":
                     self._value(f"{path}.{name}", held, name)
+                if is_checked_method(held[name]):
+                    self._of_class(type(module), name)
             elif name in module._buffers:
                 if module._buffers[name] is None:
                     self._value(f"{path}.{name}", module._buffers, name)

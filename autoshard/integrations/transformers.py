@@ -33,7 +33,7 @@ from autoshard.options import OptionKeywords, Pipeline
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.module_runtime import RUNTIME
-from autoshard.runtime.rank_agreement import from_first_rank
+from autoshard.runtime.rank_agreement import on_first_rank
 from autoshard.specs.axes import MeshShape
 
 try:
@@ -324,12 +324,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, **keywords: Any) -> No
     mesh = check_parallelised(model).device_mesh
     state = _state_to_save(model)
 
-    def save() -> str:
-        cast(Any, model).save_pretrained(folder, state_dict=state, **keywords)
-        return ""
-
-    # The other ranks wait for the files.
-    from_first_rank(mesh, save)
+    on_first_rank(mesh, lambda: cast(Any, model).save_pretrained(folder, state_dict=state, **keywords))
 
 
 def _state_to_save(model: nn.Module) -> dict[str, Any]:

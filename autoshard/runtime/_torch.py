@@ -39,6 +39,11 @@ def replicates_implicitly() -> bool:
     return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))
 
 
+def is_mixed_tensors_error(error: RuntimeError) -> bool:
+    """Return True for torch's error about an operator that takes plain tensors beside DTensors."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
 def dtensor_spec(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
@@ -129,6 +134,13 @@ def saves_in_hugging_face_files() -> bool:
     frames = (frame for frame in _stack() if frame.f_code.co_filename == place)
     writer = hf_storage.HuggingFaceStorageWriter
     return any(isinstance(frame.f_locals.get("storage_writer"), writer) for frame in frames)
+
+
+def running_safetensors_function() -> str | None:
+    """Return the name of the function of `safetensors.torch` that is being called, by the stack; None if none is."""
+    frames = (frame for frame in _stack() if frame.f_globals.get("__name__") == "safetensors.torch")
+    frame = next(frames, None)
+    return None if frame is None else frame.f_code.co_name
 
 
 def _code(module: Any, name: str) -> Any:

@@ -124,9 +124,16 @@ def _refuse_broadcast(tensors: Mapping[str, Any]) -> None:
 
 
 def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, value in state_dict.items():
-        if name.startswith(prefix) and isinstance(value, DTensor):
-            _attach_protocol(value)
+    shards = [value for name, value in state_dict.items() if name.startswith(prefix) and isinstance(value, DTensor)]
+    # It asks for the place of every tensor in memory, which a DTensor does not have.
+    function = _torch.running_safetensors_function() if shards else None
+    if function is not None:
+        raise InputError(
+            f"safetensors.torch.{function} takes whole tensors, and this rank has shards of those of "
+            f"{type(module).__name__}: call autoshard.integrations.safetensors.{function}, on all ranks."
+        )
+    for value in shards:
+        _attach_protocol(value)
 
 
 def _after_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

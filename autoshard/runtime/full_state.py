@@ -21,15 +21,20 @@ from autoshard.runtime.shards import from_first_rank as tensor_from_first_rank
 
 def gather_state(model: nn.Module, names: Container[str] | None, rank0_only: bool) -> dict[str, Any]:
     """Gather a module's state, as `autoshard.full_state_dict` says."""
-    mesh = mesh_of(model)
-    keep = is_first_rank(mesh) or not rank0_only
+    keep = is_first_rank(mesh_of(model)) or not rank0_only
+    tensors = model.state_dict(keep_vars=True)
+    return gather_tensors({name: value for name, value in tensors.items() if names is None or name in names}, keep)
+
+
+def gather_tensors(tensors: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """Return whole tensors in CPU memory of their own, and other values; an empty dict where `keep` is False.
+
+    All ranks of a mesh call this together. A tensor of several names stays one.
+    """
     whole_of: dict[Tensor, Tensor] = {}
     state: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if names is not None and name not in names:
-            continue
+    for name, value in tensors.items():
         if isinstance(value, Tensor):
-            # Tied tensors stay tied, and are gathered once.
             if value not in whole_of:
                 if local_of(value).is_meta:
                     raise InputError(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.errors import InputError
+from autoshard.runtime.part_calls import uncheck_method
 
 _RESIZE = "resize_token_embeddings"
 _SAVE = "save_pretrained"
@@ -21,6 +22,7 @@ def replace_hub_methods(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if callable(getattr(part, _RESIZE, None)):
             part.__dict__[_RESIZE] = partial(_refuse_resize, name)
+        uncheck_method(part, _SAVE)
         # A method that the user replaced stays.
         if callable(getattr(type(part), _SAVE, None)) and _SAVE not in part.__dict__:
             part.__dict__[_SAVE] = MethodType(_save, part)

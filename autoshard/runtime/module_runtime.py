@@ -55,7 +55,7 @@ from autoshard.runtime.gradient_sums import Accumulation
 from autoshard.runtime.hub_methods import replace_hub_methods
 from autoshard.runtime.in_place_changes import check_changes, place_constant, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
-from autoshard.runtime.part_calls import check_part_calls, checks_of
+from autoshard.runtime.part_calls import check_calls, checks_of, uncheck_method
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
 from autoshard.runtime.shards import local_of, place_buffers, to_mesh_device
@@ -178,9 +178,8 @@ class Runtime:
             "Call parallelize with the same arguments on all ranks.",
         )
         with contextlib.ExitStack() as undo:
-            # Before the capture, which compares hooks at every call.
-            for handle in check_part_calls(self.module):
-                undo.callback(handle.remove)
+            # Before the capture, which compares hooks and methods at every call.
+            undo.callback(check_calls(self.module))
             if args or kwargs:
                 self._program_for_call(args, kwargs, wants_gradient(self.module, args, kwargs))
             else:
@@ -258,6 +257,7 @@ class Runtime:
 
     def replace_method(self, owner: nn.Module, name: str, replacement: Replacement) -> None:
         """Replace a method of the module or of a submodule; captures run the one before."""
+        uncheck_method(owner, name)
         before = getattr(owner, name)
 
         @wraps(before)

@@ -111,6 +111,15 @@ def on_all_ranks(device_mesh: DeviceMesh, make: Callable[[], Value]) -> Value:
     return result
 
 
+def on_first_rank(device_mesh: DeviceMesh, act: Callable[[], object]) -> None:
+    """Call a function on the first rank of the mesh; the others wait until it has succeeded.
+
+    Raises:
+        Exception: the error of `act` there; on the others, an AutoshardError that names the rank.
+    """
+    on_all_ranks(device_mesh, lambda: act() if is_first_rank(device_mesh) else None)
+
+
 def _ranks_text(ranks: Sequence[int]) -> str:
     """Return a text such as "rank 3" or "ranks 1, 2"."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")

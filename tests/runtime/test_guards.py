@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 import autoshard
+from autoshard.capture.guards import ValueGuard
 from autoshard.capture.joint import capture
 from autoshard.errors import AutoshardError, InputError
 from autoshard.runtime.shards import gather_full_tensor
@@ -486,6 +487,16 @@ def _differing() -> str:
 def test_ranks_in_other_states_are_an_error_on_all(two: Workers) -> None:
     for message in two.run(_differing):
         assert "differ in the attribute self.part.weight_of_loss: 2 on rank 0; 3 on rank 1" in message
+
+
+def test_the_text_of_a_function_is_the_same_on_all_ranks() -> None:
+    table: dict[str, Any] = {"act": torch.relu}
+    guard = ValueGuard("self.act", table, "act")
+    texts = []
+    for value in (torch.tanh, _x, [_x], {"act": 1}):
+        table["act"] = value
+        texts.append(guard.describe_value())
+    assert texts == ["_VariableFunctionsClass.tanh", "_x", "a list", "{'act': 1}"]
 
 
 def test_guards_are_checked_in_microseconds() -> None:
