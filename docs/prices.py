@@ -20,8 +20,8 @@ HEAD = """\
 
 Written by `python docs/prices.py` from `autoshard/cluster/presets`. A preset prices a kernel and a collective by what
 devices were measured to reach, not by the data sheet: a curve over the amount of work, such as `autoshard.calibrate`
-measures. No figure is fitted to the training of a model. Where no measurement was found, the source says so, and what
-was taken in its place. Measure your own machine with `autoshard calibrate` for prices to count on.
+measures. No figure is fitted to the time of a step. Where no measurement was found, the source says so, and what was
+taken in its place. Measure your own machine with `autoshard calibrate` for prices to count on.
 
 How the curves are used:
 
