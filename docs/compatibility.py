@@ -44,6 +44,8 @@ there or somewhat later (`segfault`, `double free`, `malloc(): corrupted`). Eigh
 again, do it within seconds, without autoshard; training does it rarely. NCCL is not concerned. A backend whose groups
 have one thread is safe:
 
+<!-- python: 2 processes -->
+
 ```python
 import torch.distributed as dist
 

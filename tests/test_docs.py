@@ -15,11 +15,20 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.patterns.notation import parse
 from autoshard.patterns.soundness import check
-from tests.pages import Reader, blocks, extras, project, run_python
+from tests.pages import Reader, blocks, extras, project
 from tests.programs import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted((DOCS / "tutorials").glob("*.md"))]
+RULES = DOCS / "rules.md"
+"""A fixture runs it: rules can be registered once."""
+
+
+def _text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+PAGES = [page for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))) if "\n```python" in _text(page)]
+PAGES.remove(RULES)
 
 
 @pytest.mark.slow
@@ -28,10 +37,12 @@ def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     # Pages have files of the same names.
-    for block in blocks(page):
-        if block.title is not None:
-            monkeypatch.delitem(sys.modules, Path(block.title).stem, raising=False)
+    for title in {block.title for other in PAGES for block in blocks(other) if block.title}:
+        monkeypatch.delitem(sys.modules, Path(title).stem, raising=False)
     Reader(page, tmp_path).follow()
+
+
+UNRUN = "<!-- not run: too long -->\n"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +52,16 @@ def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytes
         ("```console\n$ ls\n```\n", "page.md:1: nobody tries a block of 'console'"),
         ("```bash\nrm -r x\n```\n", "page.md: nobody tries the command rm -r x"),
         ("```bash\npip install 'autoshard[none]'\n```\n", "page.md: the package has no extra none"),
+        (f"{UNRUN}```python\nimport torch\ntorch.nn\n```\n```text\nnot printed\n```\n", "page.md:6: not printed"),
         ("```bash\nmake tea\n```\n", "page.md: the Makefile has no tea"),
+        (f"{UNRUN}```python\nif x\n```\n", "page.md:2: not Python: if x"),
+        (f"{UNRUN}```python\nfrom autoshard import planer\n```\n", "page.md:2: there is no autoshard.planer"),
+        (f"{UNRUN}```python\nimport autoshard as a\na.Pipe()\n```\n", "page.md:2: there is no a.Pipe"),
+        (f"{UNRUN}```python\nimport autoshard\nautoshard.plan(m, x, limit=1)\n```\n", "plan has no option limit"),
+        (f"{UNRUN}```python\nfrom autoshard import Pipeline\nPipeline(stages=2)\n```\n", "argument 'stages'"),
+        (f"{UNRUN}```bash\nautoshard plan model:m --mash x=2\n```\n", "page.md:2: not a command: autoshard plan"),
+        (f"{UNRUN}```bash\npython examples/hints.py --tea\n```\n", "page.md:2: examples/hints.py has no option --tea"),
+        (f"{UNRUN}```bash\nls\n```\n", "page.md:2: nobody knows the command ls"),
     ],
 )
 def test_a_page_that_is_not_true_is_found(text: str, message: str, tmp_path: Path) -> None:
@@ -63,26 +83,12 @@ def test_every_extra_that_a_page_names_exists() -> None:
     assert named <= set(project()["optional-dependencies"])
 
 
-def _text(page: Path) -> str:
-    return page.read_text(encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
-def page() -> dict[str, Any]:
+def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The names that the code of docs/rules.md defines, run from top to bottom."""
-
-    @torch.library.custom_op("mylib::roll", mutates_args=())
-    def roll(x: Tensor, dim: int) -> Tensor:
-        return x.roll(1, dim)
-
-    @torch.library.custom_op("mylib::sum_of_squares", mutates_args=())
-    def sum_of_squares(x: Tensor) -> Tensor:
-        return x.square().sum(-1)
-
-    names: dict[str, Any] = {}
-    for block in blocks(DOCS / "rules.md"):
-        run_python(DOCS / "rules.md", block, names)
-    return names
+    reader = Reader(RULES, tmp_path_factory.mktemp("rules"))
+    reader.follow()
+    return reader.names
 
 
 def test_the_rules_of_the_page_are_sound(page: dict[str, Any]) -> None:
@@ -97,7 +103,7 @@ def test_the_rules_of_the_page_are_sound(page: dict[str, Any]) -> None:
 
 
 def test_the_notation_of_the_tables_parses() -> None:
-    text = (DOCS / "rules.md").read_text(encoding="utf-8")
+    text = _text(RULES)
     rules = [code for code in re.findall(r"`([^`\n]*->[^`\n]*)`", text) if code != "->"]
     assert len(rules) > 5
     for rule in rules:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         was planned. 1: no plan fits, a model cannot be captured, or a saved plan is not valid. 130: Ctrl-C, before
         there was anything to show.
     """
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     try:
         # Verbs that cannot fail by themselves return None.
         return int(options.run(options) or 0)
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130  # as shells count a process that SIGINT ends
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command, with all its verbs."""
     parser = argparse.ArgumentParser(
         prog="autoshard",
         description="Plan the sharding of models, check models, measure clusters, and show saved plans.",
