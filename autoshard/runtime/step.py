@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from autoshard.runtime._torch import DTensorSpec, dtensor, dtensor_spec_of, is_v
 from autoshard.runtime.gradient_sums import Accumulation, GradientSums, OpenSums
 from autoshard.runtime.rank_agreement import Seeds, coordinates_on
 from autoshard.runtime.shards import coordinate_of, local_of
-from autoshard.size import Sizes, at, evaluate
+from autoshard.size import Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import true_local_shape
 from autoshard.specs.tensors import pad_to
@@ -125,8 +126,18 @@ class RunnableStep:
         pairs = zip(tensors, self.step.inputs, strict=False)
         return [self._pad(local_of(tensor), at(border, sizes)) for tensor, border in pairs]
 
+    @functools.cached_property
+    def _may_pad(self) -> bool:
+        """True if tensors of the program may be padded: most programs have none that are, and need not look."""
+        borders = (*self.step.inputs, *self.step.outputs)
+        dynamic = any(is_dynamic(size) for border in borders for size in border.shape)
+        return dynamic or any(border.is_padded(self.ranks.mesh) for border in borders)
+
+    def _is_padded(self, border: ProgramTensor) -> bool:
+        return self._may_pad and border.is_padded(self.ranks.mesh)
+
     def _pad(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
-        if not border.is_padded(self.ranks.mesh):
+        if not self._is_padded(border):
             return tensor
         return _pad_local(tensor, border.local_shape(self.ranks.mesh))
 
@@ -141,13 +152,13 @@ class RunnableStep:
         borders = self.step.forward_outputs
         outputs = [
             # A copy, since the part without padding may be a view of another tensor of the program.
-            self.unpad(result, border).clone() if border.is_padded(self.ranks.mesh) else result
+            self.unpad(result, border).clone() if self._is_padded(border) else result
             for result, border in zip(results, at(borders, sizes), strict=False)
         ]
         return outputs, results[len(borders) :]
 
     def unpad(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
-        if not border.is_padded(self.ranks.mesh):
+        if not self._is_padded(border):
             return tensor
         return _unpad_local(tensor, border, self.ranks.mesh, coordinate_of(self.ranks.device_mesh))
 
