@@ -137,8 +137,12 @@ def frontier(
     call = ModulePlanner(module, shape, target).capture(args, kwargs, grad=torch.is_grad_enabled())
     planner = call.planner_of(target)
     with show_progress(options.search.verbose) as planner.progress:
-        plans = frontier_plans(planner, gaps)
-    return Frontier([with_provenance(plan, planner, call.seconds, target) for plan in plans])
+        found = frontier_plans(planner, gaps)
+    plans = Frontier([with_provenance(plan, planner, call.seconds, target) for plan in found]).plans
+    replanner = Replanner.of(module, call.graph, call.seconds, shape, target)
+    # A plan is the best one until there is memory for the next.
+    limits = [*(plan.memory.peak - 1 for plan in plans[1:]), None]
+    return Frontier([replanner.within(limit).remember(plan) for plan, limit in zip(plans, limits, strict=True)])
 
 
 def parallelize(
