@@ -1,5 +1,6 @@
 """autoshard: a PyTorch model written for one device, running on a mesh."""
 
+from autoshard.alternatives import why_not
 from autoshard.api import (
     frontier,
     full_state_dict,
@@ -12,7 +13,6 @@ from autoshard.api import (
     register_forward_method,
     sampler_arguments,
     shard_dataloader,
-    why_not,
 )
 from autoshard.capture.marks import replicate, set_default_strategy, shard, split
 from autoshard.cluster.calibrate import calibrate

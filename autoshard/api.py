@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from autoshard.errors import InputError, PlanError
-from autoshard.options import Hints, OptionKeywords, Options, Pipeline, collect_options
+from autoshard.options import OptionKeywords, Options, Pipeline, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
@@ -23,12 +23,10 @@ from autoshard.pipeline.run.pipeline_module import (
     resolve_pipeline,
 )
 from autoshard.planner.frontier_search import frontier_plans
-from autoshard.planner.hints import recorded_hints
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planning import with_provenance
 from autoshard.planner.progress_line import show_progress
 from autoshard.planner.replanner import Replanner
-from autoshard.plans.alternative import Alternative
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.overlap import check_overlap
@@ -101,47 +99,6 @@ def plan(
     return Replanner.of(module, call.graph, call.seconds, shape, target).remember(planner.plan(call))
 
 
-def why_not(
-    plan: ShardingPlan | PipelinePlan,
-    asked: Hints,
-    module: nn.Module,
-    example_args: tuple[Any, ...] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    **keywords: Unpack[OptionKeywords],
-) -> Alternative[ShardingPlan]:
-    """Find the best plan that has what is asked for, and what it costs in place of a plan that was loaded from a file.
-
-    A plan that `autoshard.plan` returns answers by itself: `plan.why_not(asked)`.
-
-    Args:
-        plan: the plan.
-        asked: what it should have, as for `ShardingPlan.why_not`.
-        module, example_args, example_kwargs: what the plan was made for, as for `autoshard.plan`.
-        **keywords: the options that the plan was made with. The cluster, the memory limit and the hints are by default
-            those that the plan records.
-
-    Raises:
-        PlanError: the plan is of another model, of another cluster, or of a pipeline.
-        CaptureError, HintError, InputError, TypeError: as for `autoshard.plan`.
-    """
-    check_module(module)
-    if not isinstance(plan, ShardingPlan):
-        raise PlanError(f"why_not asks a ShardingPlan, not a {type(plan).__name__}: ask the plan of a stage.")
-    args, kwargs = check_examples(example_args, example_kwargs)
-    recorded: dict[str, Any] = {"cluster": plan.cluster or None, "memory_limit": plan.options.get("memory_limit")}
-    recorded |= {"inputs": plan.options.get("inputs", "global"), "hints": recorded_hints(plan.hints)}
-    target = Target.of(collect_options("why_not", {**recorded, **keywords}), None)
-    if target.cluster.name != plan.cluster:
-        raise PlanError(
-            f"the plan was made for the cluster {plan.cluster!r}, and the cluster is {target.cluster.name!r}: pass "
-            "cluster= as the plan was made with."
-        )
-    check_plan(plan, module, plan.mesh)
-    call = ModulePlanner(module, plan.mesh, target).capture(args, kwargs, grad=torch.is_grad_enabled())
-    plan.check(plan.mesh, call.graph.fingerprint, plan.shapes)
-    return Replanner.of(module, call.graph, call.seconds, plan.mesh, target)(plan, asked)
-
-
 def frontier(
     module: nn.Module,
     mesh: DeviceMesh | Mapping[str, int],
@@ -180,8 +137,12 @@ def frontier(
     call = ModulePlanner(module, shape, target).capture(args, kwargs, grad=torch.is_grad_enabled())
     planner = call.planner_of(target)
     with show_progress(options.search.verbose) as planner.progress:
-        plans = frontier_plans(planner, gaps)
-    return Frontier([with_provenance(plan, planner, call.seconds, target) for plan in plans])
+        found = frontier_plans(planner, gaps)
+    plans = Frontier([with_provenance(plan, planner, call.seconds, target) for plan in found]).plans
+    replanner = Replanner.of(module, call.graph, call.seconds, shape, target)
+    # A plan is the best one until there is memory for the next.
+    limits = [*(plan.memory.peak - 1 for plan in plans[1:]), None]
+    return Frontier([replanner.within(limit).remember(plan) for plan, limit in zip(plans, limits, strict=True)])
 
 
 def parallelize(

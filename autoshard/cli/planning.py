@@ -40,7 +40,7 @@ from autoshard.units import format_bytes, format_seconds
 
 _NOT_VALID = "2: an argument is not valid; nothing was planned."
 _PLOTS = (".png", ".svg", ".pdf")
-_WITHOUT_PIPELINE = {"frontier": "a frontier", "compare": "a comparison", "why_not": "this command", "verify": "verify"}
+_WITHOUT_PIPELINE = {"frontier": "a frontier", "compare": "a comparison", "verify": "verify"}
 
 
 def add_planning_verbs(verbs: Verbs) -> None:
@@ -69,7 +69,7 @@ def _add_plan(verbs: Verbs) -> None:
     add_memory(parser)
     add_options(parser)
     _add_accumulate(parser)
-    _add_pipeline(parser)
+    add_pipeline(parser)
     _add_files(parser, "the plan")
 
 
@@ -89,7 +89,7 @@ def _add_fits(verbs: Verbs) -> None:
     add_memory(parser, required=True)
     add_options(parser)
     _add_accumulate(parser)
-    _add_pipeline(parser)
+    add_pipeline(parser)
 
 
 def _add_compare(verbs: Verbs) -> None:
@@ -140,7 +140,7 @@ def _add_search(verbs: Verbs) -> None:
     parser.add_argument("--no-pipelines", action="store_true", help="only meshes without a pipeline")
     add_memory(parser)
     add_options(parser)
-    _add_pipeline(parser, axis=False)
+    add_pipeline(parser, axis=False)
     _add_files(parser, "the search and its best plan")
 
 
@@ -210,7 +210,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_pipeline(parser: argparse.ArgumentParser, *, axis: bool = True) -> None:
+def add_pipeline(parser: argparse.ArgumentParser, *, axis: bool = True) -> None:
     """Add the options of pipelines."""
     group = parser.add_argument_group("pipelines")
     if axis:

@@ -73,4 +73,7 @@ def _plan_of(options: argparse.Namespace) -> Plan:
 
 
 def _tables(plan: Plan) -> list[RenderableType]:
-    return plan_tables(plan) if isinstance(plan, PipelinePlan) else [*plan.expenses().tables()]
+    if not isinstance(plan, PipelinePlan):
+        return [*plan.expenses().tables()]
+    # A plan that was built by hand may have no costs.
+    return [*plan_tables(plan), *(plan.expenses().tables() if plan.costs else ())]

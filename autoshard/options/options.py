@@ -311,7 +311,7 @@ _ENTRY_POINTS = {
             }
         ),
     ),
-    "why_not": _EntryPoint(refused=frozenset({"overlap", "pipeline"})),
+    "why_not": _EntryPoint(refused=frozenset({"overlap"})),
     # No standard layout has shares, or gathers outputs.
     "compare": _EntryPoint(
         defaults={"shares": None, "output_placements": "planned"},

@@ -161,6 +161,7 @@ class StepAccount:
                 module,
                 phase,
                 (cost.gradient_collective if gradient else cost.collective)(kind, size, axis),
+                gradient,
             )
             for (kind, axis, size, module, phase, gradient), count in counts.items()
         )

@@ -55,19 +55,15 @@ class Replanner:
         """Return a plan that answers `why_not` by this replanner."""
         return replace(plan, replanner=self)
 
+    def within(self, memory_limit: int | None) -> Replanner:
+        """Return a replanner with another memory limit in bytes."""
+        settings = replace(self.target.settings, memory_limit=memory_limit)
+        return replace(self, target=replace(self.target, settings=settings))
+
     def __call__(self, plan: ShardingPlan, asked: Mapping[str, HintValue]) -> Alternative[ShardingPlan]:
         """Return the best plan that has what was asked for, with the difference; as `ShardingPlan.why_not`."""
-        module = self.module()
-        if module is None:
-            raise PlanError(
-                "the model of this plan exists no more: keep it, or ask autoshard.why_not(plan, asked, model, "
-                "example_args, example_kwargs)."
-            )
-        if not isinstance(asked, Mapping) or not asked:
-            raise HintError(
-                f"why_not({asked!r}): say what the plan should have, as hints do: "
-                f"{{'layers.*.up.weight': {{{self.mesh.names[-1]!r}: Shard(0)}}}}."
-            )
+        module = existing_module(self.module)
+        check_asked(asked, self.mesh)
         target = replace(self.target, hints={**(self.target.hints or {}), **asked})
         # The graph still has the task graphs of earlier questions.
         assign_task_graphs(self.graph.graph, defaults_of(module))
@@ -82,6 +78,26 @@ class Replanner:
             assert target.settings.memory_limit is not None, "without a limit, every plan fits"
             return Alternative.too_large(target.settings.memory_limit, error.peak)
         return Alternative.possible(plan, replace(self, target=target).remember(other))
+
+
+def existing_module(module: weakref.ref[nn.Module]) -> nn.Module:
+    """Return the module of a reference; raise a `PlanError` if it exists no more."""
+    found = module()
+    if found is None:
+        raise PlanError(
+            "the model of this plan exists no more: keep it, or ask autoshard.why_not(plan, asked, model, "
+            "example_args, example_kwargs)."
+        )
+    return found
+
+
+def check_asked(asked: object, mesh: MeshShape) -> None:
+    """Raise a `HintError` unless there is a mapping that asks for something."""
+    if not isinstance(asked, Mapping) or not asked:
+        raise HintError(
+            f"why_not({asked!r}): say what the plan should have, as hints do: "
+            f"{{'layers.*.up.weight': {{{mesh.names[-1]!r}: Shard(0)}}}}."
+        )
 
 
 def _has_all(planner: Planner, plan: ShardingPlan) -> bool:

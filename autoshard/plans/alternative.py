@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from rich.table import Table
 from rich.text import Text
 
 from autoshard import display
-from autoshard.plans.plan_data import PlanContents
+from autoshard.errors import PlanError
+from autoshard.plans.expenses import HasExpenses
 from autoshard.plans.plan_difference import PlanDifference
 from autoshard.units import format_bytes
 
-Plan = TypeVar("Plan", bound=PlanContents)
+Plan = TypeVar("Plan", bound=HasExpenses)
 Verdict = Literal["same", "possible", "too large", "impossible"]
 
 _EQUAL = 1e-9  # relative difference of two steps that is none
+
+
+def forgotten_error() -> PlanError:
+    """Return the error of a plan that is asked and does not remember how it was made."""
+    return PlanError(
+        "this plan does not remember how it was made, as one that autoshard.plan returns does: ask "
+        "autoshard.why_not(plan, asked, model, example_args, example_kwargs)."
+    )
+
+
+class Replans(Protocol):
+    """Answers `ShardingPlan.why_not`."""
+
+    def __call__(self, plan: Any, asked: Mapping[str, Any]) -> Alternative[Any]:
+        """Return the best plan that has what is asked for."""
+
+    def within(self, memory_limit: int | None) -> Replans:
+        """Return what answers with another memory limit in bytes."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +66,12 @@ class Alternative(Generic[Plan]):
         """Return the answer with the other plan, which has what was asked for."""
         difference = PlanDifference.of(plan, other)
         head = "It is possible"
-        if difference.seconds < -_EQUAL * plan.step_seconds:
+        before, after = difference.before, difference.after
+        if difference.seconds < -_EQUAL * before.step_seconds:
             head += ", and faster"
         # Without a limit, plans may need more than a device has.
         if not other.fits:
-            head += f", but peaks at {format_bytes(other.memory.peak)} of {format_bytes(other.capacity)}"
+            head += f", but peaks at {format_bytes(after.peak)} of {format_bytes(after.capacity)}"
         return Alternative("possible", f"{head}: {difference.summary()}.", other, difference)
 
     @staticmethod

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from rich.table import Table
 from rich.text import Text
@@ -57,33 +59,71 @@ class Amount:
         return Amount(self.count + other.count, self.bytes + other.bytes, self.seconds + other.seconds)
 
 
-@dataclass(frozen=True)
-class Expenses:
+class StepExpenses(ABC):
     """What the step of a plan spends on one device.
 
-    The predicted seconds of the step are `compute + sum(communication.values()) - overlap + other`.
-
-    Attributes:
-        plan: the plan.
+    The predicted seconds of the step are `compute + sum(communication.values()) - overlap + bubble + other`.
     """
 
-    plan: PlanContents
-
     @property
+    @abstractmethod
     def step_seconds(self) -> float:
         """Predicted seconds of the step."""
-        return self.plan.step_seconds
 
-    @cached_property
-    def terms(self) -> dict[Term, Amount]:
+    @property
+    @abstractmethod
+    def axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes."""
+
+    @property
+    @abstractmethod
+    def terms(self) -> Mapping[Term, Amount]:
         """The work by kind, axis, half of the step, and module."""
-        terms: defaultdict[Term, Amount] = defaultdict(Amount)
-        for choice in self.plan.choices:
-            terms[Term(COMPUTE, "", choice.phase, choice.module)] += Amount(1, 0, choice.seconds)
-        for sent in self.plan.collectives:
-            amount = Amount(sent.count, sent.count * sent.bytes, sent.count * sent.seconds)
-            terms[Term(sent.kind, sent.axis, sent.phase, sent.module)] += amount
-        return dict(terms)
+
+    @property
+    @abstractmethod
+    def exposed(self) -> float:
+        """Seconds in which the device communicates and does not compute."""
+
+    @property
+    @abstractmethod
+    def slowdown(self) -> float:
+        """Seconds by which communication slows down the compute that hides it."""
+
+    @property
+    def bubble(self) -> float:
+        """Seconds in which the device waits for other ranks of a pipeline, and neither computes nor communicates."""
+        return 0.0
+
+    @property
+    def schedule(self) -> str:
+        """The order in which the stages of a pipeline run, in words; empty without a pipeline."""
+        return ""
+
+    @property
+    @abstractmethod
+    def rerun(self) -> int:
+        """The number of layers that the backward half runs again."""
+
+    @property
+    @abstractmethod
+    def peak(self) -> int:
+        """Bytes of one device at the moment of the peak."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Bytes that the device at this peak may hold; 0 if that is not known."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Kind -> bytes of one device at the moment of the peak."""
+
+    @property
+    @abstractmethod
+    def held(self) -> Mapping[str, Mapping[str, int]]:
+        """Path of a module -> `memory` of what is its own; empty where that is not known."""
 
     @cached_property
     def compute(self) -> float:
@@ -102,31 +142,11 @@ class Expenses:
 
     @cached_property
     def _by_axis(self) -> dict[str, Amount]:
-        sums = dict.fromkeys(self.plan.mesh.names, Amount())
+        sums = dict.fromkeys(self.axes, Amount())
         for term, amount in self.terms.items():
             if term.axis:
                 sums[term.axis] += amount
         return sums
-
-    @property
-    def exposed(self) -> float:
-        """Seconds in which the device communicates and does not compute."""
-        if not self._is_replayed:
-            # A plan of an older version: all that is no compute counts as exposed.
-            return max(0.0, self.step_seconds - self.compute)
-        return self.plan.step_replay.exposed
-
-    @property
-    def slowdown(self) -> float:
-        """Seconds by which communication slows down the compute that hides it."""
-        # The replay draws no slow-down. That of unequal shares is another rank's.
-        if not self._is_replayed or self.plan.shares:
-            return 0.0
-        return max(0.0, self.step_seconds - self.plan.step_replay.seconds)
-
-    @property
-    def _is_replayed(self) -> bool:
-        return bool(self.plan.step_replay.compute)
 
     @property
     def overlap(self) -> float:
@@ -137,27 +157,11 @@ class Expenses:
 
     @property
     def other(self) -> float:
-        """Seconds besides operators and communication: waits for the host, and copies.
+        """Seconds besides operators, communication and bubble: waits for the host, and copies.
 
         Of unequal shares, also the difference of the last rank, whose step it is, from the rank of an equal share.
         """
-        return self.step_seconds - self.compute - self.exposed - self.slowdown
-
-    @property
-    def peak(self) -> int:
-        """Bytes of one device at the moment of the peak."""
-        return self.plan.memory.peak
-
-    @property
-    def memory(self) -> dict[str, int]:
-        """Kind -> bytes of one device at the moment of the peak."""
-        return memory_parts(self.plan.memory)
-
-    @cached_property
-    def held(self) -> dict[str, dict[str, int]]:
-        """Path of a module -> `memory` of what is its own; empty in plans of older versions."""
-        modules = self.plan.memory.modules
-        return {path: {KIND_NAMES[kind]: held for kind, held in kinds.items()} for path, kinds in modules.items()}
+        return self.step_seconds - self.compute - self.exposed - self.slowdown - self.bubble
 
     @cached_property
     def modules(self) -> dict[str, dict[Term, Amount]]:
@@ -181,10 +185,20 @@ class Expenses:
             (COMPUTE, format_seconds(self.compute)),
             ("communication", self._communication_text()),
             ("overlap", f"{format_seconds(self.overlap)}; exposed {format_seconds(self.exposed)}{slowdown}"),
+            *([("bubble", f"{format_seconds(self.bubble)} (waits for other ranks)")] if self.bubble else []),
             ("other", f"{format_seconds(self.other)} (waits for the host, copies)"),
-            ("memory", memory_text(self.plan)),
+            ("memory", self.memory_text()),
         ]
-        return [summary_table("Expenses of a step on one device", facts), self._module_table()]
+        return [summary_table(self.title, facts), self._module_table()]
+
+    @property
+    def title(self) -> str:
+        """The title of the sums."""
+        return "Expenses of a step on one device"
+
+    @abstractmethod
+    def memory_text(self) -> str:
+        """Return the peak with its parts, and the bytes that there are."""
 
     def _communication_text(self) -> str:
         by_axis = ", ".join(
@@ -216,6 +230,88 @@ class Expenses:
             for term, sent in self.modules[path].items()
         )
         return tuple(work), sum(self.held.get(path, {}).values())
+
+
+class HasExpenses(Protocol):
+    """A plan, of one program or of a pipeline."""
+
+    @property
+    def fits(self) -> bool:
+        """True if the peak is within the capacity, or the capacity is not known."""
+
+    def expenses(self) -> StepExpenses:
+        """Return what a step spends."""
+
+
+@dataclass(frozen=True)
+class Expenses(StepExpenses):
+    """What the step of a plan of one program spends on one device.
+
+    Attributes:
+        plan: the plan.
+    """
+
+    plan: PlanContents
+
+    @property
+    def step_seconds(self) -> float:
+        return self.plan.step_seconds
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.plan.mesh.names
+
+    @cached_property
+    def terms(self) -> dict[Term, Amount]:
+        terms: defaultdict[Term, Amount] = defaultdict(Amount)
+        for choice in self.plan.choices:
+            terms[Term(COMPUTE, "", choice.phase, choice.module)] += Amount(1, 0, choice.seconds)
+        for sent in self.plan.collectives:
+            amount = Amount(sent.count, sent.count * sent.bytes, sent.count * sent.seconds)
+            terms[Term(sent.kind, sent.axis, sent.phase, sent.module)] += amount
+        return dict(terms)
+
+    @property
+    def exposed(self) -> float:
+        if not self._is_replayed:
+            # A plan of an older version: all that is no compute counts as exposed.
+            return max(0.0, self.step_seconds - self.compute)
+        return self.plan.step_replay.exposed
+
+    @property
+    def slowdown(self) -> float:
+        # The replay draws no slow-down. That of unequal shares is another rank's.
+        if not self._is_replayed or self.plan.shares:
+            return 0.0
+        return max(0.0, self.step_seconds - self.plan.step_replay.seconds)
+
+    @property
+    def _is_replayed(self) -> bool:
+        return bool(self.plan.step_replay.compute)
+
+    @property
+    def rerun(self) -> int:
+        return len(self.plan.recomputed)
+
+    @property
+    def peak(self) -> int:
+        return self.plan.memory.peak
+
+    @property
+    def capacity(self) -> int:
+        return self.plan.capacity
+
+    @property
+    def memory(self) -> dict[str, int]:
+        return memory_parts(self.plan.memory)
+
+    @cached_property
+    def held(self) -> dict[str, dict[str, int]]:
+        modules = self.plan.memory.modules
+        return {path: {KIND_NAMES[kind]: held for kind, held in kinds.items()} for path, kinds in modules.items()}
+
+    def memory_text(self) -> str:
+        return memory_text(self.plan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
@@ -99,7 +100,11 @@ class Frontier(Sequence[ShardingPlan], HasPage):
         fitting = [plan for plan in self.plans if plan.memory.peak <= limit]
         if fitting:
             # Plans are sorted by memory, so the last one that fits is the fastest of them.
-            return fitting[-1]
+            fastest = fitting[-1]
+            if fastest.replanner is None:
+                return fastest
+            # It is asked within the memory that it was selected for.
+            return replace(fastest, replanner=fastest.replanner.within(limit))
         smallest = self.plans[0]
         memory = smallest.memory
         raise BudgetError(
@@ -167,10 +172,12 @@ class Frontier(Sequence[ShardingPlan], HasPage):
         """
         if chosen is None:
             return write_page(self._page(), path)
-        # By identity, as plans compare by value, which takes long for large ones.
-        if not any(plan is chosen for plan in self.plans):
+        # By identity of a part, as plans compare by value, which takes long for large ones. No two have one peak.
+        peak, decisions = chosen.memory.peak, chosen.decisions
+        own = next((plan for plan in self.plans if plan.memory.peak == peak and plan.decisions is decisions), None)
+        if own is None:
             raise PlanError("chosen= is not a plan of this frontier: select one by its number, or with at(...).")
-        return write_page(frontier_page.page(self.plans, self.turning_point, chosen), path)
+        return write_page(frontier_page.page(self.plans, self.turning_point, own), path)
 
     def table(self) -> Table:
         """Return a rich table of the plans: peak, its parts, and the step beside the fastest plan's."""

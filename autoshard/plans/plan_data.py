@@ -34,6 +34,7 @@ class Collective:
         module: path of the module that they belong to, `""` for the root.
         phase: `"forward"` or `"backward"`.
         seconds: predicted time of one of them.
+        gradient: True if they bring gradients to the optimizer, once for all the runs of the step that it adds up.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Collective:
     module: str
     phase: str
     seconds: float
+    gradient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,16 @@ _SHARDING = record(
     ),
     device_memory=COUNT,
     collectives=list_of(
-        record(kind=TEXT, axis=TEXT, bytes=COUNT, count=COUNT, module=TEXT, phase=TEXT, seconds=NUMBER)
+        record(
+            kind=TEXT,
+            axis=TEXT,
+            bytes=COUNT,
+            count=COUNT,
+            module=TEXT,
+            phase=TEXT,
+            seconds=NUMBER,
+            gradient={"type": "boolean"},
+        )
     ),
     cost=NUMBER,
     lower_bound=NUMBER,
@@ -222,6 +233,7 @@ _SHARDING = record(
 # Files that older versions wrote lack them.
 _SHARDING["required"] = [name for name in _SHARDING["required"] if name not in ("update_seconds", "step_replay")]
 _SHARDING["properties"]["memory"]["required"].remove("modules")
+_SHARDING["properties"]["collectives"]["items"]["required"].remove("gradient")
 
 
 def _check_rows(data: Mapping[str, Any], what: str) -> None:

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from autoshard.display import WIDTH, html, plain
 from autoshard.names import group_names
-from autoshard.plans.expenses import COMPUTE, Amount, Expenses, Term
-from autoshard.plans.plan_data import PlanContents
+from autoshard.plans.expenses import COMPUTE, Amount, HasExpenses, StepExpenses, Term
 from autoshard.plans.plan_text import number_table
 from autoshard.units import format_bytes, format_seconds
 
@@ -75,20 +74,20 @@ class MemoryChange:
 class PlanDifference:
     """What a plan spends more or less than another plan of the same model.
 
-    The difference of the predicted steps is the sum of the `changes`, less the gain in overlap, and the difference of
-    `other`: `seconds == sum(change.seconds for change in changes) - overlap + other`.
+    The difference of the predicted steps is the sum of the `changes`, less the gain in overlap, and the differences of
+    `bubble` and `other`: `seconds == sum(change.seconds for change in changes) - overlap + bubble + other`.
 
     Attributes:
         before, after: the expenses of the two plans, whose meshes may differ.
     """
 
-    before: Expenses
-    after: Expenses
+    before: StepExpenses
+    after: StepExpenses
 
     @staticmethod
-    def of(before: PlanContents, after: PlanContents) -> PlanDifference:
+    def of(before: HasExpenses, after: HasExpenses) -> PlanDifference:
         """Return the difference from one plan to another of the same model."""
-        return PlanDifference(Expenses(before), Expenses(after))
+        return PlanDifference(before.expenses(), after.expenses())
 
     @property
     def seconds(self) -> float:
@@ -99,6 +98,11 @@ class PlanDifference:
     def overlap(self) -> float:
         """Seconds of communication that are hidden or saved in addition."""
         return self.after.overlap - self.before.overlap
+
+    @property
+    def bubble(self) -> float:
+        """Seconds by which ranks of a pipeline wait longer for other ranks."""
+        return self.after.bubble - self.before.bubble
 
     @property
     def other(self) -> float:
@@ -168,14 +172,16 @@ class PlanDifference:
         head = f"step {format_seconds(step)} in place of {format_seconds(earlier)}{relative}"
         terms = [(change.seconds, _text(change)) for change in self.main_changes]
         terms.append((-self.overlap, "less overlap" if self.overlap < 0 else "more overlap"))
+        terms.append((self.bubble, "bubble"))
         terms.append((self.other, "waits and copies"))
         largest = max(abs(seconds) for seconds, _ in terms)
         least = max(_LEAST_SHARE * largest, self._least)
         parts = [f"{signed_text(seconds, format_seconds)} {text}" for seconds, text in terms if abs(seconds) > least]
         parts += self._moves(least)
-        before, after = (len(side.plan.recomputed) for side in (self.before, self.after))
-        if before != after:
-            parts.append(f"{after} layers run again in place of {before}")
+        if self.before.rerun != self.after.rerun:
+            parts.append(f"{self.after.rerun} layers run again in place of {self.before.rerun}")
+        if self.before.schedule != self.after.schedule:
+            parts.append(f"{self.after.schedule} in place of {self.before.schedule}")
         text = f"{head}: {', '.join(parts)}" if parts else head
         peaks = self.after.peak, self.before.peak
         return f"{text}; peak {' in place of '.join(map(format_bytes, peaks))}" if peaks[0] != peaks[1] else text
@@ -204,6 +210,8 @@ class PlanDifference:
         for axis in dict.fromkeys((*self.before.communication, *self.after.communication)):
             seconds[f"communication on {axis}"] = [side.communication.get(axis, 0.0) for side in both]
         seconds["less overlap"] = [-side.overlap for side in both]
+        if any(side.bubble for side in both):
+            seconds["bubble"] = [side.bubble for side in both]
         seconds["waits and copies"] = [side.other for side in both]
         rows = [(label, *_cells(sides, format_seconds, self._least)) for label, sides in seconds.items()]
         rows.append(("peak of memory", *_cells([side.peak for side in both], format_bytes)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from autoshard import display
 from autoshard.errors import PlanError
 from autoshard.plans import plan_data, plan_page, plan_text
-from autoshard.plans.alternative import Alternative
+from autoshard.plans.alternative import Alternative, Replans, forgotten_error
 from autoshard.plans.expenses import Expenses
 from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import PlanContents
@@ -61,9 +61,7 @@ class ShardingPlan(PlanContents, HasPage):
             pickle.
     """
 
-    replanner: Callable[[ShardingPlan, Mapping[str, Any]], Alternative[ShardingPlan]] | None = field(
-        default=None, compare=False, repr=False
-    )
+    replanner: Replans | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         peak, step = format_bytes(self.memory.peak), format_seconds(self.step_seconds)
@@ -140,10 +138,7 @@ class ShardingPlan(PlanContents, HasPage):
             HintError: a hint names what the model or the mesh does not have.
         """
         if self.replanner is None:
-            raise PlanError(
-                "this plan does not remember how it was made, as one that autoshard.plan returns does: ask "
-                "autoshard.why_not(plan, asked, model, example_args, example_kwargs)."
-            )
+            raise forgotten_error()
         return self.replanner(self, asked)
 
     def __reduce__(self) -> tuple[Any, ...]:

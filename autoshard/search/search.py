@@ -21,6 +21,7 @@ from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
+from autoshard.pipeline.plan.pipeline_replanner import PipelineReplanner
 from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
 from autoshard.planner.planning import capture_with_progress
 from autoshard.planner.replanner import Replanner
@@ -132,6 +133,7 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
     own_memory = target.settings.memory_limit is None
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
+    captures = PipelineCaptures(call, target)
     request = Request(
         module=call.module,
         graph=graph,
@@ -139,11 +141,11 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
         target=target,
         pipelines=_PIPELINES[options.pipelines],
         batch=_batch_size(call),
-        plan_pipeline=functools.partial(plan_pipeline, PipelineCaptures(call, target)),
+        plan_pipeline=functools.partial(plan_pipeline, captures),
         own_memory=own_memory,
     )
     candidates, notes = _search_counts(request, options)
-    candidates = tuple(_remembering(candidate, request, target) for candidate in candidates)
+    candidates = tuple(_remembering(candidate, request, captures) for candidate in candidates)
     return SearchResult(
         option=options.option,  # type: ignore[arg-type]
         cluster=target.cluster.name,
@@ -180,13 +182,19 @@ def _search_counts(request: Request, options: SearchOptions) -> tuple[tuple[Mesh
     return tuple(candidates), tuple(notes)
 
 
-def _remembering(candidate: MeshCandidate, request: Request, target: Target) -> MeshCandidate:
-    """Return a candidate whose plan, if it has one without a pipeline, answers `why_not`."""
-    if not isinstance(candidate.plan, ShardingPlan):
+def _remembering(candidate: MeshCandidate, request: Request, captures: PipelineCaptures) -> MeshCandidate:
+    """Return a candidate whose plan, if it has one, answers `why_not`."""
+    plan, target = candidate.plan, request.target
+    if isinstance(plan, PipelinePlan):
+        if request.own_memory:
+            target = replace(target, settings=replace(target.settings, memory_limit=None))
+        target = replace(target, shares="auto" if plan.in_shares else None)
+        pipeline = replace(request.pipeline, axis=plan.axis)
+        return replace(candidate, plan=PipelineReplanner.of(captures, plan.mesh, pipeline, target).remember(plan))
+    if plan is None:
         return candidate
-    mesh = candidate.plan.mesh
-    replanner = Replanner.of(request.module, request.graph, request.capture_seconds, mesh, target)
-    return replace(candidate, plan=replanner.remember(candidate.plan))
+    replanner = Replanner.of(request.module, request.graph, request.capture_seconds, plan.mesh, target)
+    return replace(candidate, plan=replanner.remember(plan))
 
 
 def _batch_size(call: BatchCall) -> int:

@@ -95,16 +95,16 @@ def replay(operations: Sequence[Operation]) -> Timeline:
     # Communication while nothing computes is exposed: the time when any stream is busy, less the compute.
     computing = [operation.stream == COMPUTE for operation in operations]
     intervals = list(zip(starts, ends, strict=True))
-    busy = _covered_seconds(intervals)
-    compute = _covered_seconds(itertools.compress(intervals, computing))
-    communication = _covered_seconds(itertools.compress(intervals, map(operator.not_, computing)))
+    busy = covered_seconds(intervals)
+    compute = covered_seconds(itertools.compress(intervals, computing))
+    communication = covered_seconds(itertools.compress(intervals, map(operator.not_, computing)))
     # Rounding may make a difference of equal sums negative.
     exposed = max(0.0, busy - compute)
     hidden = max(0.0, communication - exposed)
     return Timeline(tuple(starts), tuple(ends), max(ends, default=0.0), exposed, hidden)
 
 
-def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of the intervals."""
     covered, reached = 0.0, 0.0
     for start, end in sorted(intervals):

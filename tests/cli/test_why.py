@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
-from autoshard import ShardingPlan
+from autoshard import PipelinePlan, ShardingPlan
 from autoshard.cli import main
 from tests.cli.test_planning import folder
 from tests.sample_plan import sample_plan
@@ -34,6 +34,21 @@ def test_why_prints_the_alternative_and_saves_it(folder: Path, capsys: pytest.Ca
     assert "contradict each other on layers.4.weight" in capsys.readouterr().out
 
 
+def test_why_asks_pipelines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--mesh", "pp=2,tp=2", "--virtual", "1", "--microbatches", "2")
+    assert main([*WHY, f"{UP}=tp:R", "schedule=GPipe", *options, "-o", "other.json"]) == 0
+    assert capsys.readouterr().out.startswith("It is possible")
+    other = PipelinePlan.load(folder / "other.json")
+    assert (other.schedule.name, other.stages[0].placements[UP]) == ("GPipe", (Replicate(),))
+    # A saved plan is asked with the axis, the hints and the cluster that it records.
+    assert main([*WHY, "microbatches=2", f"{UP}=tp:R", "--plan", "other.json"]) == 0
+    assert capsys.readouterr().out == "The plan has it already.\n"
+    assert main([*WHY, "microbatches=3", "--plan", "other.json"]) == 1
+    assert "a batch of 16 can't be divided into 3 microbatches" in capsys.readouterr().out
+    assert main(["simulate", "other.json"]) == 0
+    assert "bubble" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -44,7 +59,11 @@ def test_why_prints_the_alternative_and_saves_it(folder: Path, capsys: pytest.Ca
         ((f"{UP}=pp:S(0)", *MESH), "names the axis 'pp'; the axes of the mesh are dp=2, tp=2"),
         ((f"{UP}=R", f"{UP}=S(0)", *MESH), "occurs twice"),
         ((f"{UP}=R", *MESH, "--hint", "R"), "the hint 'R' has no glob"),
-        ((f"{UP}=R", "--mesh", "pp=2"), "this command plans no pipeline"),
+        (("schedule=1F1B", *MESH), "'1F1B' is no placement"),
+        (("schedule=1F1", "--mesh", "pp=2"), "there is no schedule '1F1'. Close ones are 1F1B"),
+        (("microbatches=two", "--mesh", "pp=2"), "microbatches='two': choose"),
+        (("virtual=1", "virtual=2", "--mesh", "pp=2"), "virtual occurs twice"),
+        ((f"{UP}=R", "--mesh", "dp=2", "--microbatches", "2"), "microbatches=2 is an option of a pipeline"),
         ((f"{UP}=R", "--mesh", "dp"), "'dp' is not the name and the size of an axis"),
         ((f"{UP}=R", *MESH, "--memory", "70"), "has no unit"),
         ((f"{UP}=R", *MESH, "--cluster", "h9000"), "h9000"),

@@ -119,23 +119,6 @@ def test_questions_that_are_not_valid(plan: ShardingPlan, asked: Any) -> None:
         plan.why_not(asked)
 
 
-def test_a_saved_plan_is_asked_with_its_model(llama: tuple[nn.Module, dict[str, Any]], plan: ShardingPlan) -> None:
-    module, inputs = llama
-    asked = {"model.norm.weight": {"tp": Shard(0)}}
-    saved = ShardingPlan.from_json(plan.to_json())
-    with pytest.raises(PlanError, match=r"ask autoshard\.why_not\(plan, asked, model"):
-        saved.why_not(asked)
-    with pytest.raises(PlanError, match=r"cluster is 'h100': pass cluster="):
-        autoshard.why_not(saved, asked, module, (), inputs, cluster="h100")
-    options = {"cluster": links(1e10, 1e-7), "search": autoshard.Search(effort="fast")}
-    with pytest.raises(PlanError, match="the parameters agree, but the captured graph does not"):
-        autoshard.why_not(saved, asked, module, (), {name: x[:6] for name, x in inputs.items()}, **options)
-    alternative, fresh = autoshard.why_not(saved, asked, module, (), inputs, **options), plan.why_not(asked)
-    assert alternative.sentence == fresh.sentence
-    assert alternative.plan is not None
-    assert alternative.plan.hints == {"lm_head.weight": "tp: R", "model.norm.weight": "tp: S(0)"}
-
-
 def test_a_plan_keeps_no_weights_and_its_copies_remember_nothing() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     weight = weakref.ref(module[0].weight)

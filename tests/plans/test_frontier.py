@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
 
 import autoshard
 from autoshard.errors import BudgetError, PlanError
 from autoshard.memory.footprint import Memory
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.units import format_bytes
 from tests import models
 from tests.notebooks import check_repr, shown
 from tests.plans.pages import Page
@@ -211,6 +213,42 @@ def test_plans_of_the_frontier_train_as_one_device_does() -> None:
             gradients = {name: [parameter.grad.full_tensor()] for name, parameter in module.named_parameters()}  # type: ignore[union-attr]
             gradients = {name: list(_of_ranks(tensor)) for name, [tensor] in gradients.items()}
         assert relative_difference(gradients, expected) <= TOLERANCE
+
+
+def test_plans_of_the_frontier_are_asked_within_their_memory() -> None:
+    module, inputs = models.mlp()
+    frontier = autoshard.frontier(module, {"x": 4}, (), inputs, cluster=fast_links(), gaps=0)
+    assert len(frontier) > 1
+    lean, fast = frontier[0], frontier[-1]
+    assert lean.why_not({"*": Replicate()}).verdict == "too large"
+    assert fast.why_not({"*": Replicate()}).verdict in ("same", "possible")
+    # A plan may take the memory below that of the next one, or what it was selected for.
+    limit = frontier[1].memory.peak - 1
+    assert f"fits in {format_bytes(limit)}" in lean.why_not({"*": Replicate()}).sentence
+    selected = frontier.at(memory=lean.memory.peak)
+    assert selected == lean
+    assert f"fits in {format_bytes(lean.memory.peak)}" in selected.why_not({"*": Replicate()}).sentence
+    with pytest.raises(PlanError, match="does not remember"):
+        Frontier([ShardingPlan.from_json(lean.to_json())])[0].why_not({"*": Replicate()})
+
+
+def test_a_plan_that_was_selected_by_its_memory_is_marked(tmp_path: Path) -> None:
+    frontier = bent()
+    remembering = Frontier([dataclasses.replace(plan, replanner=Forgetful()) for plan in frontier])
+    remembering.to_html(tmp_path / "page.html", chosen=remembering.at(memory="16GB"))
+    assert "chosen" in Page((tmp_path / "page.html").read_text("utf-8")).words
+    with pytest.raises(PlanError, match="not a plan of this frontier"):
+        remembering.to_html(chosen=dataclasses.replace(frontier[0], decisions={}))
+
+
+class Forgetful:
+    """A replanner without an answer."""
+
+    def __call__(self, plan: Any, asked: Any) -> Any:
+        raise AssertionError("it is not asked")
+
+    def within(self, memory_limit: int | None) -> Forgetful:
+        return Forgetful()
 
 
 def _of_ranks(tensor: Any) -> Sequence[torch.Tensor]:

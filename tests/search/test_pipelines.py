@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import autoshard
+from autoshard import PipelinePlan
 from autoshard.cluster.cluster import Cluster
 from autoshard.search.shapes import Shape
 from tests import models
@@ -33,3 +34,7 @@ def test_pipelines_keep_their_bounds_and_are_taken_where_they_are_faster() -> No
     assert isinstance(result.best.shape, Shape)
     assert (result.pipeline_axis is None) == (result.best.shape.axis is None)
     assert result.plan.mesh == result.mesh
+    # Every plan remembers how it was made.
+    plan = next(one.plan for one in staged if one.plan is not None)
+    assert isinstance(plan, PipelinePlan)
+    assert plan.why_not(schedule=plan.schedule.name).verdict == "same"

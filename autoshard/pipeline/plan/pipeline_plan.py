@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from autoshard import display
 from autoshard.errors import PlanError
 from autoshard.pipeline.plan import pipeline_page
 from autoshard.pipeline.plan.pipeline_devices import PipelineMesh
+from autoshard.pipeline.plan.pipeline_expenses import PipelineExpenses, StageWork
 from autoshard.pipeline.plan.pipeline_page import PipelineParts
 from autoshard.pipeline.plan.pipeline_tables import choice_table, rank_table, stage_table, summary_table
 from autoshard.pipeline.schedule.actions import Action, Schedule
 from autoshard.pipeline.schedule.costs import Simulation, StageCosts, simulate
 from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
 from autoshard.plans import plan_data, plan_text
+from autoshard.plans.alternative import Alternative, forgotten_error
 from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
 from autoshard.plans.plan_text import shares_text
@@ -32,6 +34,9 @@ from autoshard.units import format_bytes, format_seconds
 
 _SIZE = {"type": "integer", "minimum": 1}
 _OPTIONAL = {"type": ["number", "null"]}
+_COSTS = record(**{item.name: NUMBER if item.type == "float" else COUNT for item in dataclasses.fields(StageCosts)})
+# Files that older versions wrote lack them.
+_COSTS["required"] = [name for name in _COSTS["required"] if name not in ("tied_bytes", "tied_seconds")]
 _SCHEMA = record(
     mesh={**table(_SIZE), "minProperties": 1},
     axis=TEXT,
@@ -41,9 +46,7 @@ _SCHEMA = record(
     stages=list_of(SHARDING.schema),
     reduced=list_of({"enum": ["step", "microbatch"]}),
     modules=list_of({**list_of(TEXT), "minItems": 2, "maxItems": 2}),
-    costs=list_of(
-        record(**{item.name: NUMBER if item.type == "float" else COUNT for item in dataclasses.fields(StageCosts)})
-    ),
+    costs=list_of(_COSTS),
     step_seconds=NUMBER,
     bubble=NUMBER,
     peaks=list_of(COUNT),
@@ -107,6 +110,9 @@ class PipelinePlan(HasPage):
         timings: seconds of every phase of planning.
         versions: versions of `"autoshard"` and `"torch"` that made it.
         devices: for every pipeline rank, its number of devices along the axis; empty if each has one.
+        replanner: answers `why_not`; None where the plan does not remember how it was made. It holds the example call,
+            of a model on the meta device what was captured of it, and no weights. It is no part of the plan's value,
+            file or pickle.
     """
 
     mesh: MeshShape
@@ -129,6 +135,9 @@ class PipelinePlan(HasPage):
     timings: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[int, ...] = ()
+    replanner: (
+        Callable[[PipelinePlan, Mapping[str, Any], Mapping[str, str | int]], Alternative[PipelinePlan]] | None
+    ) = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # A plan may come from a file that was written by hand.
@@ -188,6 +197,64 @@ class PipelinePlan(HasPage):
     def simulation(self) -> Simulation:
         """The predicted step, event by event, on one device of every pipeline rank."""
         return simulate(self.schedule, self.costs, self.contention)
+
+    def expenses(self) -> PipelineExpenses:
+        """Return what a step spends: seconds and bytes by mesh axis, kind and module; it prints as tables.
+
+        Raises:
+            PlanError: the plan was built without costs of its stages.
+        """
+        if not self.costs:
+            raise PlanError("this plan has no costs of its stages: make it by autoshard.plan.")
+        parts = zip(self.stages, self.costs, self.stage_modules, strict=True)
+        stages = tuple(
+            StageWork(stage, costs, first, last, self.reduced_at(index))
+            for index, (stage, costs, (first, last)) in enumerate(parts)
+        )
+        return PipelineExpenses(
+            self.mesh, self.axis, stages, self.simulation, self.contention, self.capacities, self._schedule_text()
+        )
+
+    def why_not(
+        self,
+        asked: Mapping[str, Any] | None = None,
+        *,
+        schedule: str | None = None,
+        microbatches: int | None = None,
+        virtual: int | None = None,
+    ) -> Alternative[PipelinePlan]:
+        """Find the best plan that has what is asked for, and what it costs in place of this one, term by term.
+
+        It takes about as long as this plan took; of a model on the meta device, without the captures. The options that
+        this plan was made with stay, where nothing else is asked: if they left the schedule open, another number of
+        microbatches may come with another schedule. Of the plan's hints, those under the same globs are replaced.
+
+        Args:
+            asked: placements and primitives, as for `ShardingPlan.why_not`; axes are those inside of stages.
+            schedule, microbatches, virtual: as in `Pipeline`.
+
+        Raises:
+            PlanError: the plan was loaded from a file, or is of a parallelised module, so that it does not remember how
+                it was made (`autoshard.why_not` takes the model); or the model exists no more, or changed; or a number
+                is not valid.
+            HintError: nothing is asked for, or a hint names what the model or the mesh does not have.
+            PipelineError: there is no schedule of that name.
+        """
+        if self.replanner is None:
+            raise forgotten_error()
+        requests = {"schedule": schedule, "microbatches": microbatches, "virtual": virtual}
+        return self.replanner(self, asked or {}, {name: value for name, value in requests.items() if value is not None})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles are of the value alone.
+        return PipelinePlan._of_values, (self._values(),)
+
+    @staticmethod
+    def _of_values(values: Mapping[str, Any]) -> PipelinePlan:
+        return PipelinePlan(**values)
+
+    def _values(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.compare}
 
     def __repr__(self) -> str:
         return (
@@ -350,8 +417,7 @@ class PipelinePlan(HasPage):
     def to_json(self) -> str:
         """Return the plan as a JSON text with a checksum of its content."""
         # Fields in their order; JSON has tuples as lists.
-        attributes = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        data = attributes | {
+        data = self._values() | {
             "mesh": {axis.name: axis.size for axis in self.mesh.axes},
             "schedule": {
                 "name": self.schedule.name,

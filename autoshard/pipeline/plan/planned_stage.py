@@ -156,6 +156,7 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
     # Gradients go back in the placements in which the tensors came: in shards, or else whole.
     arriving = planned.plan.input_placements if planned.plan.options.get("inputs") == "local" else {}
     returned = _local_bytes(trained, arriving, planned.plan.mesh)
+    tied_bytes, tied_seconds = _tied_gradients(planned, links, placement)
     return StageCosts(
         forward_seconds=forward,
         input_backward_seconds=backward * input_share,
@@ -169,8 +170,9 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
         weight_saved_bytes=kept,
         working_bytes=working,
         application_bytes=application,
-        reduction_seconds=_reduction_seconds(planner, program, backward)
-        + _tied_gradient_seconds(planned, links, placement),
+        reduction_seconds=_reduction_seconds(planner, program, backward) + tied_seconds,
+        tied_bytes=tied_bytes,
+        tied_seconds=tied_seconds,
     )
 
 
@@ -283,15 +285,17 @@ def _local_bytes(
     return total
 
 
-def _tied_gradient_seconds(planned: PlannedStage, links: Links, placement: Sequence[int]) -> float:
-    """Return the seconds per step in which gradients of tied parameters are summed over the ranks that hold them."""
-    seconds = 0.0
+def _tied_gradients(planned: PlannedStage, links: Links, placement: Sequence[int]) -> tuple[int, float]:
+    """Return the bytes of gradients of tied parameters, and the seconds per step to sum them over their ranks."""
+    total, seconds = 0, 0.0
     for name, stages in planned.stage.shared.items():
         parameter = planned.stage.module.get_parameter(name)
         if parameter.requires_grad:
             held = _local_bytes([(name, parameter)], planned.plan.placements, planned.plan.mesh)
-            seconds += links.sum(held, len({placement[stage] for stage in stages}))
-    return seconds
+            ranks = len({placement[stage] for stage in stages})
+            total += held if ranks > 1 else 0
+            seconds += links.sum(held, ranks)
+    return total, seconds
 
 
 Tensors = tuple[torch.Tensor, ...]

@@ -24,6 +24,7 @@ from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_devices import check_pipeline_options, forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
+from autoshard.pipeline.plan.pipeline_replanner import PipelineReplanner
 from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
 from autoshard.pipeline.run.stage_runtime import CallCache, PreparedCall
 from autoshard.pipeline.run.stage_state import (
@@ -434,8 +435,10 @@ def plan_with_options(call: BatchCall, mesh: MeshShape, pipeline: Pipeline, targ
         AutoshardError: as for `plan_pipeline`.
     """
     _check_example(call)
+    captures = PipelineCaptures(call, target)
     with show_progress(target.options.search.verbose, f"planning of {type(call.module).__name__} as a pipeline"):
-        return plan_pipeline(PipelineCaptures(call, target), mesh, pipeline, target)
+        plan = plan_pipeline(captures, mesh, pipeline, target)
+    return PipelineReplanner.of(captures, mesh, pipeline, target).remember(plan)
 
 
 def parallelize_pipeline(

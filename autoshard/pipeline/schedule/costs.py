@@ -33,6 +33,8 @@ class StageCosts:
         working_bytes: held in addition while a computation runs.
         reduction_seconds: of reducing the stage's gradients over data-parallel ranks, once per step, without the part
             that its last backward hides.
+        tied_bytes, tied_seconds: of gradients of tied parameters, which are summed over the stages that hold them once
+            per step; their seconds are among those of the reduction.
         application_seconds: of the optimizer's update, once per step.
         application_bytes: held in addition to `rest_bytes` during that update.
     """
@@ -49,6 +51,8 @@ class StageCosts:
     weight_saved_bytes: int = 0
     working_bytes: int = 0
     reduction_seconds: float = 0.0
+    tied_bytes: int = 0
+    tied_seconds: float = 0.0
     application_seconds: float = 0.0
     application_bytes: int = 0
 
