@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from autoshard.integrations.generation import ShardedCache, prepare_generation
-from tests.integrations.hugging_face import GPT2, LLAMA, VOCABULARY, Words, llama
+from tests.integrations.hugging_face import GPT2, LLAMA, VOCABULARY, Words, gpt2, llama
 
 Call = dict[str, Any]
 
@@ -86,7 +86,10 @@ CASES: dict[str, tuple[Callable[[], PreTrainedModel], Mapping[str, Any], int, li
         ],
     ),
     "experts": (mixtral, {}, 0, [(prompt(2, 3), 2), (prompt(2, 3), 2)]),
+    "compiled": (gpt2, {"compile": True}, 1, [(prompt(1, 3), 2), ({**prompt(1, 3), **SAMPLING}, 2)]),
 }
+# Inductor takes seconds for every kernel.
+MARKED_CASES = [pytest.param(case, marks=[pytest.mark.slow] if case == "compiled" else []) for case in CASES]
 
 
 def _generate(model: Any, call: Call) -> Tensor:
@@ -110,6 +113,8 @@ def _generate_on_ranks(case: str) -> list[tuple[Tensor, int, list[str], list[flo
         programs = len(model.__dict__[RUNTIME]._programs)
         results.append((result.sequences, programs, [str(key.placements) for key in keys], parts))
     assert model.sharding_plan.memory.held["input"] < 0.6 * _cache_bytes(result.past_key_values)
+    compiled = {served.program.compiled for served in model.__dict__[RUNTIME]._programs.values()}
+    assert compiled == {options.get("compile", False)}
     return results
 
 
@@ -117,7 +122,7 @@ def _cache_bytes(cache: ShardedCache) -> int:
     return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MARKED_CASES)
 def test_tokens_are_those_of_one_device(case: str, two: Workers) -> None:
     build, _, dim, calls = CASES[case]
     alone = build().eval()
