@@ -56,25 +56,26 @@ _CACHE = "past_key_values"
 
 
 def prepare_generation(model: nn.Module) -> None:
-    """Have `generate()` of a parallelised causal language model of transformers hold its cache in shards.
+    """Have `generate()` of a parallelised model of transformers hold its cache in shards.
 
     Every rank calls `model.generate(...)` with the same whole batch, and with the same seed where it samples; each gets
     the tokens of one device. The cache is static: `cache_implementation` is `"static"` by default. The first tokens
-    make two programs, one for the prompt and one for a token; later calls with a batch and a prompt of these sizes, and
-    no longer text, make none. `torch.compile` is not applied: that is an option of `autoshard.parallelize`.
+    make two programs, one for the prompt and one for a token, and an encoder of texts or images has one; later calls
+    with a batch and a prompt of these sizes, and no longer text, make none. `torch.compile` is not applied: that is an
+    option of `autoshard.parallelize`.
 
     Args:
         model: the result of `autoshard.parallelize`, with or without an example. Without one, its parameters are placed
             for the program of one token.
 
     Raises:
-        InputError: the model is not parallelised, is no causal language model of transformers, has layers of another
-            kind than attention, or takes local inputs or returns outputs in shards. Later, `generate()` raises it for
-            another kind of cache.
+        InputError: the model is not parallelised, has no `generate()` of transformers, has layers of another kind than
+            attention, or takes local inputs or returns outputs in shards. Later, `generate()` raises it for another
+            kind of cache.
     """
     runtime = check_parallelised(model)
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise InputError(f"{type(model).__name__} has no generate() of transformers: pass a causal language model.")
+        raise InputError(f"{type(model).__name__} has no generate() of transformers: pass a model that has it.")
     if runtime.inputs == "local" or runtime.maker.target.output_placements is not None:
         raise InputError(
             "generate() reads whole logits of a whole batch on every rank: call autoshard.parallelize with "
@@ -90,7 +91,9 @@ def _check_layers(config: PreTrainedConfig) -> None:
     """Raise an `InputError` if a layer of a model has a cache of another kind than keys and values."""
     text_config = config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in StaticCache(text_config, max_cache_len=1).layers}
-    others = sorted(kind.__name__ for kind in kinds - {StaticLayer, StaticSlidingWindowLayer})
+    # Beside an encoder, transformers makes a cache with the same windows for the encoder's output.
+    known = {StaticLayer} if config.is_encoder_decoder else {StaticLayer, StaticSlidingWindowLayer}
+    others = sorted(kind.__name__ for kind in kinds - known)
     if others:
         raise InputError(
             f"the cache of {config.model_type} has {', '.join(others)}, and prepare_generation knows static caches of "

@@ -236,7 +236,10 @@ def test_other_caches_are_refused(case: str) -> None:
 
 def test_models_with_caches_of_other_kinds_are_refused() -> None:
     mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=8, state_size=2, num_hidden_layers=1))
+    windows = t5()
+    windows.config.layer_types, windows.config.sliding_window = ["sliding_attention"], 4
     others = {
+        "the cache of t5 has StaticSlidingWindowLayer": (windows, {}),
         "the cache of mamba has LinearAttentionLayer": (mamba, {}),
         "Words has no generate": (Words(), {}),
         "whole logits of a whole batch": (llama(), {"inputs": "local"}),
