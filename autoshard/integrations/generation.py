@@ -3,30 +3,41 @@
 The library's own loop drives everything: sampling, beams and stopping are those of transformers. A cache is a
 `StaticCache` whose keys and values are `DTensor`s, an argument of every call, which the programs change in place. The
 program of one token is planned first: it decides how the cache lies, and how the parameters do where no call has placed
-them before. The program of the prompt takes both as they lie.
+them before. The program of the prompt takes both as they lie. An encoder has programs of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, zeros
-from torch.utils import _pytree as pytree
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
+from autoshard.api import register_forward_method
 from autoshard.capture.call_layout import call_tensors
+from autoshard.capture.joint import capture_forward
 from autoshard.errors import InputError
 from autoshard.runtime.module_runtime import Runtime
+from autoshard.runtime.shards import local_of
 
 try:
     from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, StaticCache
     from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
-    from transformers.configuration_utils import get_head_shapes
 
     from autoshard.integrations.accelerate import check_parallelised
+    from autoshard.integrations.sharded_cache import (
+        ShardedCache,
+        ShardedEncoderDecoderCache,
+        empty_cache,
+        layers_of,
+        meta_layer,
+        with_layers,
+    )
 except ImportError as error:
     raise ImportError(
         "autoshard.integrations.generation needs the packages transformers and accelerate: pip install "
@@ -36,7 +47,7 @@ except ImportError as error:
 TRIED = "transformers 5.23"
 
 # Methods of models without a public name that are replaced.
-_METHODS = ("_prepare_cache_for_generation", "_prepare_static_cache")
+_METHODS = ("_prepare_cache_for_generation", "_prepare_static_cache", "_update_model_kwargs_for_generation")
 if not all(hasattr(GenerationMixin, name) for name in _METHODS):
     raise ImportError(f"this version of transformers makes caches in other ways than {TRIED}, the one tried here.")
 
@@ -44,103 +55,35 @@ if not all(hasattr(GenerationMixin, name) for name in _METHODS):
 _CACHE = "past_key_values"
 
 
-class ShardedLayer(StaticLayer):
-    """The static cache of one layer of a model, of which each rank holds a part.
-
-    Args:
-        keys: `[batch, heads, length, size of a head]`.
-        values: the same, with the size of a head of theirs.
-        cumulative_length: the number of tokens in the cache, an integer tensor without dims, on the ranks' device.
-    """
-
-    # `DTensor`s; in a capture, fake tensors.
-    keys: Any
-    values: Any
-
-    def __init__(self, keys: Tensor, values: Tensor, cumulative_length: Tensor) -> None:
-        # Without that of the base class, which makes tensors.
-        self.keys, self.values, self.cumulative_length = keys, values, cumulative_length
-        self.is_initialized = True
-        # A tree may hold other leaves than tensors.
-        if isinstance(keys, Tensor):
-            self.device, (self.batch_size, _, self.max_cache_len, _) = keys.device, keys.shape
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the sequences, as a beam search does."""
-        for cached in (self.keys, self.values):
-            mesh = cached.device_mesh
-            rows = [Replicate() if placement.is_shard(0) else placement for placement in cached.placements]
-            chosen = cached.redistribute(mesh, rows).to_local().index_select(0, beam_idx.to(cached.device))
-            cached.copy_(DTensor.from_local(chosen, mesh, rows, run_check=False).redistribute(mesh, cached.placements))
-
-
-class ShardedCache(StaticCache):
-    """A static cache of which each rank holds a part; `prepare_generation` has `generate()` make it.
-
-    Args:
-        layers: those of the model.
-    """
-
-    layers: Any  # a list of `ShardedLayer`s
-
-    def __init__(self, layers: list[ShardedLayer]) -> None:
-        self.layers = layers
-        self.layer_class_to_replicate = None
-        self.offloading = False
-
-
-pytree.register_pytree_node(
-    ShardedLayer,
-    lambda layer: ([layer.keys, layer.values, layer.cumulative_length], None),
-    lambda tensors, _: ShardedLayer(*tensors),
-    serialized_type_name="autoshard.integrations.generation.ShardedLayer",
-    flatten_with_keys_fn=lambda layer: (
-        [(pytree.GetAttrKey(name), getattr(layer, name)) for name in ("keys", "values", "cumulative_length")],
-        None,
-    ),
-)
-pytree.register_pytree_node(
-    ShardedCache,
-    lambda cache: ([cache.layers], None),
-    lambda layers, _: ShardedCache(*layers),
-    serialized_type_name="autoshard.integrations.generation.ShardedCache",
-    flatten_with_keys_fn=lambda cache: ([(pytree.GetAttrKey("layers"), cache.layers)], None),
-)
-
-
 def prepare_generation(model: nn.Module) -> None:
-    """Have `generate()` of a parallelised causal language model of transformers hold its cache in shards.
+    """Have `generate()` of a parallelised model of transformers hold its cache in shards.
 
     Every rank calls `model.generate(...)` with the same whole batch, and with the same seed where it samples; each gets
     the tokens of one device. The cache is static: `cache_implementation` is `"static"` by default. The first tokens
-    make two programs, one for the prompt and one for a token; later calls with a batch and a prompt of these sizes, and
-    no longer text, make none. `torch.compile` is not applied: that is an option of `autoshard.parallelize`.
+    make two programs, one for the prompt and one for a token, and an encoder of texts or images has one; later calls
+    with a batch and a prompt of these sizes, and no longer text, make none. `torch.compile` is not applied: that is an
+    option of `autoshard.parallelize`.
 
     Args:
         model: the result of `autoshard.parallelize`, with or without an example. Without one, its parameters are placed
             for the program of one token.
 
     Raises:
-        InputError: the model is not parallelised, is no causal language model of transformers, has layers of another
-            kind than attention, or takes local inputs or returns outputs in shards. Later, `generate()` raises it for
-            another kind of cache.
+        InputError: the model is not parallelised, has no `generate()` of transformers, has layers of another kind than
+            attention, or takes local inputs or returns outputs in shards. Later, `generate()` raises it for another
+            kind of cache.
     """
     runtime = check_parallelised(model)
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise InputError(f"{type(model).__name__} has no generate() of transformers: pass a causal language model.")
-    if model.config.is_encoder_decoder:
-        raise InputError(
-            f"{type(model).__name__} has an encoder and a decoder, whose cache is of another kind than the one that "
-            "prepare_generation makes: it is for causal language models. generate(..., use_cache=False) works without."
-        )
+        raise InputError(f"{type(model).__name__} has no generate() of transformers: pass a model that has it.")
     if runtime.inputs == "local" or runtime.maker.target.output_placements is not None:
         raise InputError(
             "generate() reads whole logits of a whole batch on every rank: call autoshard.parallelize with "
             'inputs="global" and without output_placements, which are the defaults.'
         )
     _check_layers(model.config)
-    caches = _Caches(model)
-    for name, method in zip(_METHODS, (caches.prepare, caches.make), strict=True):
+    caches = _Caches(model, _encoders(model, runtime))
+    for name, method in zip(_METHODS, (caches.prepare, caches.make, caches.advance), strict=True):
         setattr(model, name, method)
 
 
@@ -148,9 +91,9 @@ def _check_layers(config: PreTrainedConfig) -> None:
     """Raise an `InputError` if a layer of a model has a cache of another kind than keys and values."""
     text_config = config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in StaticCache(text_config, max_cache_len=1).layers}
-    others = sorted(kind.__name__ for kind in kinds - {StaticLayer, StaticSlidingWindowLayer})
-    if any(getattr(layer, "qk_head_dim", None) is not None for layer in text_config.per_layer_config):
-        others.append("keys and values of unlike heads")
+    # Beside an encoder, transformers makes a cache with the same windows for the encoder's output.
+    known = {StaticLayer} if config.is_encoder_decoder else {StaticLayer, StaticSlidingWindowLayer}
+    others = sorted(kind.__name__ for kind in kinds - known)
     if others:
         raise InputError(
             f"the cache of {config.model_type} has {', '.join(others)}, and prepare_generation knows static caches of "
@@ -163,18 +106,22 @@ class _Caches:
 
     Args:
         model: the model.
+        encoders: methods that `generate()` calls before it.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, encoders: Sequence[_Encoder]) -> None:
         self._model: Any = model
+        self._encoders = encoders
         self._longest = 0
+        # As `_find_heads` returns them.
+        self._heads: list[Any] = []
 
     def prepare(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """Check the arguments of `generate()` that are about caches, and do what the model's class does."""
         kind, given = generation_config.cache_implementation, model_kwargs.get(_CACHE)
-        if given is not None and not isinstance(given, ShardedCache):
+        if given is not None and not isinstance(given, (ShardedCache, ShardedEncoderDecoderCache)):
             raise InputError(
                 f"{_CACHE} is a {type(given).__name__}, which lies whole on one device. Leave it out: generate() makes "
                 "a cache in shards, and generate(..., return_dict_in_generate=True) returns it, to go on from."
@@ -197,27 +144,46 @@ class _Caches:
         max_cache_len: int,
         prefill_chunk_size: int | None,
         model_kwargs: Mapping[str, Any],
-    ) -> ShardedCache:
+    ) -> ShardedCache | ShardedEncoderDecoderCache:
         """Return an empty cache, for one more token of every sequence; arguments as in transformers."""
-        # A shorter text fits in the cache of a longer one, and has the same program.
-        self._longest = max(self._longest, max_cache_len)
         runtime = check_parallelised(self._model)
-        shapes = self._shapes(batch_size)
-        example = ShardedCache([_meta_layer(shape, self._dtype(runtime), runtime.device_mesh) for shape in shapes])
-        token = torch.zeros((batch_size, 1), dtype=torch.int64, device=self._model.device)
-        given = {**model_kwargs, _CACHE: example, "use_cache": True}
-        inputs = self._model.prepare_inputs_for_generation(token, next_sequence_length=1, **given)
-        inputs["return_dict"] = True
+        # That of one device, without tensors, knows the lengths, but for windows, of which all tokens are kept. A
+        # shorter text fits in the cache of a longer one, and has the same program.
+        self._longest = max(self._longest, max_cache_len)
+        arguments = cache_implementation, batch_size, self._longest, None, model_kwargs
+        make_plain = functools.partial(type(self._model)._prepare_static_cache, self._model, *arguments)
+        plain = make_plain()
+        if not self._heads:
+            inputs = self._token_inputs(plain, batch_size, model_kwargs)
+            self._heads = _find_heads(self._model, make_plain, inputs)
+        dtype = self._dtype(runtime)
+        layers = []
+        for layer, heads in zip(layers_of(plain), self._heads, strict=True):
+            length = self._longest if isinstance(layer, StaticSlidingWindowLayer) else layer.max_cache_len
+            keys, values = ((batch_size, count, length, size) for count, size in heads)
+            layers.append(meta_layer(keys, values, dtype, runtime.device_mesh))
+        # Of a later token, for which the output of an encoder has been written.
+        inputs = self._token_inputs(with_layers(plain, layers, is_written=True), batch_size, model_kwargs)
         names = [name for name, tensor in call_tensors(self._model, (), inputs).items() if isinstance(tensor, DTensor)]
-        placements = iter(runtime.place_inputs((), inputs, names).values())
-        return ShardedCache([_empty_layer(layer, next(placements), next(placements)) for layer in example.layers])
+        placements = runtime.place_inputs((), inputs, names)
+        for encoder in self._encoders:
+            encoder.make_program()
+        return empty_cache(with_layers(plain, layers), placements.values())
 
-    def _shapes(self, batch_size: int) -> list[tuple[int, int, int, int]]:
-        """Return the shape of the keys, and of the values, of every layer."""
-        config = self._model.config.get_text_config(decoder=True)
-        count = len(StaticCache(config, max_cache_len=1).layers)
-        heads, sizes = (number if isinstance(number, list) else [number] * count for number in get_head_shapes(config))
-        return [(batch_size, head, self._longest, size) for head, size in zip(heads, sizes, strict=True)]
+    def advance(self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Note what a call has written, which programs do not, and do what the model's class does."""
+        cache = model_kwargs.get(_CACHE)
+        if isinstance(cache, ShardedEncoderDecoderCache):
+            cache.is_updated = dict.fromkeys(cache.is_updated, True)
+        update = type(self._model)._update_model_kwargs_for_generation
+        return update(self._model, outputs, model_kwargs, *args, **kwargs)
+
+    def _token_inputs(self, cache: Any, batch_size: int, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call for one token of every sequence."""
+        token = torch.zeros((batch_size, 1), dtype=torch.int64, device=self._model.device)
+        given = {**model_kwargs, _CACHE: cache, "use_cache": True}
+        inputs = self._model.prepare_inputs_for_generation(token, next_sequence_length=1, **given)
+        return {**inputs, "return_dict": True}
 
     def _dtype(self, runtime: Runtime) -> torch.dtype:
         policy = runtime.maker.target.options.mp_policy
@@ -225,21 +191,85 @@ class _Caches:
         return dtype if policy is None or policy.param_dtype is None else policy.param_dtype
 
 
-def _meta_layer(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh) -> ShardedLayer:
-    """Return a layer without numbers."""
+def _find_heads(model: nn.Module, make_cache: Callable[[], Any], inputs: dict[str, Any]) -> list[Any]:
+    """Return, of the keys and of the values of every layer, the number of heads and their size.
 
-    def tensor() -> DTensor:
-        whole = torch.empty(shape, dtype=dtype, device="meta")
-        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    Args:
+        model: the model.
+        make_cache: makes an empty cache of one device, whose tensors the first call makes.
+        inputs: of a call, with such a cache.
+    """
+    without_cache = {name: value for name, value in inputs.items() if name != _CACHE}
+    forward, _ = capture_forward(_CacheReader(model, make_cache), (), without_cache, grad=False)
+    sizes = [(node.meta["val"].shape[1], node.meta["val"].shape[3]) for node in forward.outputs]
+    return list(zip(sizes[::2], sizes[1::2], strict=True))
 
-    return ShardedLayer(tensor(), tensor(), torch.zeros((), dtype=torch.int64, device=mesh.device_type))
+
+class _CacheReader(nn.Module):
+    """Returns the keys and values that the first call of a model makes.
+
+    Args:
+        model: the model.
+        make_cache: makes an empty cache.
+    """
+
+    def __init__(self, model: nn.Module, make_cache: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model, self.make_cache = model, make_cache
+
+    def forward(self, **inputs: Any) -> list[tuple[Tensor, Tensor]]:
+        cache = self.make_cache()
+        self.model(**inputs, **{_CACHE: cache})
+        return [(layer.keys, layer.values) for layer in layers_of(cache)]
 
 
-def _empty_layer(example: ShardedLayer, keys: tuple[Placement, ...], values: tuple[Placement, ...]) -> ShardedLayer:
-    """Return a layer like an example, with zeros that lie so on its mesh."""
+class _Encoder(nn.Module):
+    """Runs a method that `generate()` calls before the model: by programs, but whole before parameters are placed.
 
-    def tensor(like: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-        return zeros(*like.shape, dtype=like.dtype, device_mesh=like.device_mesh, placements=placements)
+    Args:
+        model: the model.
+        runtime: of the model.
+        owner: the part of the model that has the method.
+        name: of the method.
+    """
 
-    length = torch.zeros_like(example.cumulative_length)
-    return ShardedLayer(tensor(example.keys, keys), tensor(example.values, values), length)
+    def __init__(self, model: nn.Module, runtime: Runtime, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner = owner
+        self._whole = getattr(owner, name)
+        path = next(path for path, part in model.named_modules() if part is owner)
+        register_forward_method(model, f"{path}.{name}".removeprefix("."))
+        self._programs = getattr(owner, name)
+        self._first_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+        @functools.wraps(self._whole)
+        def encode(*args: Any, **kwargs: Any) -> Any:
+            if runtime.maker.placed is not None:
+                return self._programs(*args, **kwargs)
+            # The program of a token, which decides how parameters lie, needs the sizes of what this one returns.
+            self._first_call = args, kwargs
+            tensors = itertools.chain(self.named_parameters(), self.named_buffers())
+            return functional_call(self, {name: local_of(tensor) for name, tensor in tensors}, args, kwargs)
+
+        setattr(owner, name, encode)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method on this rank alone."""
+        return self._whole(*args, **kwargs)
+
+    def make_program(self) -> None:
+        """Make the program of the call that came before parameters were placed, for later ones."""
+        if self._first_call is not None:
+            args, kwargs = self._first_call
+            self._first_call = None
+            self._programs(*args, **kwargs)
+
+
+def _encoders(model: Any, runtime: Runtime) -> list[_Encoder]:
+    """Return the methods that `generate()` calls before the model, which encode texts, sounds, images or videos."""
+    if model.config.is_encoder_decoder:
+        return [_Encoder(model, runtime, model.get_encoder(), "forward")]
+    if not model._supports_mm_encoder_outputs():
+        return []
+    names = ("get_image_features", "get_video_features")
+    return [_Encoder(model, runtime, model.base_model, name) for name in names if hasattr(model.base_model, name)]
