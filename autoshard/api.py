@@ -252,7 +252,9 @@ def parallelize(
     target = target.on_mesh(shape, plan)
     args, kwargs = global_example(module, args, kwargs, target, shape)
     planner = ModulePlanner(module, shape, target)
-    Runtime(ProgramMaker(module, mesh, planner, plan)).start(args, kwargs)
+    runtime = Runtime(ProgramMaker(module, mesh, planner, plan))
+    runtime.start(args, kwargs)
+    runtime.order.open(mesh)
     return module
 
 
