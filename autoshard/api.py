@@ -353,8 +353,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     backward.
 
     A sum has the size of the gradient before its reduction: where a parameter is sharded over the axis that splits the
-    batch, that of the whole parameter on this axis. A plan counts it with the option `accumulate`. Gradients that are
-    reduced in another dtype than the parameter's are reduced by every backward.
+    batch, that of the whole parameter on this axis. A plan counts it with the option `accumulate`. Where the
+    dtypes of reduction (`mp_policy`) and parameter differ, a sum has the wider one.
 
     Args:
         module: the result of `parallelize`; not a `PipelineModule`, whose `train_step` adds up its microbatches. All

@@ -84,7 +84,8 @@ class CallOrder:
 
     def open(self, device_mesh: DeviceMesh) -> None:
         """Begin to count calls; all ranks of the mesh call this together. New calls do not wait before."""
-        if is_alone(device_mesh):
+        # A process group of MPI has no store.
+        if is_alone(device_mesh) or _store() is None:
             return
         key = from_first_rank(device_mesh, lambda: uuid.uuid4().hex)
         self._entries = _Entries(f"autoshard/{key}", tuple(device_mesh.mesh.flatten().tolist()), self._advice)
@@ -111,8 +112,8 @@ class CallOrder:
             changes: why the programs that are there do not serve the call, if its inputs do not tell: texts by subject.
 
         Raises:
-            InputError: a rank runs a program instead, or does not come within the timeout of the process group. Nothing
-                was exchanged, and another call may take the place of this one.
+            InputError: a rank runs a program instead, or does not come within the timeout of the process group. A known
+                call may take the place of this one.
         """
         if self._entries is None:
             return

@@ -178,6 +178,7 @@ def test_a_new_call_beside_a_known_one_is_an_error_and_the_known_one_may_follow(
     assert first == second
 
 
+@pytest.mark.slow
 def test_of_three_ranks_two_raise_the_error_of_the_third() -> None:
     with Workers(3, timeout=60.0) as three:
         (raised, *_), (also_raised, *_), (logged, *_) = three.run(_said, _other_rows)
@@ -186,6 +187,7 @@ def test_of_three_ranks_two_raise_the_error_of_the_third() -> None:
     assert logged.endswith(raised)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ENDING_CASES, ids=lambda case: case.__name__[1:])
 def test_a_rank_in_a_known_call_raises_the_error_of_a_rank_that_ends(two: Workers, case: Callable[[], Calls]) -> None:
     with pytest.raises(AssertionError) as caught:
@@ -194,18 +196,20 @@ def test_a_rank_in_a_known_call_raises_the_error_of_a_rank_that_ends(two: Worker
     assert re.search(f"InputError: the ranks differ in .*{ENDING_CASES[case]}", str(caught.value)), caught.value
 
 
-def _late(seconds: float, limit: float) -> str:
+def _late(limit: float) -> str:
     module = _parallel()
     world: Any = dist.group.WORLD
     store = world.get_group_store()
     before = store.timeout
     store.set_timeout(timedelta(seconds=limit))
     try:
-        with mock.patch.object(call_order, "_LOOK_SECONDS", 0.1):
-            if dist.get_rank():
-                time.sleep(seconds)
-            module(_batch(6))
+        if dist.get_rank() and limit < 1:
+            store.wait(["rank 0 raised"], timedelta(seconds=60))
+        elif dist.get_rank():
+            time.sleep(0.5)
+        module(_batch(6))
     except InputError as error:
+        store.set("rank 0 raised", "")
         return str(error)
     finally:
         store.set_timeout(before)
@@ -213,7 +217,7 @@ def _late(seconds: float, limit: float) -> str:
 
 
 def test_a_rank_may_be_late_for_a_new_call_up_to_the_timeout_of_the_group(two: Workers) -> None:
-    assert two.run(_late, 1.0, 100.0) == ["nothing was raised"] * 2
-    first, second = two.run(_late, 2.0, 0.5)
+    assert two.run(_late, 100.0) == ["nothing was raised"] * 2
+    first, second = two.run(_late, 0.2)
     assert first == second
-    assert re.match(r"rank 1 began no new call within 0.5 s, the timeout of .* rank 0 did \(.*\(6, 6\)", first), first
+    assert re.match(r"rank 1 began no new call within 0.2 s, the timeout of .* rank 0 did \(.*\(6, 6\)", first), first
