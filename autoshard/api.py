@@ -213,7 +213,9 @@ def parallelize(
     target = target.on_mesh(shape, plan)
     args, kwargs = global_example(module, args, kwargs, target, shape)
     planner = ModulePlanner(module, shape, target)
-    Runtime(ProgramMaker(module, mesh, planner, plan)).start(args, kwargs)
+    runtime = Runtime(ProgramMaker(module, mesh, planner, plan))
+    runtime.start(args, kwargs)
+    runtime.order.open(mesh)
     return module
 
 
@@ -312,8 +314,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     backward.
 
     A sum has the size of the gradient before its reduction: where a parameter is sharded over the axis that splits the
-    batch, that of the whole parameter on this axis. A plan counts it with the option `accumulate`. Gradients that are
-    reduced in another dtype than the parameter's are reduced by every backward.
+    batch, that of the whole parameter on this axis. A plan counts it with the option `accumulate`. Where the
+    dtypes of reduction (`mp_policy`) and parameter differ, a sum has the wider one.
 
     Args:
         module: the result of `parallelize`; not a `PipelineModule`, whose `train_step` adds up its microbatches. All

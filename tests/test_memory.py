@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
@@ -89,14 +90,16 @@ def test_saved_tensors_are_freed_with_their_last_use_unless_the_graph_is_kept(re
                 )
 
 
-def test_sums_of_gradients_are_held_until_they_are_reduced() -> None:
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16)], ids=["float32", "bfloat16"])
+def test_sums_of_gradients_are_held_until_they_are_reduced(policy: MixedPrecisionPolicy | None) -> None:
     """In every run but the first: those of data parallel, and those of shards, which are whole before."""
     peaks = []
     for placement in (Replicate(), Shard(0)):
         module, inputs = build("MLP")
         with first_rank({"x": 2}) as mesh:
             hints = {"*.weight": placement}
-            autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), hints=hints, accumulate=3)
+            options = {"hints": hints, "accumulate": 3, "mp_policy": policy}
+            autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
             optimizer = torch.optim.AdamW(module.parameters())
             tracker = Tracker()
             for step in range(2):

@@ -35,7 +35,11 @@ _LINEAR = (
     aten.constant_pad_nd.default,
     aten.div.Scalar,
 )
-"""Operators that may follow a gradient's first reduction: linear, so that a sum of gradients may pass instead."""
+"""Operators that may follow a gradient's first reduction: linear, so that a sum of gradients may pass instead.
+
+So may a cast to the dtype of the parameter (`_CAST`), where the sum has the wider dtype of the two.
+"""
+_CAST = aten._to_copy.default
 
 DeferredReduction = Literal["step", "microbatch"]
 """The time to reduce gradients that are smaller once reduced: once per step, or with every microbatch.
@@ -107,7 +111,7 @@ def is_border(node: fx.Node) -> bool:
 
 def _uncast(node: fx.Node) -> fx.Node:
     """Return the operand of a result that is cast after its reduction; the result itself otherwise."""
-    source = node.all_input_nodes[0] if node.target is aten._to_copy.default else node
+    source = node.all_input_nodes[0] if node.target is _CAST else node
     return source if len(source.users) == 1 else node
 
 
@@ -252,9 +256,11 @@ def take_reductions(graph: fx.Graph, places: Collection[int], reduced: DeferredR
     sums = {place: later.placeholder(f"sum_{place}") for place in chains}
     reductions: list[fx.Node] = []
     for place, chain in chains.items():
-        results[place] = source = chain[0].all_input_nodes[0]
-        sums[place].meta = dict(source.meta)
-        reductions.append(_copy_chain(later, chain, sums[place]))
+        source = chain[0].all_input_nodes[0]
+        results[place] = wide = _widen(graph, source, chain)
+        sums[place].meta = dict(wide.meta)
+        total = sums[place] if wide is source else _copy_cast(later, wide, sums[place], source.meta["val"].dtype)
+        reductions.append(_copy_chain(later, chain, total))
     later.output(tuple(reductions))
     output.args = (tuple(results),)
     # Nothing uses the reductions any more.
@@ -299,6 +305,26 @@ def reduce_with_sums(graph: fx.Graph, unreduced: PendingReductions, places: Sequ
     return _bucket_and_schedule(last)
 
 
+def _widen(graph: fx.Graph, source: fx.Node, chain: Sequence[fx.Node]) -> fx.Node:
+    """Return a gradient before its reductions in the dtype of its sums: that to which the chain casts it, if wider.
+
+    A sum is rounded to the dtype of the reduction once, and not with every term.
+    """
+    casts = [node for node in chain if node.target is _CAST]
+    dtype = source.meta["val"].dtype
+    wide = torch.promote_types(dtype, chain[-1].meta["val"].dtype)
+    return source if wide == dtype else _copy_cast(graph, casts[-1], source, wide)
+
+
+def _copy_cast(graph: fx.Graph, cast: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Copy a cast, with another dtype, behind the operand `node`."""
+    with graph.inserting_after(node):
+        copied = graph.node_copy(cast, lambda _: node)
+    copied.kwargs = {**cast.kwargs, "dtype": dtype}
+    copied.meta["val"] = node.meta["val"].to(dtype)
+    return copied
+
+
 def _copy_chain(graph: fx.Graph, chain: Sequence[fx.Node], node: fx.Node) -> fx.Node:
     """Copy a chain of calls to another graph, behind `node`, the operand of the first; return the last copy."""
     for call in chain:
@@ -326,7 +352,7 @@ def _reductions(result: fx.Node) -> list[fx.Node]:
                 # Sums may not pass through other reductions, such as a maximum.
                 break
             first = len(chain) + 1
-        elif node.target not in _LINEAR:
+        elif node.target not in _LINEAR and node.target is not _CAST:
             break
         chain.append(node)
         node = node.all_input_nodes[0]

@@ -150,7 +150,7 @@ class _MethodRuntime:
         maker = ProgramMaker(self._caller, main.device_mesh, self._make_planner(self._caller, main.mesh, target), None)
         maker.placed = {f"{_CHILD}.{name}": placements for name, placements in main.maker.placed.items()}
         runtime = Runtime(maker)
-        runtime.accumulation = main.accumulation
+        runtime.accumulation, runtime.order = main.accumulation, main.order
         return runtime
 
 

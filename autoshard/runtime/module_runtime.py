@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import MethodType
@@ -28,6 +28,7 @@ from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import InputError
 from autoshard.program.localize import ProgramTensor
 from autoshard.runtime import _torch
+from autoshard.runtime.call_order import CallOrder
 from autoshard.runtime.calls import (
     MOST_PROGRAMS,
     CallSizes,
@@ -82,6 +83,7 @@ class CallProgram:
         graph: of the call.
         program: of the graph.
         locations: for every input of the program, a table of the module and its key, a tensor, or None for arguments.
+        texts: what all ranks have in common in calls of the signature, as for `CallOrder.begin_known`.
         compared: True if the ranks have compared the inputs of the first call.
         others: programs of the signature for other flags, numbers, submodules or hooks of the module.
         with_sums: the program whose backwards add up gradients; None before the first call in `autoshard.no_sync`.
@@ -90,6 +92,7 @@ class CallProgram:
     graph: JointGraph
     program: RunnableStep
     locations: tuple[tuple[dict[str, Any], str] | torch.Tensor | None, ...]
+    texts: Mapping[str, str]
     compared: bool = False
     others: tuple[CallProgram, ...] = ()
     with_sums: RunnableStep | None = None
@@ -139,6 +142,7 @@ class Runtime:
         input_placements: the placements of inputs in programs, which local inputs have in other calls, too.
         owners: the modules that hold the parameters that were placed, by the parameters' names.
         accumulation: the gradients that were added up in `autoshard.no_sync`.
+        order: of the calls of the module, its copies and its other methods.
     """
 
     def __init__(self, maker: ProgramMaker) -> None:
@@ -150,6 +154,7 @@ class Runtime:
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.owners: dict[str, nn.Module] = {}
         self.accumulation = Accumulation()
+        self.order = CallOrder(ADVICE)
         self.maker = maker
         self._compiles = False
         self._has_local_outputs = maker.target.outputs == "local"
@@ -222,6 +227,7 @@ class Runtime:
         forward_before = self.methods_before[0][2]
         copied.methods_before = [(module, "forward", copy.deepcopy(forward_before, memo))]
         copied._forward = copy.deepcopy(self._forward, memo)
+        copied.order = self.order
         copied.owners = {name: memo[id(owner)] for name, owner in self.owners.items() if id(owner) in memo}
         copied._has_warned = self._has_warned
         copied._original_programs = self._programs_by_fingerprint()
@@ -292,9 +298,13 @@ class Runtime:
         elif self.dynamic:
             self._compare_sizes(args, kwargs, grad)
         served, sizes = self._program_for_call(whole_args, whole_kwargs, grad)
-        if not served.compared:
-            self._compare(served, args, kwargs)
-        return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
+        try:
+            if not served.compared:
+                self._compare(served, args, kwargs)
+            return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
+        except RuntimeError as error:
+            self.order.raise_failure(error)
+            raise
 
     # Dynamo would trace the runtime, exchanges between ranks included, and fail.
     @torch.compiler.disable(reason="the programs of a parallelised module are compiled one by one")
@@ -420,6 +430,7 @@ class Runtime:
             return self._prepare(call)
         if match is not first:
             self._programs[call.signature] = match.put_before(first.candidates())
+        self.order.begin_known(match.texts)
         return match
 
     def _prepare(self, call: NewCall) -> CallProgram:
@@ -436,6 +447,11 @@ class Runtime:
         start = time.perf_counter()
         texts = describe_call(self.module, call.args, call.kwargs, call.grad)
         changed = {} if first is None else dict(first.graph.changes(call.args, call.kwargs))
+        if call.tangents == "all":
+            changed["the outputs that are differentiated"] = "others than the loss"
+        # Ranks compare the sizes of every call in these two cases, so what differs then is the state of the module.
+        common = {} if self.dynamic or self.inputs == "local" else texts
+        self.order.begin_new(common, changed)
         check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
         programs = dict(self._original_programs.get(call.signature, {}))
         programs |= {served.graph.fingerprint: served.program for served in earlier}
@@ -450,11 +466,12 @@ class Runtime:
         if not earlier and self.only_call is None:
             shapes = self._input_shapes(call.args, call.kwargs)
             self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
-        program = replace(program, general=self._general_program(call, graph), accumulation=self.accumulation)
+        general = self._general_program(call, graph)
+        program = replace(program, general=general, accumulation=self.accumulation, order=self.order)
         locations = tuple(self._location(graph, border) for border in program.step.inputs)
         # A program for the same state was made for fewer gradients, and goes.
         others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
-        served = CallProgram(graph, program, locations).put_before(others)
+        served = CallProgram(graph, program, locations, common).put_before(others)
         self._programs[call.signature] = served
         if len(self._programs) > MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]

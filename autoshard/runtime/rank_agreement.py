@@ -120,7 +120,7 @@ def on_first_rank(device_mesh: DeviceMesh, act: Callable[[], object]) -> None:
     on_all_ranks(device_mesh, lambda: act() if is_first_rank(device_mesh) else None)
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Return a text such as "rank 3" or "ranks 1, 2"."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
@@ -137,13 +137,21 @@ def check_ranks_agree(device_mesh: DeviceMesh, texts: Mapping[str, str], advice:
     Raises:
         InputError: the texts differ, on every rank; it shows all of them.
     """
-    ranks = gather_from_mesh(device_mesh, dict(texts))
-    for subject in dict.fromkeys(subject for rank_texts in ranks.values() for subject in rank_texts):
+    check_texts_agree(gather_from_mesh(device_mesh, dict(texts)), advice)
+
+
+def check_texts_agree(texts_by_rank: Mapping[int, Mapping[str, str]], advice: str) -> None:
+    """Compare the texts of ranks, as `check_ranks_agree` does.
+
+    Raises:
+        InputError: the texts of a subject differ; it shows those of all ranks.
+    """
+    for subject in dict.fromkeys(subject for rank_texts in texts_by_rank.values() for subject in rank_texts):
         by_text: dict[str, list[int]] = {}
-        for rank, rank_texts in ranks.items():
+        for rank, rank_texts in texts_by_rank.items():
             by_text.setdefault(rank_texts.get(subject, "nothing"), []).append(rank)
         if len(by_text) > 1:
-            answers = "; ".join(f"{text} on {_ranks_text(members)}" for text, members in by_text.items())
+            answers = "; ".join(f"{text} on {ranks_text(members)}" for text, members in by_text.items())
             raise InputError(f"the ranks differ in {subject}: {answers}. {advice}")
 
 

@@ -21,6 +21,7 @@ from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.program.split import Halves
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime._torch import DTensorSpec, dtensor, dtensor_spec_of, is_view, local_tensors, per_rank
+from autoshard.runtime.call_order import CallOrder
 from autoshard.runtime.gradient_sums import Accumulation, GradientSums, OpenSums
 from autoshard.runtime.rank_agreement import Seeds, coordinates_on
 from autoshard.runtime.shards import coordinate_of, local_of
@@ -83,6 +84,7 @@ class RunnableStep:
         split: makes other halves of the step, by `compile` and `reduced` of `split_again`; None if there are no others.
         compiled: True if the halves are compiled.
         accumulation: what the module's backwards in `autoshard.no_sync` add up; None if its programs are run otherwise.
+        order: of the module's calls; None without.
     """
 
     step: LocalStep
@@ -94,6 +96,7 @@ class RunnableStep:
     split: Callable[[bool, DeferredReduction | None], Halves] | None = None
     compiled: bool = False
     accumulation: Accumulation | None = None
+    order: CallOrder | None = None
 
     def with_sums(self) -> RunnableStep:
         """Return the program whose backwards add up gradients in `autoshard.no_sync`; itself if it reduces none."""
@@ -271,8 +274,13 @@ class _ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        with torch.no_grad():
-            results = _gradients(ctx, gradients)
+        try:
+            with torch.no_grad():
+                results = _gradients(ctx, gradients)
+        except RuntimeError as error:
+            if ctx.program.order is not None:
+                ctx.program.order.raise_failure(error)
+            raise
         # With create_graph=True.
         if torch.is_grad_enabled():
             results = _LastDerivative.apply(len(ctx.histories), *ctx.histories, *results)
@@ -339,6 +347,9 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
     if any(gradient is not None and name not in expected for name, gradient in gradient_of_output.items()):
         step, results = _differentiate_all(ctx, program, gradient_of_output)
     else:
+        if program.general is not None and program.order is not None:
+            # Other ranks may be about to make the general program.
+            program.order.begin_known({})
         saved = list(ctx.saved_tensors[: ctx.count])
         # Frees them after their last use, unless the graph is to be kept.
         ctx.maybe_clear_saved_tensors()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate
 
 import autoshard
 from autoshard.pipeline.graph.forward_export import export_forward, is_cast
@@ -67,17 +69,16 @@ def test_every_stage_casts_what_it_holds_once() -> None:
         assert all(value.like.dtype == BF16 for value in part.passed if value.like.is_floating_point())
 
 
-def test_gradients_that_are_reduced_in_their_own_dtype_are_so_once_per_step() -> None:
-    def planned(policy: MixedPrecisionPolicy | None) -> PipelinePlan:
+@pytest.mark.parametrize("policy", [LOWER, MixedPrecisionPolicy(BF16)], ids=["float32", "bfloat16"])
+def test_gradients_are_reduced_once_per_step_in_the_dtype_of_the_policy(policy: MixedPrecisionPolicy) -> None:
+    def reduction_seconds(ranks: int) -> float:
         plan = autoshard.plan(
-            Tied(), {"pp": 2, "dp": 2}, (), example(512), mp_policy=policy, cluster=fast_links(),
-            search=autoshard.Search(time_limit=10.0),
-            pipeline=autoshard.Pipeline(microbatches=4, schedule="GPipe", batch_dims=ONE_SCALE),
+            Tied(), {"pp": 2, "dp": ranks}, (), example(512), mp_policy=policy, cluster=fast_links(),
+            hints={"*": {"dp": Replicate()}}, search=autoshard.Search(effort="fast"),
+            pipeline=autoshard.Pipeline(microbatches=4, schedule="GPipe", batch_dims=ONE_SCALE, virtual=1),
         )  # fmt: skip
         assert isinstance(plan, PipelinePlan)
-        return plan
+        return max(cost.reduction_seconds for cost in plan.costs)
 
-    once, each = planned(LOWER), planned(MixedPrecisionPolicy(BF16))
-    # The sums of microbatches are of more than bfloat16: the end of the step hands gradients on, and reduces none.
-    reduces, hands_on = (max(cost.reduction_seconds for cost in plan.costs) for plan in (once, each))
-    assert reduces > 2 * hands_on, (reduces, hands_on)
+    # One rank hands gradients on at the end of the step, and reduces none.
+    assert reduction_seconds(2) > 2 * reduction_seconds(1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
@@ -105,6 +106,30 @@ def test_gradients_are_reduced_once(hints: Any) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             _same(model, alone)
+
+
+@pytest.mark.parametrize("hints", [DATA_PARALLEL, IN_SHARDS])
+def test_gradients_that_are_reduced_in_a_narrower_dtype_are_added_up_in_that_of_the_parameter(hints: Any) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    model, every, batches = Net(), Net(), _batches()
+    losses = [lambda net, x=x: net(x) / MICROBATCHES for x in batches]
+    with simulated_mesh(dp=2) as mesh:
+        for net in (model, every):
+            autoshard.parallelize(
+                net, mesh, (batches[0],), hints=hints, cluster=fast_links(), mp_policy=policy, accumulate=MICROBATCHES
+            )
+        whole, *_ = _accumulate(every, losses, parallel=False)
+        first, *others, last = _accumulate(model, losses, parallel=True)
+        assert first < whole
+        assert others == [first] * (MICROBATCHES - 2)
+        assert last == whole
+        for parameter, reference in zip(model.parameters(), every.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert reference.grad is not None
+            assert parameter.grad.dtype == torch.float64
+            pairs = zip(held_by_ranks(parameter.grad), held_by_ranks(reference.grad), strict=True)
+            for held, expected in pairs:
+                torch.testing.assert_close(held, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_other_programs_and_losses() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple, NoReturn
@@ -26,7 +27,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.plan.pipeline_replanner import PipelineReplanner
 from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
-from autoshard.pipeline.run.stage_runtime import CallCache, PreparedCall
+from autoshard.pipeline.run.stage_runtime import ADVICE, CallCache, PreparedCall
 from autoshard.pipeline.run.stage_state import (
     TiedParameters,
     check_same_placements,
@@ -35,6 +36,7 @@ from autoshard.pipeline.run.stage_state import (
     tie,
 )
 from autoshard.planner.progress_line import show_progress
+from autoshard.runtime.call_order import CallOrder
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.copies import pickle_error
 from autoshard.runtime.materialize import Initializer, materialize_stages
@@ -158,6 +160,8 @@ class PipelineModule(nn.Module):
         self._prepared_calls: dict[Hashable, tuple[PreparedCall, ...]] = {}
         # Kinds of calls whose first batch the ranks have compared; later ones would cost a step its speed.
         self._compared_signatures: set[Hashable] = set()
+        self._order = CallOrder(ADVICE)
+        self._order.open(call_cache.device_mesh)
         self._tied_parameters = TiedParameters(self, first.stages, plan.schedule.placement, call_cache.group)
         self._tied_parameters.broadcast_values()
         install_hooks(self)
@@ -178,7 +182,11 @@ class PipelineModule(nn.Module):
         signature = signature_of(cache.model, args, kwargs, torch.is_grad_enabled())
         known = self._prepared_calls.get(signature, ())
         prepared = next((call for call in known if call.call_format.state.guards.hold()), None)
-        if prepared is None:
+        if prepared is not None:
+            self._order.begin_known(prepared.texts)
+        else:
+            changes = dict(known[0].call_format.state.guards.changes()) if known else {}
+            self._order.begin_new(cache.describe_call(args, kwargs), changes)
             cache.compare_calls(args, kwargs)
             check_invalidating_effects([call.call_format.state for call in known])
             self._check_model()
@@ -299,19 +307,29 @@ class PipelineModule(nn.Module):
         """
         if not torch.is_grad_enabled():
             raise PipelineError("train_step computes gradients, and torch.no_grad() is active: call eval_step there.")
-        prepared = self._prepared_call(args, kwargs)
-        if prepared.runtime.loss is None:
-            raise PipelineError(
-                f"{type(self._call_cache.model).__name__} returns no loss, a floating tensor without dims, so there is "
-                f"nothing to train: let forward compute it, and pass the targets to it."
-            )
-        batch = prepared.call_format.split(args, kwargs)
-        # Only the gradients of this step are summed over the ranks of a tied parameter: earlier ones are already.
-        self._tied_parameters.stash_gradients()
-        loss = prepared.runtime.train(batch)
-        self._tied_parameters.sum_gradients()
+        with self._explained_errors():
+            prepared = self._prepared_call(args, kwargs)
+            if prepared.runtime.loss is None:
+                raise PipelineError(
+                    f"{type(self._call_cache.model).__name__} returns no loss, a floating tensor without dims, so "
+                    "there is nothing to train: let forward compute it, and pass the targets to it."
+                )
+            batch = prepared.call_format.split(args, kwargs)
+            # Only the gradients of this step are summed over the ranks of a tied parameter: earlier ones are already.
+            self._tied_parameters.stash_gradients()
+            loss = prepared.runtime.train(batch)
+            self._tied_parameters.sum_gradients()
         prepared.call_format.state.apply_effects()
         return loss
+
+    @contextlib.contextmanager
+    def _explained_errors(self) -> Iterator[None]:
+        """Context of a step, which raises the error of ranks that were in another call as the reason of its own."""
+        try:
+            yield
+        except (RuntimeError, PipelineError) as error:
+            self._order.raise_failure(error)
+            raise
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Evaluation:
         """Run forward of a whole batch, without gradients.
@@ -326,7 +344,7 @@ class PipelineModule(nn.Module):
         Raises:
             InputError, PipelineError: as for `train_step`.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self._explained_errors():
             prepared = self._prepared_call(args, kwargs)
             loss, outputs = prepared.runtime.evaluate(prepared.call_format.split(args, kwargs))
             prepared.call_format.state.apply_effects()

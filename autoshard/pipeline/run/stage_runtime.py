@@ -38,6 +38,9 @@ from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, on_all_ranks
 from autoshard.specs.axes import MeshShape
 
+# The end of an error about ranks whose calls differ.
+ADVICE = "All ranks call the pipeline alike, each with the whole batch."
+
 _FORWARD = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
 
 
@@ -319,12 +322,14 @@ class PreparedCall:
         call_format: of such calls.
         stages: all stages; once it is in use, those of this rank.
         runtime: runs the stages of this rank.
+        texts: what all ranks have in common in such a call, as for `CallOrder.begin_known`.
         entries: the parameters and buffers of these stages in the pipeline module.
     """
 
     call_format: CallFormat
     stages: tuple[StageModule, ...]
     runtime: PipelineRuntime
+    texts: Mapping[str, str]
     entries: tuple[StateEntry, ...] = ()
 
 
@@ -370,11 +375,11 @@ class CallCache:
         Raises:
             InputError: they do not; raised on every rank.
         """
-        check_ranks_agree(
-            self.device_mesh,
-            describe_call(self.model, args, kwargs, torch.is_grad_enabled()),
-            "All ranks call the pipeline alike, each with the whole batch.",
-        )
+        check_ranks_agree(self.device_mesh, self.describe_call(args, kwargs), ADVICE)
+
+    def describe_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
+        """Return texts of all that ranks must have in common in a call."""
+        return describe_call(self.model, args, kwargs, torch.is_grad_enabled())
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PreparedCall:
         """Cut a call with a whole batch into stages; nothing is parallelised yet.
@@ -404,7 +409,7 @@ class CallCache:
             # With its index: torch's threads may have another current device.
             device = torch.device(device.type, torch.get_device_module(device.type).current_device())
         runtime = PipelineRuntime(held, plan.schedule, self._position, device, call_format.loss())
-        return PreparedCall(call_format, stages, runtime)
+        return PreparedCall(call_format, stages, runtime, self.describe_call(args, kwargs))
 
     def own_stages(self, stages: Sequence[StageModule]) -> tuple[StageModule, ...]:
         """Return the stages of this rank."""

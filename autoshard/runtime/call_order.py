@@ -1,0 +1,273 @@
+"""The order of a module's calls: an error, and no hang, where a call is new on some ranks and known on others.
+
+A new call begins with a comparison over all ranks, a known one with the collectives of its program: ranks in the one
+would wait for ranks in the other. So a rank with a new call first waits, in the store of the process group, until the
+call is new on all ranks. A rank that runs a program instead waits for the others, too, and a thread of it answers them.
+The thread reads the store only while the rank begins no call: calls in steady progress send nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import queue
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.errors import InputError
+from autoshard.runtime.rank_agreement import check_texts_agree, from_first_rank, is_alone, ranks_text
+
+_log = logging.getLogger("autoshard")
+
+# Seconds without a call after which a rank reads the store, doubled up to the longest at each further look: one process
+# serves the store to all ranks. Not tuned.
+_LOOK_SECONDS = 2.0
+_LONGEST_LOOK = 8.0
+# The same of a rank that waits for others.
+_POLL_SECONDS = 0.001
+_LONGEST_POLL = 0.5
+# The entry about the end of a new call that all ranks made; else it is the text of an error.
+_BEGUN = "begun"
+# What ranks differ in where all else is equal.
+_PROGRAM = "the program of the call"
+
+
+class _Position(NamedTuple):
+    """A rank's place in the order of calls.
+
+    Attributes:
+        begun: the number of calls that it has begun.
+        last_new: the index of the last one that was new; -1 if none was.
+        texts: of the last one, as for `CallOrder.begin_known`.
+    """
+
+    begun: int
+    last_new: int
+    texts: Mapping[str, str]
+
+
+class _Failure(NamedTuple):
+    """The error of ranks whose call was new where that of this rank was known.
+
+    Attributes:
+        position: of this rank when it answered them.
+        call: the index of the call.
+        text: of the error.
+    """
+
+    position: _Position
+    call: int
+    text: str
+
+
+class CallOrder:
+    """The order of the calls of a module, its copies and its other methods, which all ranks have in common.
+
+    Args:
+        advice: the end of an error, about what to change.
+    """
+
+    def __init__(self, advice: str) -> None:
+        self._advice = advice
+        self._position = _Position(0, -1, {})
+        self._entries: _Entries | None = None
+        self._failure: _Failure | None = None
+
+    def open(self, device_mesh: DeviceMesh) -> None:
+        """Begin to count calls; all ranks of the mesh call this together. New calls do not wait before."""
+        # A process group of MPI has no store.
+        if is_alone(device_mesh) or _store() is None:
+            return
+        key = from_first_rank(device_mesh, lambda: uuid.uuid4().hex)
+        self._entries = _Entries(f"autoshard/{key}", tuple(device_mesh.mesh.flatten().tolist()), self._advice)
+        ended = queue.SimpleQueue[None]()
+        # As a daemon it does not keep a process alive.
+        thread = threading.Thread(target=_watch, args=(weakref.ref(self), ended), name="autoshard calls", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, thread, ended)
+
+    def begin_known(self, texts: Mapping[str, str]) -> None:
+        """Count a call whose program is there.
+
+        Args:
+            texts: for every subject that ranks have in common in such calls, a text to compare and to show.
+        """
+        begun, last_new, _ = self._position
+        self._position = _Position(begun + 1, last_new, texts)
+
+    def begin_new(self, texts: Mapping[str, str], changes: Mapping[str, str]) -> None:
+        """Wait until all ranks begin a call that is new on each.
+
+        Args:
+            texts: as for `begin_known`.
+            changes: why the programs that are there do not serve the call, if its inputs do not tell: texts by subject.
+
+        Raises:
+            InputError: a rank runs a program instead, or does not come within the timeout of the process group. A known
+                call may take the place of this one.
+        """
+        if self._entries is None:
+            return
+        call = self._position.begun
+        reasons = "; ".join(f"{subject}: {text}" for subject, text in changes.items())
+        self._entries.await_ranks(call, {**texts, _PROGRAM: f"a new one ({reasons})" if reasons else "a new one"})
+        self._position = _Position(call + 1, call, texts)
+
+    def answer(self, before: _Position | None) -> _Position:
+        """Return the position of this rank; answer ranks that wait for it if it has not moved since an earlier look."""
+        position = self._position
+        if position is before and self._entries is not None:
+            answered = -1 if self._failure is None else self._failure.call
+            failure = self._entries.refuse(position, answered)
+            if failure is not None:
+                self._failure = failure
+                _log.error("rank %d is in a call that other ranks do not make: %s", dist.get_rank(), failure.text)
+        return position
+
+    def raise_failure(self, error: Exception) -> None:
+        """Raise the error of other ranks if their end is the reason of an error in the program of this rank's call."""
+        if self._failure is not None and self._failure.position is self._position:
+            raise InputError(self._failure.text) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """The entries about calls in the store of the process group.
+
+    Attributes:
+        prefix: of their keys.
+        ranks: of the mesh.
+        advice: as for `CallOrder`.
+    """
+
+    prefix: str
+    ranks: tuple[int, ...]
+    advice: str
+
+    def await_ranks(self, call: int, texts: Mapping[str, str]) -> None:
+        """Wait until all ranks come to a call that is new here; raise an `InputError` if one does not.
+
+        Args:
+            call: its index.
+            texts: of this rank, to compare and to show.
+        """
+        store, end, own = _store(), self._end(call), self._texts(call, dist.get_rank())
+        # It comes again with another call after an error.
+        has_come = store.check([own])
+        store.set(own, json.dumps(dict(texts)))
+        store.set(self._latest, str(call))
+        if not has_come and store.add(f"{self.prefix}/{call}/ranks", 1) == len(self.ranks):
+            store.compare_set(end, "", _BEGUN)
+        # Zero stands for no limit.
+        limit, seconds = store.timeout.total_seconds() or math.inf, _POLL_SECONDS
+        deadline = time.monotonic() + limit
+        # `store.wait` writes warnings on standard error where it ends without the entry.
+        while not store.check([end]):
+            if time.monotonic() > deadline:
+                store.compare_set(end, "", self._late_text(call, limit))
+            time.sleep(seconds)
+            seconds = min(2 * seconds, _LONGEST_POLL)
+        text = store.get(end).decode()
+        if text != _BEGUN:
+            raise InputError(text)
+
+    def refuse(self, position: _Position, answered: int) -> _Failure | None:
+        """Give ranks their error that wait for a call instead of which this rank began another; return it.
+
+        Args:
+            position: of this rank.
+            answered: the index of the last call for which it did that; -1 if there is none.
+        """
+        store = _store()
+        if not store.check([self._latest]):
+            return None
+        call = int(store.get(self._latest))
+        if not max(position.last_new, answered) < call < position.begun:
+            return None
+        texts_by_rank = {**self._read(call), dist.get_rank(): {**position.texts, _PROGRAM: "one that is there"}}
+        # Ranks show no sizes where a program serves several.
+        common = set.intersection(*map(set, texts_by_rank.values()))
+        compared = {
+            rank: {subject: text for subject, text in texts.items() if subject in common}
+            for rank, texts in sorted(texts_by_rank.items())
+        }
+        try:
+            check_texts_agree(compared, self.advice)
+        except InputError as error:
+            return _Failure(position, call, store.compare_set(self._end(call), "", str(error)).decode())
+        return None
+
+    def _late_text(self, call: int, limit: float) -> str:
+        texts_by_rank = self._read(call)
+        missing = [rank for rank in self.ranks if rank not in texts_by_rank]
+        shown = "; ".join(f"{subject}: {text}" for subject, text in texts_by_rank[dist.get_rank()].items())
+        return (
+            f"{ranks_text(missing)} began no new call within {limit:g} s, the timeout of the process group, and "
+            f"{ranks_text(sorted(texts_by_rank))} did ({shown}). {self.advice} If ranks have other work for so long, "
+            "pass a larger timeout to torch.distributed.init_process_group."
+        )
+
+    def _read(self, call: int) -> dict[int, dict[str, str]]:
+        """Return the texts of the ranks that have come to a call."""
+        store, keys = _store(), {rank: self._texts(call, rank) for rank in self.ranks}
+        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+
+    @property
+    def _latest(self) -> str:
+        return f"{self.prefix}/latest"
+
+    def _end(self, call: int) -> str:
+        return f"{self.prefix}/{call}/end"
+
+    def _texts(self, call: int, rank: int) -> str:
+        return f"{self.prefix}/{call}/texts/{rank}"
+
+
+def _store() -> Any:
+    """Return the store of the default process group; nothing holds it longer, as its process would go on serving it."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("the process group was destroyed")
+    return group.get_group_store()
+
+
+def _watch(reference: weakref.ref[CallOrder], ended: queue.SimpleQueue[None]) -> None:
+    """Answer other ranks until the order is dropped, the process ends, or the store is gone."""
+    position, seconds = None, _LOOK_SECONDS
+    while _is_empty(ended, seconds):
+        order = reference()
+        if order is None:
+            return
+        before = position
+        try:
+            position = order.answer(before)
+        except RuntimeError:
+            return
+        del order
+        seconds = min(2 * seconds, _LONGEST_LOOK) if position is before else _LOOK_SECONDS
+
+
+def _is_empty(ended: queue.SimpleQueue[None], seconds: float) -> bool:
+    """Return True if nothing is put into a queue for some seconds."""
+    try:
+        ended.get(timeout=seconds)
+    except queue.Empty:
+        return True
+    return False
+
+
+def _end(thread: threading.Thread, ended: queue.SimpleQueue[None]) -> None:
+    """End a thread: torch may crash where the interpreter ends beside a thread that is in the store."""
+    # No process that was forked from this one has the thread.
+    if thread.is_alive() and thread is not threading.current_thread():
+        ended.put(None)
+        thread.join(timeout=1.0)
