@@ -388,8 +388,8 @@ def test_options_that_do_not_exist(
 
 
 def test_examples_that_the_module_does_not_take(mesh: DeviceMesh) -> None:
-    refused(CaptureError, ["too many positional arguments"], Mlp(), mesh, (X, X))
-    refused(CaptureError, ["missing a required argument: 'x'"], Mlp(), mesh, example_kwargs={"y": X})
+    refused(CaptureError, ["too many positional arguments", "example_args"], Mlp(), mesh, (X, X))
+    refused(CaptureError, ["missing a required argument: 'x'", "example_args"], Mlp(), mesh, example_kwargs={"y": X})
     refused(CaptureError, ["[8, 17] X [16, 32]"], Mlp(), mesh, (torch.randn(8, 17),))
 
 

@@ -33,6 +33,10 @@ _TRACED = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 # Words in the text of an error, and advice; the first entry that fits is given.
 _ADVICE = (
     (
+        ("missing a required argument", "too many positional arguments", "got an unexpected keyword argument"),
+        "pass the arguments of one call of forward as example_args and example_kwargs",
+    ),
+    (
         ("data-dependent", "Could not guard", "unbacked", "torch.cond", ".item()", "control flow"),
         "the graph must not depend on the numbers in a tensor, nor on drawn ones. Compute both ways and choose by "
         "torch.where, hoist the branch or the draw out of forward, or pass the value as a plain Python argument",

@@ -196,7 +196,10 @@ class ShortfallError(BudgetError):
         planner, least = self._planner, self._least
         parts = ", ".join(f"{name} {format_bytes(held)}" for name, held in memory_parts(least).items())
         where = f"in the {least.phase}{f' of {least.module}' if least.module else ''}" if least.phase else ""
-        listed = "".join(f", {remedy}" for remedy in remedies)
+        # What the optimizer holds at its peak does not depend on the batch.
+        batch = [] if least.phase == "optimizer" else ["make the batch smaller"]
+        *listed, last = [f"Raise memory_limit to {least.peak} bytes", *remedies, *batch]
+        advice = f"{', '.join(listed)}, or {last}" if listed else last
         shortened = (
             f" The search ended at time_limit={planner.settings.time_limit:g} s: a longer one may find a smaller peak."
             if self._late
@@ -204,8 +207,7 @@ class ShortfallError(BudgetError):
         )
         return (
             f"no plan fits in {format_bytes(self._limit)} per device on mesh {planner.mesh}: the smallest peak found "
-            f"is {format_bytes(least.peak)}, {where} ({parts}). Raise memory_limit to {least.peak} bytes{listed}, or "
-            f"make the batch smaller.{shortened}"
+            f"is {format_bytes(least.peak)}, {where} ({parts}). {advice}.{shortened}"
         )
 
     def _find_remedies(self) -> Iterator[str]:
