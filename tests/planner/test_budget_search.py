@@ -196,3 +196,12 @@ def test_a_larger_share_has_what_a_smaller_one_has(sizes: dict[str, int], some: 
     assert few <= many == frozenset(names_by_size(sizes)[: len(many)])
     assert largest_names(sizes, 1.0) == frozenset(sizes)
     assert len(largest_names(sizes, 0.0)) == min(len(sizes), 1)
+
+
+@pytest.mark.parametrize(("batch", "is_remedy"), [(2, False), (4096, True)])
+def test_a_smaller_batch_is_a_remedy_where_activations_make_the_peak(batch: int, is_remedy: bool) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, device="meta") for _ in range(8)))
+    example = torch.empty(batch, 64, device="meta")
+    with pytest.raises(BudgetError, match="Raise memory_limit to") as caught:
+        autoshard.plan(model, {"x": 2}, (example,), memory_limit=1024, optimizer="adamw")
+    assert ("make the batch smaller" in str(caught.value)) == is_remedy
