@@ -339,7 +339,8 @@ def reference_draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _run_seeded(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> tuple[Any, ...]:
-    torch.manual_seed(seed)
+    # The generators of GPUs stay as they are: only this one is put back.
+    torch.default_generator.manual_seed(seed)
     result = op(*args, **kwargs)
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 

@@ -85,12 +85,13 @@ def qwen2_vl() -> ModelCall:
 def rt_detr() -> ModelCall:
     backbone = transformers.RTDetrResNetConfig(
         embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic",
-        out_features=["stage2", "stage3", "stage4"],
+        out_features=["stage2", "stage3"],
     )  # fmt: skip
     config = transformers.RTDetrConfig(
         backbone=None, use_timm_backbone=False, use_pretrained_backbone=False, backbone_config=backbone,
-        freeze_backbone_batch_norms=False, encoder_hidden_dim=16, encoder_in_channels=[8, 16, 16],
-        encoder_attention_heads=2, decoder_in_channels=[16, 16, 16], decoder_n_points=2, num_denoising=0, dropout=0.0,
+        freeze_backbone_batch_norms=False, encoder_hidden_dim=16, encoder_in_channels=[8, 16], feat_strides=[8, 16],
+        encode_proj_layers=[1], num_feature_levels=2, encoder_attention_heads=2, decoder_in_channels=[16, 16],
+        decoder_n_points=2, num_denoising=0, dropout=0.0,
         **{name: value for name, value in {**SMALL, **LAYERS}.items() if name != "encoder_attention_heads"},
     )  # fmt: skip
     return SquaredOutputsLoss(transformers.RTDetrForObjectDetection(config), "logits", "pred_boxes"), _images()

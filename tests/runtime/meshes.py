@@ -47,6 +47,8 @@ def _dispatch(
 
     A subclass of the mode would not be known to the operators that are registered for the mode.
     """
+    if mode._disable and not types:
+        return func(*args, **(kwargs or {}))  # torch's own does the same, after a look through all arguments
     exchanges = func.namespace == "_c10d_functional" and func is not torch.ops._c10d_functional.wait_tensor.default
     if not mode._disable and (exchanges or func is torch.ops.c10d.broadcast_.default):
 
@@ -54,9 +56,10 @@ def _dispatch(
             return tensor if isinstance(tensor, LocalTensor) else LocalTensor(dict.fromkeys(sorted(mode.ranks), tensor))
 
         args, kwargs = pytree.tree_map_only(Tensor, of_ranks, (args, kwargs))
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    apart = all(isinstance(tensor, LocalTensor) for tensor in tensors)
-    assert mode._disable or func.namespace != "c10d" or apart, f"{func} changes a tensor of all ranks in place"
+    if not mode._disable and func.namespace == "c10d":
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        apart = all(isinstance(tensor, LocalTensor) for tensor in tensors)
+        assert apart, f"{func} changes a tensor of all ranks in place"
     return _dispatch_of_torch(mode, func, types, args, kwargs)
 
 

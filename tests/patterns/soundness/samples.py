@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +34,15 @@ def opinfo_names() -> list[str]:
     return sorted({info.name for info in op_db if not any(word in info.name for word in _SPARSE)} - _NOT_HERE)
 
 
+@functools.cache
+def _infos() -> dict[str, list[Any]]:
+    """The entries of torch's operator database, by name; it takes long to ask one for its name."""
+    found: dict[str, list[Any]] = {}
+    for info in op_db:
+        found.setdefault(info.name, []).append(info)
+    return found
+
+
 def opinfo_calls(name: str, most: int = 20) -> Iterator[RecordedOperator]:
     """What torch's samples of one function call, forward and backward.
 
@@ -40,7 +50,7 @@ def opinfo_calls(name: str, most: int = 20) -> Iterator[RecordedOperator]:
         name: of an entry of torch's operator database.
         most: of how many samples in double precision; of those of each other type a quarter as many are taken.
     """
-    for info in (info for info in op_db if info.name == name):
+    for info in _infos()[name]:
         supported = info.supported_dtypes("cpu")
         main = next((dtype for dtype in (torch.float64, *_FALLBACK) if dtype in supported), None)
         for dtype in dict.fromkeys((main, *_BESIDES)):
@@ -63,7 +73,7 @@ def _of_dtype(info: Any, dtype: torch.dtype, most: int) -> Iterator[list[Recorde
 
 
 def _record_samples(info: Any, dtype: torch.dtype, most: int) -> Iterator[list[RecordedOperator]]:
-    torch.manual_seed(0)  # the same numbers whatever was sampled before
+    torch.default_generator.manual_seed(0)  # the same numbers whatever was sampled before
     grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     # `info.sample_inputs` is the same, and looks through the whole stack for the name of a test of torch's own.
     for sample in itertools.islice(info.sample_inputs_func(info, "cpu", dtype, grad), most):
