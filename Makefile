@@ -12,9 +12,6 @@ BIN := .venv/bin/python -m
 # The stamp names this checkout and the interpreter: an environment that came from elsewhere is completed, not trusted.
 STAMP := .venv/.installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 
-# Processes that tests start read what another has compiled, also where the environment says that none shall write it.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: install demo demo-pipeline test lint types format layers pages docs benchmark clean
 
 install: $(STAMP)
