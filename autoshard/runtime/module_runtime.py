@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +25,9 @@ from autoshard.capture.joint import JointGraph, warn_of_global_hooks
 from autoshard.capture.python_state import check_invalidating_effects
 from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import InputError
-from autoshard.program.localize import ProgramTensor
 from autoshard.runtime import _torch
 from autoshard.runtime.call_order import CallOrder
+from autoshard.runtime.call_outputs import CallOutputs
 from autoshard.runtime.calls import (
     MOST_PROGRAMS,
     CallSizes,
@@ -54,12 +53,13 @@ from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.copies import bound_forward, pickle_error, share_specs
 from autoshard.runtime.gradient_sums import Accumulation
 from autoshard.runtime.hub_methods import replace_hub_methods
-from autoshard.runtime.in_place_changes import check_changes, place_constant, write_back
+from autoshard.runtime.in_place_changes import check_changes, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
 from autoshard.runtime.part_calls import check_calls, checks_of, uncheck_method
 from autoshard.runtime.program_maker import ProgramMaker
+from autoshard.runtime.program_tensors import Location, find_tensors, local_inputs, locate, replaced_error
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
-from autoshard.runtime.shards import local_of, place_buffers, to_mesh_device
+from autoshard.runtime.shards import place_buffers
 from autoshard.runtime.step import RunnableStep
 from autoshard.size import Sizes, at
 
@@ -91,7 +91,7 @@ class CallProgram:
 
     graph: JointGraph
     program: RunnableStep
-    locations: tuple[tuple[dict[str, Any], str] | torch.Tensor | None, ...]
+    locations: tuple[Location, ...]
     texts: Mapping[str, str]
     compared: bool = False
     others: tuple[CallProgram, ...] = ()
@@ -157,8 +157,7 @@ class Runtime:
         self.order = CallOrder(ADVICE)
         self.maker = maker
         self._compiles = False
-        self._has_local_outputs = maker.target.outputs == "local"
-        self._has_planned_outputs = maker.target.output_placements is not None
+        self._outputs = CallOutputs.of(maker)
         # Of hooks for all modules.
         self._has_warned = False
         self._programs: dict[Hashable, CallProgram] = {}
@@ -439,7 +438,7 @@ class Runtime:
         for name, owner in _owners(self.module):
             parameter = owner._parameters[name.rpartition(".")[2]]
             if self.owners.get(name) is owner and not isinstance(parameter, DTensor):
-                raise _replaced_error(name, parameter)
+                raise replaced_error(name, parameter)
         first = self._programs.get(call.signature)
         earlier = () if first is None else first.candidates()
         check_invalidating_effects([served.graph.state for served in earlier])
@@ -468,7 +467,7 @@ class Runtime:
             self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
         general = self._general_program(call, graph)
         program = replace(program, general=general, accumulation=self.accumulation, order=self.order)
-        locations = tuple(self._location(graph, border) for border in program.step.inputs)
+        locations = tuple(locate(self.module, graph, border, self.device_mesh) for border in program.step.inputs)
         # A program for the same state was made for fewer gradients, and goes.
         others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
         served = CallProgram(graph, program, locations, common).put_before(others)
@@ -503,102 +502,28 @@ class Runtime:
         kinds = tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
         return call.grad, self.module.training, kinds, sizes
 
-    def _location(self, graph: JointGraph, border: ProgramTensor) -> tuple[dict[str, Any], str] | torch.Tensor | None:
-        """Return where to find an input of the program: a table of the module and its key, or the tensor itself."""
-        if border.kind in ("parameter", "buffer"):
-            owner, _, name = border.name.rpartition(".")
-            module = self.module.get_submodule(owner)
-            return (module._parameters if border.kind == "parameter" else module._buffers), name
-        if border.kind == "constant":
-            item = next(item for item in graph.inputs if item.kind == "constant" and item.name == border.name)
-            return place_constant(self.module, item, self.device_mesh)
-        return None
-
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._compiles and not served.program.compiled:
             served.program, served.with_sums = served.program.with_compiler(), None
         program = served.accumulating_program(self.accumulation.active)
         step = program.step
-        leaves = iter(served.graph.call.flatten(args, kwargs))
         # The tensors that the user knows, in the order of the program's inputs.
-        sources = []
-        for border, place in zip(step.inputs, served.locations, strict=True):
-            if isinstance(place, tuple):
-                tensor = place[0].get(place[1])
-                if tensor is None or (border.kind == "parameter" and not isinstance(tensor, DTensor)):
-                    raise _replaced_error(border.name, tensor)
-                # Calls and the user may assign an attribute anew, on any device.
-                sources.append(
-                    to_mesh_device(tensor.detach(), self.device_mesh) if border.kind == "constant" else tensor
-                )
-            elif place is not None:
-                sources.append(place)
-            elif border.kind == "input":
-                sources.append(next(leaves))
-        pairs = zip(sources, step.inputs, strict=False)
-        tensors = [self._input(tensor, border) if border.kind == "input" else tensor for tensor, border in pairs]
-        if any(tensor.is_meta for tensor in tensors):
-            raise _meta_tensor_error(step.inputs, tensors)
+        sources = find_tensors(step, served.locations, served.graph.call.flatten(args, kwargs), self.device_mesh)
+        tensors = local_inputs(step, sources, self.device_mesh)
         check_changes(step, sources)
         results = program(tensors, sizes)
         borders = list(zip(step.forward_outputs, results, strict=True))
         # Before anything is changed: flags that the capture took for granted, such as that all numbers are finite.
         served.graph.result.check([result for border, result in borders if border.kind == "output"])
         write_back(step, {border.name: result for border, result in borders if border.kind == "mutation"}, sources)
-        outputs = [self._output(result, at(border, sizes)) for border, result in borders if border.kind != "mutation"]
-        self._restore_views(served, outputs, sources)
+        outputs = [result for border, result in borders if border.kind != "mutation"]
+        if self.only_call is None:
+            shown = at([border for border, _ in borders if border.kind != "mutation"], sizes)
+            outputs = [self._outputs.wrap(output, border) for output, border in zip(outputs, shown, strict=True)]
+            self._outputs.restore_views(step, served.graph.result, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
         return served.graph.result.unflatten(outputs, (args, kwargs))
-
-    def _input(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
-        """Return an input as the program takes it: this rank's local tensor, contiguous as in the capture."""
-        if isinstance(tensor, DTensor):
-            # Without autograd's part in it, which takes time: a cache is many such inputs of every call.
-            if tensor.placements == border.spec.placements and not tensor.requires_grad:
-                return local_of(tensor).contiguous()
-            return tensor.redistribute(self.device_mesh, border.spec.placements).to_local()
-        return tensor.contiguous()
-
-    def _output(self, local: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
-        """Return an output for the user.
-
-        That is a plain tensor if it is replicated and not planned, or if ranks are to have their own parts; else a
-        `DTensor`.
-        """
-        if self.only_call is not None or (border.spec.is_replicated and not self._has_planned_outputs):
-            return local
-        if self._has_local_outputs:
-            rows = zip(border.spec.placements, self.mesh.axes, strict=True)
-            parts = math.prod(axis.size for row, axis in rows if not row.is_replicate() and axis.name in self.data_axes)
-            # The mean of the ranks' losses is differentiated, as in `DistributedDataParallel`.
-            if parts > 1 and local.requires_grad:
-                # No gradient arrives where the output is not used.
-                local.register_hook(lambda gradient: None if gradient is None else gradient / parts)
-            return local
-        shape, stride = torch.Size(border.shape), torch.empty(border.shape, device="meta").stride()
-        # Shape and stride are given, since torch would take all shards for equal.
-        return DTensor.from_local(
-            local, self.device_mesh, border.spec.placements, run_check=False, shape=shape, stride=stride
-        )
-
-    def _restore_views(self, served: CallProgram, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Replace outputs by views of tensors that the call changes in place, so that they see later changes, too."""
-        step, result = served.program.step, served.graph.result
-        if not result.views or self.only_call is not None or self._has_planned_outputs or self._has_local_outputs:
-            return
-        changed = {border.name for border in step.forward_outputs if border.kind == "mutation"}
-        inputs_by_name = {
-            (border.kind, border.name): tensor for border, tensor in zip(step.inputs, sources, strict=False)
-        }
-        for place, name in enumerate(result.names):
-            view = result.views.get(name)
-            if view is None or view.name not in changed:
-                continue
-            source = inputs_by_name[view.kind, view.name]
-            restored = None if isinstance(source, DTensor) else view.of(source)
-            if restored is not None and restored.shape == outputs[place].shape:
-                outputs[place] = restored
 
     def _with_global_shapes(
         self, call: tuple[tuple[Any, ...], dict[str, Any]], is_uneven: bool
@@ -641,31 +566,6 @@ def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 yield (f"{path}.{name}" if path else name), part
-
-
-def _replaced_error(name: str, replacement: torch.Tensor | None) -> InputError:
-    """Return the error about a parameter or buffer that was replaced."""
-    if replacement is None:
-        what = "deleted, or replaced by what is no parameter,"
-    else:
-        kind = "Parameter" if isinstance(replacement, nn.Parameter) else "tensor"
-        what = f"replaced by a plain {kind} of shape {tuple(replacement.shape)}"
-    return InputError(
-        f"{name} was {what} since autoshard.parallelize, and the programs of the module read the one that they placed "
-        f"on the mesh. Fill that instead, with numbers of the same shape: model.load_state_dict({{{name!r}: value}}, "
-        "strict=False); or replace the whole submodule, whose parameters are placed at the next call."
-    )
-
-
-def _meta_tensor_error(borders: Sequence[ProgramTensor], tensors: Sequence[torch.Tensor]) -> InputError:
-    """Return the error about a call with tensors on the meta device."""
-    border = next(border for border, tensor in zip(borders, tensors, strict=False) if tensor.is_meta)
-    if border.kind == "input":
-        return InputError(f"the input {border.name} is on the meta device and has no numbers: pass a real tensor.")
-    return InputError(
-        f"the {border.kind} {border.name} is on the meta device and has no numbers: call autoshard.materialize(model), "
-        "or autoshard.load_safetensors, first."
-    )
 
 
 def _differentiates_all(graph: JointGraph) -> bool:

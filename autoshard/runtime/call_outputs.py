@@ -1,0 +1,85 @@
+"""What a call of a parallelised module returns, made of the local outputs of its program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.capture.call_layout import ResultLayout
+from autoshard.program.localize import LocalStep, ProgramTensor
+from autoshard.runtime.program_maker import ProgramMaker
+from autoshard.specs.axes import MeshShape
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutputs:
+    """The form of a module's outputs.
+
+    Attributes:
+        device_mesh: of the module.
+        data_axes: the mesh axes along which ranks have rows of their own.
+        form: "whole": plain tensors where outputs are replicated, else `DTensor`s; "planned": `DTensor`s; "local": each
+            rank's rows as plain tensors.
+    """
+
+    device_mesh: DeviceMesh
+    data_axes: Collection[str]
+    form: Literal["whole", "planned", "local"]
+
+    @staticmethod
+    def of(maker: ProgramMaker) -> CallOutputs:
+        """Return the form that the options of a module ask for."""
+        target = maker.target
+        form: Literal["whole", "planned", "local"] = "planned" if target.output_placements is not None else "whole"
+        return CallOutputs(maker.device_mesh, target.data_axes, "local" if target.outputs == "local" else form)
+
+    def wrap(self, local: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
+        """Return an output for the user."""
+        if border.spec.is_replicated and self.form != "planned":
+            return local
+        if self.form == "local":
+            axes = MeshShape.of(self.device_mesh).axes
+            rows = zip(border.spec.placements, axes, strict=True)
+            parts = math.prod(axis.size for row, axis in rows if not row.is_replicate() and axis.name in self.data_axes)
+            # The mean of the ranks' losses is differentiated, as in `DistributedDataParallel`.
+            if parts > 1 and local.requires_grad:
+                # No gradient arrives where the output is not used.
+                local.register_hook(lambda gradient: None if gradient is None else gradient / parts)
+            return local
+        shape, stride = torch.Size(border.shape), torch.empty(border.shape, device="meta").stride()
+        # Shape and stride are given, since torch would take all shards for equal.
+        return DTensor.from_local(
+            local, self.device_mesh, border.spec.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def restore_views(
+        self, step: LocalStep, result: ResultLayout, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        """Replace outputs by views of tensors that the call changes in place, so that they see later changes, too.
+
+        Args:
+            step: of the program.
+            result: of the call.
+            outputs: in the order of the result; changed.
+            sources: the tensors of the caller and of the module, in the order of the program's inputs.
+        """
+        if not result.views or self.form != "whole":
+            return
+        changed = {border.name for border in step.forward_outputs if border.kind == "mutation"}
+        inputs_by_name = {
+            (border.kind, border.name): tensor for border, tensor in zip(step.inputs, sources, strict=False)
+        }
+        for place, name in enumerate(result.names):
+            view = result.views.get(name)
+            if view is None or view.name not in changed:
+                continue
+            source = inputs_by_name[view.kind, view.name]
+            restored = None if isinstance(source, DTensor) else view.of(source)
+            if restored is not None and restored.shape == outputs[place].shape:
+                outputs[place] = restored
