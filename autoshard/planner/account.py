@@ -454,9 +454,14 @@ class _ProgramMemory:
         for node in program.backward.saved.values():
             if root(node) in self.first_call:
                 self.last_call[root(node)] = max(self.last_call[root(node)], self.forward)
-        for node in program.outputs.values():
+        former = self.graph.former_values
+        for (kind, name), node in program.outputs.items():
             if root(node) in self.first_call:
-                self.last_call[root(node)] = len(self.order)  # held while the optimizer steps
+                # Outputs are held while the optimizer steps. New values are copied to their tensors behind forward; the
+                # former ones, which backward may need, are as large.
+                is_copied = kind == "mutation" and name not in former
+                until = self.forward - 1 if is_copied else len(self.order)
+                self.last_call[root(node)] = max(self.last_call[root(node)], until)
 
     def _peak_calls(self, lives: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
         """Return the positions at which calls run, and for each position the call at which most is held."""
