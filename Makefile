@@ -52,6 +52,8 @@ docs: install
 
 # The tests of a file run in one process: what they share is made once.
 test: lint
+	# Processes that tests start would each compile all modules again where the environment forbids to write them.
+	$(BIN) compileall -q autoshard tests
 	$(BIN) pytest -n 2 --dist loadfile --durations 25
 
 benchmark: install
