@@ -66,7 +66,7 @@ def check_calls(module: nn.Module) -> Callable[[], None]:
     for part in module.modules():
         kind = type(part)
         if kind not in wrappers:
-            wrappers[kind] = {name: _checked(name, method) for name, method in _own_methods(kind)}
+            wrappers[kind] = {name: _check_method(name, method) for name, method in _own_methods(kind)}
         for name, wrapper in wrappers[kind].items():
             if name not in part.__dict__:
                 # Bound, so that `copy.deepcopy` binds it to the copy.
@@ -106,12 +106,12 @@ def _own_methods(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
             yield name, method
 
 
-def _checked(name: str, method: FunctionType) -> Callable[..., Any]:
+def _check_method(name: str, method: FunctionType) -> Callable[..., Any]:
     """Return a method that calls the one of its class, and raises torch's error of mixed tensors as an `InputError`."""
 
     # Keeps the name of this file, by which `uncheck_method` and captures know a check.
     @functools.wraps(method, assigned=("__qualname__", "__doc__"))
-    def checked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             return getattr(type(self), name)(self, *args, **kwargs)
         except RuntimeError as error:
@@ -127,5 +127,5 @@ def _checked(name: str, method: FunctionType) -> Callable[..., Any]:
             ) from error
 
     # Pickles find a method by its name.
-    checked.__name__ = name
-    return checked
+    call.__name__ = name
+    return call

@@ -153,18 +153,18 @@ class PipelineExpenses(StepExpenses):
     def slowdown(self) -> float:
         inside = sum(self.contention * stage.plan.step_replay.hidden for stage in self.stages)
         nominal = sum(task.seconds for task in self.step.tasks if task.stream == COMPUTE)
-        busy = sum(self._covered(rank, COMPUTE) for rank in range(self._ranks))
+        busy = sum(self._busy_seconds(rank, COMPUTE) for rank in range(self._ranks))
         return self._runs_per_rank * inside + max(0.0, busy - nominal) / self._ranks
 
     def _exposed_between_stages(self, rank: int) -> float:
         """Return the seconds in which a rank receives messages or reduces gradients, and runs no stage."""
-        receiving = self._covered(rank, COMPUTE, LINK) - self._covered(rank, COMPUTE)
-        reducing = self._covered(rank, COMPUTE, LINK, REDUCTION) - self._covered(rank, COMPUTE, LINK)
+        receiving = self._busy_seconds(rank, COMPUTE, LINK) - self._busy_seconds(rank, COMPUTE)
+        reducing = self._busy_seconds(rank, COMPUTE, LINK, REDUCTION) - self._busy_seconds(rank, COMPUTE, LINK)
         # The rest of the reduction's time copies gradients to buckets and back.
         placed = zip(self.step.schedule.placement, self.stages, strict=True)
         return receiving + min(reducing, sum(stage.reduction_seconds for place, stage in placed if place == rank))
 
-    def _covered(self, rank: int, *streams: str) -> float:
+    def _busy_seconds(self, rank: int, *streams: str) -> float:
         """Return the seconds in which a rank has tasks on some streams; a message is its receiver's, which waits."""
         tasks = zip(self.step.tasks, self.step.starts, self.step.ends, strict=True)
         return covered_seconds(
@@ -173,7 +173,7 @@ class PipelineExpenses(StepExpenses):
 
     @cached_property
     def bubble(self) -> float:
-        working = (self._covered(rank, COMPUTE, LINK, REDUCTION) for rank in range(self._ranks))
+        working = (self._busy_seconds(rank, COMPUTE, LINK, REDUCTION) for rank in range(self._ranks))
         return self.step.seconds - sum(working) / self._ranks
 
     @property
