@@ -212,6 +212,8 @@ def main() -> None:
                 options.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
     Console(width=140).print(table(runs, options.cluster))
     dist.destroy_process_group()
+    if any(run.error for run in runs):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
