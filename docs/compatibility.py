@@ -65,9 +65,7 @@ dist.init_process_group("gloo_one_thread")
 
 Some of what autoshard stands on has no public name in torch yet. Each room keeps such names in one module, `_torch.py`,
 so that a new release of torch is met in these places alone. A name that a supported release lacks is guarded there,
-with an error that says which release has it: `overlap="torch"` is refused where `overlap_scheduling` lacks its pass or
-the hook for prices; where `micro_pipeline_tp` is missing, it fuses no products. The list below is written by
-`python docs/compatibility.py`.
+with an error that says which release has it. The list below is written by `python docs/compatibility.py`.
 """
 
 
