@@ -22,6 +22,6 @@ def warn_of_untried_release(release: str = torch.__version__) -> None:
     tried = ".".join(map(str, NEWEST_TRIED))
     warn_caller(
         f"torch {release} is newer than {tried}, the newest release that this version of autoshard was tried with. It "
-        "may work; compare a step with one device's first (`autoshard.verify`). If it fails, look for a newer autoshard, "
-        f"or install torch {tried}."
+        "may work: compare a step with one device's first (`autoshard.verify`). If it fails, look for a newer "
+        f"autoshard, or install torch {tried}."
     )
