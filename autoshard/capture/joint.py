@@ -36,6 +36,7 @@ from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.marks import capturing, defaults_of, keeping_marks
 from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
 from autoshard.capture.python_state import PythonState, StateWatch
+from autoshard.capture.releases import warn_of_untried_release
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
 from autoshard.errors import AutoshardError, CaptureError
 
@@ -82,6 +83,7 @@ def capture(
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
         InputError: an argument is of a type that cannot be part of a signature.
     """
+    warn_of_untried_release()
     begin = progress or (lambda _: None)
 
     def attempt(counting: Sequence[str]) -> JointGraph:
@@ -148,6 +150,8 @@ def capture_forward(
     Raises:
         CaptureError, InputError: as for `capture`.
     """
+
+    warn_of_untried_release()
 
     def attempt(counting: Sequence[str]) -> tuple[Exported, Effects]:
         with _watched_twin(module, grad, counting) as watch:
