@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import assume, given, settings
 
 from autoshard.patterns.soundness import check
