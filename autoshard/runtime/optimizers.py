@@ -92,7 +92,11 @@ def _replacement(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKey
     return new
 
 
-def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -> None:
+def prepare_optimizers(
+    module: nn.Module,
+    check_gradients: Callable[[], None],
+    prepare: Callable[[Optimizer], object] = checkpointable,
+) -> None:
     """Prepare optimizers of a module's `DTensor` parameters at their first step.
 
     From then on checkpoints of their state are right (`torch.distributed.checkpoint.state_dict` has an optimizer
@@ -102,6 +106,7 @@ def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -
         module: the module.
         check_gradients: called before every step, or after one with a closure; raises an `InputError` if gradients are
             not ready.
+        prepare: makes checkpoints of an optimizer right.
     """
     watched = weakref.ref(module)
     # The count of parameters at the last look: an optimizer is checked again where groups were added.
@@ -125,7 +130,7 @@ def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -
             if not has_closure:
                 check_gradients()
             ready.add(optimizer)
-            checkpointable(optimizer)
+            prepare(optimizer)
             optimizer.register_step_post_hook(_count_changes)
             optimizer.register_step_post_hook(lambda *_: check_gradients())
         checked_counts[optimizer] = count
