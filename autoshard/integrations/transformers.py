@@ -295,8 +295,11 @@ class AutoshardTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the loss of the whole batch, and this rank's rows of predictions and labels."""
+        """Return the loss of the whole batch, once for each rank's rows in it, and this rank's predictions and labels."""
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            # The base class weighs it with the rows of one rank.
+            loss = loss.repeat(self._loaded_rows(1))
         return loss, pytree.tree_map_only(Tensor, self.accelerator.own_rows, logits), labels
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoshard.errors import InputError, PlanError
+from autoshard.errors import InputError, PlanError, warn_caller
 from autoshard.runtime.adafactor import Adafactor
 from autoshard.runtime.checkpoint import checkpointable
 
@@ -67,12 +66,11 @@ def _warn_of_unreplaced(waiting: WeakTensorKeyDictionary) -> None:
             served = {id(parameter) for parameters in groups for parameter in parameters}
             left = [parameter for parameter in left if id(parameter) not in served]
         if left:
-            warnings.warn(
+            warn_caller(
                 f"{len(left)} parameters that the module had before they were placed on the mesh are still referred "
                 f"to, one of shape {tuple(left[0].shape)} among them: gradients go to module.parameters() as they are "
                 "now. Where an optimizer of your own, a list or a closure holds the old ones, make it after "
                 "autoshard.parallelize.",
-                stacklevel=2,
             )
 
     hooks += [new.register_post_accumulate_grad_hook(first_gradient) for new in waiting.values() if new.requires_grad]

@@ -80,7 +80,8 @@ def _with_other_ranks(
             keys = sorted(key for key in {*options[0], *differing} if options[0].get(key) != differing.get(key))
             raise InputError(
                 f"parameter group {index} differs between the ranks of a pipeline in {', '.join(keys)}, as "
-                f"{options[0].get(keys[0])} and {differing.get(keys[0])}. A checkpoint has one list of groups. {_REMEDY}"
+                f"{options[0].get(keys[0])} and {differing.get(keys[0])}. A checkpoint has one list of groups. "
+                + _REMEDY
             )
         everywhere = dict.fromkeys(name for part in names for name in part)
         shared.append(_SharedGroup(held, [name for name in everywhere if name not in own[index]]))

@@ -153,7 +153,8 @@ class PipelineModule(nn.Module):
         super().__init__()
         plan = call_cache.plan
         held = call_cache.own_stages(first.stages)
-        register_stage_state(self, [stage.module for stage in held], first.call_format.constants)
+        order = [name for name, _ in call_cache.model.named_parameters(remove_duplicate=False)]
+        register_stage_state(self, [stage.module for stage in held], first.call_format.constants, order)
         self.sharding_plan = plan
         self.training = call_cache.model.training
         self._call_cache = call_cache
