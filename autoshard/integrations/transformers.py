@@ -295,7 +295,7 @@ class AutoshardTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the loss of the whole batch, once for each rank's rows in it, and this rank's predictions and labels."""
+        """Return the loss of the batch, once per rank whose rows it has, and this rank's predictions and labels."""
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
             # The base class weighs it with the rows of one rank.
