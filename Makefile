@@ -2,6 +2,7 @@
 # make demo      train a small GPT on four processes, and compare it with one process
 # make demo-pipeline   train it as a pipeline of two stages, each on two processes
 # make test      lint, types, layers, pages, tests
+# make quick     the algebra, one model of a family, one test with processes of an ability: what to run between two edits
 # make docs      the documentation as a site, in build/site
 
 # A distribution's interpreter comes first: it is built with profile-guided optimisation, which a build from source lacks
@@ -12,7 +13,7 @@ BIN := .venv/bin/python -m
 # The stamp names this checkout and the interpreter: an environment that came from elsewhere is completed, not trusted.
 STAMP := .venv/.installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 
-.PHONY: install demo demo-pipeline test lint types format layers pages docs benchmark clean
+.PHONY: install demo demo-pipeline test quick lint types format layers pages docs benchmark clean
 
 install: $(STAMP)
 
@@ -55,6 +56,9 @@ test: lint
 	# Processes that tests start would each compile all modules again where the environment forbids to write them.
 	$(BIN) compileall -q autoshard tests
 	$(BIN) pytest -n 2 --dist loadfile --durations 25
+
+quick: install
+	$(BIN) pytest -n 2 --dist loadfile -q @tests/quick.txt
 
 benchmark: install
 	.venv/bin/python benchmarks/planning.py
