@@ -30,6 +30,14 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 # A frame of the text that torch.export keeps of a node's stack.
 _TRACED = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
+MIXTURE_ADVICE = (
+    "experts that each take their own tokens: sort the tokens by expert and multiply by "
+    'torch.nn.functional.grouped_mm (Hugging Face: experts_implementation="grouped_mm"), or run every expert on all '
+    "tokens as one batched product (torch.einsum) and weight the results by the router; both have rules that split "
+    "the experts"
+)
+"""What takes the place of a loop over experts, which asks which tokens are whose."""
+
 # Words in the text of an error, and advice; the first entry that fits is given.
 _ADVICE = (
     (
@@ -39,7 +47,8 @@ _ADVICE = (
     (
         ("data-dependent", "Could not guard", "unbacked", "torch.cond", ".item()", "control flow"),
         "the graph must not depend on the numbers in a tensor, nor on drawn ones. Compute both ways and choose by "
-        "torch.where, hoist the branch or the draw out of forward, or pass the value as a plain Python argument",
+        "torch.where, hoist the branch or the draw out of forward, or pass the value as a plain Python argument. For "
+        f"{MIXTURE_ADVICE}",
     ),
     (
         ("Constraints violated",),

@@ -38,7 +38,7 @@ from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
 from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.releases import warn_of_untried_release
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
-from autoshard.errors import AutoshardError, CaptureError
+from autoshard.errors import AutoshardError, CaptureError, warn_caller
 
 aten = torch.ops.aten
 
@@ -313,10 +313,9 @@ def warn_of_global_hooks() -> bool:
     """Warn if there are global hooks, and return True then."""
     has_hooks = any(GLOBAL_HOOKS)
     if has_hooks:
-        warnings.warn(
+        warn_caller(
             "there are hooks for all modules (torch.nn.modules.module.register_module_forward_hook and the like): of a "
             "parallelised module they run around the whole, and not around its parts, which are one program. Set hooks "
             "on the parts instead: part.register_forward_hook(...).",
-            stacklevel=4,
         )
     return has_hooks
