@@ -20,6 +20,7 @@ from autoshard.capture._torch import (
     is_transform,
     outside_modes,
     pytree,
+    set_gradients,
     trace_joint,
     unwritten_graphs,
     without_tracebacks,
@@ -35,6 +36,7 @@ from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.marks import capturing, defaults_of, keeping_marks
 from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
+from autoshard.capture.output_history import HistoryWatch, OutputHistories, enables_gradients, histories_of
 from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
 from autoshard.errors import AutoshardError, CaptureError
@@ -92,11 +94,13 @@ def capture(
             everything = tuple(True for _ in exported.outputs)
             differentiated = _losses(exported) if tangents == "loss" else everything
             begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
-            traced = _trace(exported, differentiated)
-            if grad and differentiated != everything and not _has_tangents(traced):
-                traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
+            traced, histories = _trace(exported, differentiated, grad)
+            if histories.differentiable and differentiated != everything and not _has_tangents(traced):
+                # The scalars do not require a gradient: they are no losses.
+                traced, histories = _trace(exported, everything, grad)
         begin(f"simplification of {len(traced.graph.nodes)} nodes")
-        return describe(traced, exported, signature, mp_policy, defaults_of(module))
+        joint = describe(traced, exported, signature, mp_policy, defaults_of(module))
+        return replace(joint, histories=histories)
 
     return _without_counter_guards(attempt, lambda graph: graph.state, lambda graph: graph.fingerprint)
 
@@ -270,10 +274,30 @@ def _losses(exported: Exported) -> tuple[bool, ...]:
     return scalars if any(scalars) else tuple(True for _ in values)
 
 
-def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModule:
-    """Trace the joint graph; outputs that are not differentiated are detached, assigned buffers follow the outputs."""
+def _trace(
+    exported: Exported, differentiated: tuple[bool, ...], grad: bool
+) -> tuple[fx.GraphModule, OutputHistories]:
+    """Trace the joint graph; outputs that are not differentiated are detached, assigned buffers follow the outputs.
+
+    Args:
+        exported: the forward graph, which gets other outputs.
+        differentiated: the outputs that are differentiated.
+        grad: False if gradients are off where the module is called.
+
+    Returns:
+        The joint graph, and the histories that the outputs have on one device.
+    """
     graph = exported.graph
     graph.erase_node(graph.output_node())
+    enables = not grad and enables_gradients(exported.graph_module)
+    added = []
+    if enables:
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            added.append(set_gradients(graph, False))
+    watch = HistoryWatch(exported.result.names)
+    added.append(graph.call_function(watch, (list(exported.outputs),)))
+    if enables:
+        added.append(set_gradients(graph, True))
     results = []
     assigned = [(node, False) for _, node in exported.assigned]
     for node, has_tangent in [*zip(exported.outputs, differentiated, strict=True), *assigned]:
@@ -283,8 +307,11 @@ def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModu
         results.append(graph.call_function(aten.clone.default, (source,)))
     graph.output(tuple(results))
     exported.graph_module.recompile()
-    with keeping_marks(graph):
-        return trace_joint(exported.graph_module, tuple(item.fake for item in exported.inputs))
+    with keeping_marks(graph), torch.set_grad_enabled(grad or enables):
+        traced = trace_joint(exported.graph_module, tuple(item.fake for item in exported.inputs))
+    for node in added:
+        graph.erase_node(node)  # the graph may be traced again
+    return traced, histories_of(exported, watch)
 
 
 def _has_tangents(traced: fx.GraphModule) -> bool:

@@ -466,7 +466,9 @@ class Runtime:
             shapes = self._input_shapes(call.args, call.kwargs)
             self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
         general = self._general_program(call, graph)
-        program = replace(program, general=general, accumulation=self.accumulation, order=self.order)
+        program = replace(
+            program, general=general, accumulation=self.accumulation, order=self.order, histories=graph.histories
+        )
         locations = tuple(locate(self.module, graph, border, self.device_mesh) for border in program.step.inputs)
         # A program for the same state was made for fewer gradients, and goes.
         others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
@@ -479,7 +481,7 @@ class Runtime:
 
     def _general_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
         """Return a function that makes the program in which every output has a gradient; None if the call has it."""
-        if call.tangents == "all" or not call.grad or _differentiates_all(graph):
+        if call.tangents == "all" or not graph.tangent_outputs or _differentiates_all(graph):
             return None
         # What the graph depends on of the numbers in its inputs has to be the same again.
         like = with_numbers if graph.state.conditions.inputs else without_numbers
@@ -511,7 +513,8 @@ class Runtime:
         sources = find_tensors(step, served.locations, served.graph.call.flatten(args, kwargs), self.device_mesh)
         tensors = local_inputs(step, sources, self.device_mesh)
         check_changes(step, sources)
-        results = program(tensors, sizes)
+        with _gradients_of(program):
+            results = program(tensors, sizes)
         borders = list(zip(step.forward_outputs, results, strict=True))
         # Before anything is changed: flags that the capture took for granted, such as that all numbers are finite.
         served.graph.result.check([result for border, result in borders if border.kind == "output"])
@@ -519,8 +522,10 @@ class Runtime:
         outputs = [result for border, result in borders if border.kind != "mutation"]
         if self.only_call is None:
             shown = at([border for border, _ in borders if border.kind != "mutation"], sizes)
-            outputs = [self._outputs.wrap(output, border) for output, border in zip(outputs, shown, strict=True)]
+            with _gradients_of(program):
+                outputs = [self._outputs.wrap(output, border) for output, border in zip(outputs, shown, strict=True)]
             self._outputs.restore_views(step, served.graph.result, outputs, sources)
+            self._outputs.restore_same(step, served.graph, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
         return served.graph.result.unflatten(outputs, (args, kwargs))
@@ -549,6 +554,12 @@ class Runtime:
         return with_global_shapes(self.module, call, global_shapes), counts
 
 
+def _gradients_of(program: RunnableStep) -> contextlib.AbstractContextManager[object]:
+    """Return a context with gradients for a program that has them: `forward` may enable them where the caller does not.
+    """
+    return contextlib.nullcontext() if program.halves.backward is None else torch.enable_grad()
+
+
 def runtime_of(module: nn.Module, function: str) -> Runtime:
     """Return the runtime of a parallelised module; raise an `InputError` that names the function for another one."""
     runtime = module.__dict__.get(RUNTIME)
@@ -569,10 +580,5 @@ def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _differentiates_all(graph: JointGraph) -> bool:
-    """Return True if the program of a graph starts its backward half from every output that has a gradient.
-
-    It starts from scalars alone where there are any, so one that starts from another output starts from all.
-    """
-    outputs = {output.name: output.node for output in graph.outputs if output.kind == "output"}
-    starts = [outputs[name] for name in graph.tangent_outputs]
-    return len(starts) == len(outputs) or any(node is not None and node.meta["val"].ndim for node in starts)
+    """Return True if the program of a graph starts its backward half from every output that has a gradient."""
+    return graph.histories.differentiable <= set(graph.tangent_outputs)

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import storage_of
+from autoshard.capture.nodes import base_of
+from autoshard.capture.output_history import OutputHistories
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.program.split import Halves
@@ -85,6 +87,7 @@ class RunnableStep:
         compiled: True if the halves are compiled.
         accumulation: what the module's backwards in `autoshard.no_sync` add up; None if its programs are run otherwise.
         order: of the module's calls; None without.
+        histories: the autograd state that one device gives to the outputs; None if it is that of the program.
     """
 
     step: LocalStep
@@ -97,6 +100,7 @@ class RunnableStep:
     compiled: bool = False
     accumulation: Accumulation | None = None
     order: CallOrder | None = None
+    histories: OutputHistories | None = None
 
     def with_sums(self) -> RunnableStep:
         """Return the program whose backwards add up gradients in `autoshard.no_sync`; itself if it reduces none."""
@@ -158,7 +162,34 @@ class RunnableStep:
             self.unpad(result, border).clone() if self._is_padded(border) else result
             for result, border in zip(results, at(borders, sizes), strict=False)
         ]
+        for place, copies in self._shared_outputs:
+            outputs[place] = outputs[place].clone() if copies else outputs[place].detach()
         return outputs, results[len(borders) :]
+
+    @functools.cached_property
+    def _shared_outputs(self) -> list[tuple[int, bool]]:
+        """The places of outputs in memory of an input or an earlier output, and True for those to be copied.
+
+        Simplification of the graph makes one tensor of equal ones. Of these, one device has several: a change of one
+        changes no other then, unless it is a view.
+        """
+        if self.histories is None:
+            return []
+        memory, shared = self.histories.memory, []
+        nodes = self.step.graph_module.graph.find_nodes(op="placeholder")
+        first = {node: (border.kind, border.name) for node, border in zip(nodes, self.step.inputs, strict=False)}
+        results: Any = self.step.graph_module.graph.output_node().args[0]
+        returned: set[fx.Node] = set()
+        for place, (node, border) in enumerate(zip(results, self.step.forward_outputs, strict=False)):
+            if border.kind != "output":
+                continue
+            key = (border.kind, border.name)
+            original = first.setdefault(base_of(node), key)
+            copies = original is not key and memory.get(original) != memory.get(key, -1)
+            if copies or node in returned:
+                shared.append((place, copies))
+            returned.add(node)
+        return shared
 
     def unpad(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         if not self._is_padded(border):
@@ -265,8 +296,9 @@ class _ProgramFunction(torch.autograd.Function):
             tensor
             for tensor, border in zip(outputs, program.step.forward_outputs, strict=True)
             if border.kind == "mutation"
-            or not tensor.is_floating_point()
-            # The general program has a tangent for every output that depends on a trained tensor.
+            or not (tensor.is_floating_point() or tensor.is_complex())
+            or (program.histories is not None and border.name not in program.histories.differentiable)
+            # The general program has a tangent for every output that requires a gradient.
             or (program.general is None and border.name not in tangents)
         ]
         ctx.mark_non_differentiable(*plain)
