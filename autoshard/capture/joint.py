@@ -37,13 +37,17 @@ from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.marks import capturing, defaults_of, keeping_marks
 from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
 from autoshard.capture.output_history import HistoryWatch, OutputHistories, enables_gradients, histories_of
+from autoshard.capture.output_taps import with_taps
 from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
 from autoshard.errors import AutoshardError, CaptureError
 
 aten = torch.ops.aten
 
-__all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "capture_forward"]
+__all__ = ["JointGraph", "JointInput", "JointOutput", "Tangents", "capture", "capture_forward"]
+
+Tangents = Literal["loss", "all"] | tuple[str, ...]
+"""The outputs that are differentiated, as `capture` documents it."""
 
 _Captured = TypeVar("_Captured")
 
@@ -54,7 +58,7 @@ def capture(
     kwargs: Mapping[str, Any],
     *,
     grad: bool = True,
-    tangents: Literal["loss", "all"] = "loss",
+    tangents: Tangents = "loss",
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     progress: Callable[[str], None] | None = None,
@@ -70,7 +74,8 @@ def capture(
         kwargs: keyword arguments.
         grad: capture forward and backward; only the forward when False, or when nothing requires a gradient.
         tangents: "loss": if some outputs are differentiable scalars, only these are differentiated, and gradients into
-            other outputs are not propagated; "all": every differentiable output is.
+            other outputs are not propagated; "all": every differentiable output is; names of outputs: every one is,
+            for these outputs instead of for parameters and inputs.
         dynamic: for inputs by name, the dims whose sizes later calls may change, each with a name (dims of one name
             are of one size) or a `torch.export.Dim`. The graph then holds `DynamicSize`s.
         mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. A flat module
@@ -91,6 +96,8 @@ def capture(
             signature = signature_of(module, args, kwargs, grad)
             begin("export of forward")
             exported = _export(watch, args, kwargs, dynamic, mp_policy)
+            if isinstance(tangents, tuple):
+                exported = with_taps(exported, tangents)
             everything = tuple(True for _ in exported.outputs)
             differentiated = _losses(exported) if tangents == "loss" else everything
             begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
@@ -274,9 +281,7 @@ def _losses(exported: Exported) -> tuple[bool, ...]:
     return scalars if any(scalars) else tuple(True for _ in values)
 
 
-def _trace(
-    exported: Exported, differentiated: tuple[bool, ...], grad: bool
-) -> tuple[fx.GraphModule, OutputHistories]:
+def _trace(exported: Exported, differentiated: tuple[bool, ...], grad: bool) -> tuple[fx.GraphModule, OutputHistories]:
     """Trace the joint graph; outputs that are not differentiated are detached, assigned buffers follow the outputs.
 
     Args:

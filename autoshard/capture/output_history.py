@@ -52,9 +52,7 @@ class HistoryWatch:
         self.__name__ = "note_histories"
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        edges = {
-            name: _edge(tensor) for name, tensor in zip(self.names, tensors, strict=False) if tensor.requires_grad
-        }
+        edges = {name: _edge(tensor) for name, tensor in zip(self.names, tensors, strict=False) if tensor.requires_grad}
         # Outputs that nothing is computed for, such as flags, have no history in any run.
         if not edges:
             return

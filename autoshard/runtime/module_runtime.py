@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ from autoshard.runtime.gradient_sums import Accumulation
 from autoshard.runtime.hub_methods import replace_hub_methods
 from autoshard.runtime.in_place_changes import check_changes, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
+from autoshard.runtime.output_links import link_outputs
 from autoshard.runtime.part_calls import check_calls, checks_of, uncheck_method
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.program_tensors import Location, find_tensors, local_inputs, locate, replaced_error
@@ -239,7 +241,7 @@ class Runtime:
         for signature, first in self._programs.items():
             for served in first.candidates():
                 # The general program is made by this runtime, for this module.
-                program = replace(served.program, general=None)
+                program = replace(served.program, general=None, between=None)
                 known.setdefault(signature, {})[served.graph.fingerprint] = program
         return known
 
@@ -467,7 +469,12 @@ class Runtime:
             self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
         general = self._general_program(call, graph)
         program = replace(
-            program, general=general, accumulation=self.accumulation, order=self.order, histories=graph.histories
+            program,
+            general=general,
+            accumulation=self.accumulation,
+            order=self.order,
+            histories=graph.histories,
+            between=self._between_program(call, graph),
         )
         locations = tuple(locate(self.module, graph, border, self.device_mesh) for border in program.step.inputs)
         # A program for the same state was made for fewer gradients, and goes.
@@ -491,6 +498,29 @@ class Runtime:
         def make_program() -> RunnableStep:
             with graph.state.guards.captured_values():
                 return self._prepare(general).program
+
+        return make_program
+
+    def _between_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
+        """Return a function that makes the program of gradients of outputs for others; None where there is none."""
+        inner = {name for ancestors in graph.histories.ancestors.values() for name in ancestors}
+        names = tuple(name for name in graph.result.names if name in inner and name not in graph.histories.same)
+        is_whole = self.only_call is None and self._outputs.form == "whole"
+        if not names or not is_whole or graph.dynamic is not None or not graph.tangent_outputs:
+            return None
+        like = with_numbers if graph.state.conditions.inputs else without_numbers
+        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
+        between = replace(call, args=args, kwargs=kwargs, tangents=names)
+
+        @functools.cache
+        def make_program() -> RunnableStep:
+            texts = describe_call(self.module, args, kwargs, call.grad)
+            changed = {"the outputs whose gradients are asked for": ", ".join(names)}
+            self.order.begin_new({} if self.dynamic or self.inputs == "local" else texts, changed)
+            check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
+            assert between.input_pins is not None
+            with graph.state.guards.captured_values():
+                return self.maker.make(between, {}, between.input_pins)[1]
 
         return make_program
 
@@ -525,6 +555,11 @@ class Runtime:
             with _gradients_of(program):
                 outputs = [self._outputs.wrap(output, border) for output, border in zip(outputs, shown, strict=True)]
             self._outputs.restore_views(step, served.graph.result, outputs, sources)
+            if served.graph.histories.ancestors:
+                names = served.graph.result.names
+                with _gradients_of(program):
+                    linked = link_outputs(served.graph.histories, dict(zip(names, outputs, strict=True)))
+                outputs = [linked.get(name, output) for name, output in zip(names, outputs, strict=True)]
             self._outputs.restore_same(step, served.graph, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
@@ -555,8 +590,7 @@ class Runtime:
 
 
 def _gradients_of(program: RunnableStep) -> contextlib.AbstractContextManager[object]:
-    """Return a context with gradients for a program that has them: `forward` may enable them where the caller does not.
-    """
+    """Return a context with gradients, which `forward` may enable where its caller does not, for programs with them."""
     return contextlib.nullcontext() if program.halves.backward is None else torch.enable_grad()
 
 

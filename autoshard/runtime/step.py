@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.capture._torch import storage_of
 from autoshard.capture.nodes import base_of
 from autoshard.capture.output_history import OutputHistories
+from autoshard.capture.output_taps import TAP
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.program.split import Halves
@@ -88,6 +89,7 @@ class RunnableStep:
         accumulation: what the module's backwards in `autoshard.no_sync` add up; None if its programs are run otherwise.
         order: of the module's calls; None without.
         histories: the autograd state that one device gives to the outputs; None if it is that of the program.
+        between: makes the program of the gradients of outputs for other outputs; None where there is none.
     """
 
     step: LocalStep
@@ -101,6 +103,7 @@ class RunnableStep:
     accumulation: Accumulation | None = None
     order: CallOrder | None = None
     histories: OutputHistories | None = None
+    between: Callable[[], RunnableStep] | None = None
 
     def with_sums(self) -> RunnableStep:
         """Return the program whose backwards add up gradients in `autoshard.no_sync`; itself if it reduces none."""
@@ -285,8 +288,8 @@ class _ProgramFunction(torch.autograd.Function):
         waits = program.later is not None or program.sums is not None
         ctx.parameters = [tensor if waits and isinstance(tensor, DTensor) else None for tensor in tensors]
         ctx.whole, ctx.versions = None, []
-        if program.general is not None:
-            # The general program runs forward again, from the inputs before the step: buffers may change.
+        if program.general is not None or program.between is not None:
+            # These programs run forward again, from the inputs before the step: buffers may change.
             former = program.step.former_values
             inputs = zip(locals_, program.step.inputs, strict=False)
             ctx.whole = [tensor.clone() if border.name in former else tensor for tensor, border in inputs]
@@ -518,18 +521,63 @@ def _differentiate_all(
 ) -> tuple[LocalStep, dict[str, torch.Tensor]]:
     """Return gradients where more than the loss is differentiated: the general program runs both halves."""
     assert program.general is not None
-    assert ctx.whole is not None
-    if any(tensor._version != version for tensor, version in ctx.versions):
-        raise InputError(
-            "a gradient arrived for an output besides the loss, and parameters were changed since the forward: they "
-            "were modified by an inplace operation, such as an optimizer's step. Call backward before it."
-        )
+    _check_unchanged(ctx, "a gradient arrived for an output besides the loss")
     general = program.general()
     _, saved = general.forward(ctx.whole, ctx.sizes, ctx.seed)
     gradients = general.backward(
         list(saved), [gradient_of_output[border.name] for border in general.step.tangents], ctx.sizes
     )
     return general.step, dict(zip((border.name for border in general.step.gradients), gradients, strict=True))
+
+
+def _check_unchanged(ctx: Any, what: str) -> None:
+    """Raise an `InputError` if parameters were changed since the forward, which another program is to run again."""
+    assert ctx.whole is not None
+    if any(tensor._version != version for tensor, version in ctx.versions):
+        raise InputError(
+            f"{what}, and parameters were changed since the forward: they were modified by an inplace operation, such "
+            "as an optimizer's step. Call backward before it."
+        )
+
+
+def is_program(node: Any) -> bool:
+    """Return True for the node of autograd that is a run of a program."""
+    return isinstance(getattr(node, "program", None), RunnableStep)
+
+
+def gradients_between(ctx: Any, name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradients for outputs of a run, by name, of which others are computed, from that of one output.
+
+    Args:
+        ctx: the run, a node of autograd.
+        name: of the output.
+        gradient: of the output; whole.
+
+    Raises:
+        AutoshardError: there is no such program.
+    """
+    program: RunnableStep = ctx.program
+    if program.between is None:
+        raise InputError("outputs are not whole, or sizes are dynamic")
+    _check_unchanged(ctx, "a gradient of an output for another one is asked for")
+    with torch.no_grad():
+        between = program.between()
+        mesh, device = program.ranks.mesh, program.ranks.device
+        borders = [border for border in between.step.inputs if border.kind != "tangent"]
+        taps = [
+            torch.zeros(border.local_shape(mesh), dtype=border.dtype, device=device)
+            for border in borders[len(ctx.whole) :]
+        ]
+        _, saved = between.forward([*ctx.whole, *taps], ctx.sizes, ctx.seed)
+        tangents = [gradient if border.name == name else None for border in between.step.tangents]
+        results = between.backward(list(saved), tangents, ctx.sizes)
+    if torch.is_grad_enabled():
+        results = list(_LastDerivative.apply(len(ctx.histories) + 1, *ctx.histories, gradient, *results))
+    return {
+        border.name.removeprefix(TAP): result
+        for border, result in zip(between.step.gradients, results, strict=True)
+        if border.name.startswith(TAP)
+    }
 
 
 def _autograd_gradient(
