@@ -144,6 +144,15 @@ def without_tracebacks() -> Iterator[None]:
             log.removeFilter(is_wanted)
 
 
+# Calls a part of an exported graph with gradients on or off.
+WRAP_WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def set_gradients(graph: fx.Graph, enabled: bool) -> fx.Node:
+    """Add the call that turns gradients on or off for the rest of the graph."""
+    return graph.call_function(torch._C._set_grad_enabled, (enabled,))
+
+
 def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     """Return the functional graph of forward and backward; `meta["desc"]` describes each placeholder and output."""
     with contextlib.ExitStack() as stack:

@@ -134,7 +134,7 @@ def check_gradients(exported: Exported, outputs: list[JointOutput], tangents: se
 
 def _passes_gradients(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    is_differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point()
+    is_differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
     return is_differentiable and node.target not in (aten.detach.default, aten.detach_.default)
 
 
