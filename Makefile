@@ -65,6 +65,7 @@ test: lint
 
 quick: install
 	$(BIN) pytest -n 2 --dist loadfile -q @tests/quick.txt
+
 test-torch:
 	$(if $(TORCH),,$(error say which release: make test-torch TORCH=2.14.1))
 	$(MAKE) $(TORCH_STAMP)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.errors import InputError, PlanError, warn_caller
+from autoshard.runtime._torch import has_dtensor_rule
 from autoshard.runtime.adafactor import Adafactor
 from autoshard.runtime.checkpoint import checkpointable
 
@@ -154,7 +155,29 @@ _WHOLE_ONLY: dict[type[Optimizer], str] = {
 }
 
 
+# The operators of `fused=True`. Not every release of torch has rules for all of them on DTensors.
+_FUSED: dict[type[Optimizer], Any] = {
+    torch.optim.SGD: torch.ops.aten._fused_sgd_.default,
+    torch.optim.Adagrad: torch.ops.aten._fused_adagrad_.default,
+    torch.optim.AdamW: torch.ops.aten._fused_adamw_.default,
+    torch.optim.Adam: torch.ops.aten._fused_adam_.default,
+}
+
+
+def _check_fused(optimizer: Optimizer, name: str) -> None:
+    operator = next((operator for kind, operator in _FUSED.items() if isinstance(optimizer, kind)), None)
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused and operator is not None and not has_dtensor_rule(operator):
+        kind = type(optimizer).__name__
+        raise InputError(
+            f"{kind}(fused=True) can't step on the parameters of a parallelised module, such as {name!r}: this torch "
+            f"has no {operator} for DTensors. Take {kind}(foreach=True), which computes the same numbers."
+        )
+
+
 def _check_steps(optimizer: Optimizer, name: str, parameter: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        _check_fused(optimizer, name)
     sharded = isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
     # With `capturable`, on GPUs, Rprop has other code.
     capturable = all(group.get("capturable") for group in optimizer.param_groups)
