@@ -14,7 +14,7 @@ from autoshard.capture.joint import capture
 MAJOR, MINOR = releases.NEWEST_TRIED
 
 
-@pytest.mark.parametrize("release", ["2.11.0", f"{MAJOR}.{MINOR}.9+cu130", f"{MAJOR}.{MINOR}.0.dev20260101", "nightly"])
+@pytest.mark.parametrize("release", ["2.12.0", f"{MAJOR}.{MINOR}.9+cu130", f"{MAJOR}.{MINOR}.0.dev20260101", "nightly"])
 def test_tried_releases_are_used_without_a_word(release: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
