@@ -2,6 +2,7 @@
 # make demo      train a small GPT on four processes, and compare it with one process
 # make demo-pipeline   train it as a pipeline of two stages, each on two processes
 # make test      lint, types, layers, pages, tests
+# make quick     the algebra, one model of a family, one test with processes of an ability: what to run between two edits
 # make test-torch TORCH=2.14.1   the tests with another release of torch, in .venv-torch-2.14.1; PYTHON=python3.12 makes it
 #                with another interpreter, and TESTS=tests/capture runs some of them
 # make docs      the documentation as a site, in build/site
@@ -18,7 +19,7 @@ STAMP := .venv/.installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 TORCH_ENV := .venv-torch-$(TORCH)
 TORCH_STAMP := $(TORCH_ENV)/.installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 
-.PHONY: install demo demo-pipeline test test-torch lint types format layers pages docs benchmark clean
+.PHONY: install demo demo-pipeline test quick test-torch lint types format layers pages docs benchmark clean
 
 install: $(STAMP)
 
@@ -61,6 +62,9 @@ test: lint
 	# Processes that tests start would each compile all modules again where the environment forbids to write them.
 	$(BIN) compileall -q autoshard tests
 	$(BIN) pytest -n 2 --dist loadfile --durations 25
+
+quick: install
+	$(BIN) pytest -n 2 --dist loadfile -q @tests/quick.txt
 
 test-torch:
 	$(if $(TORCH),,$(error say which release: make test-torch TORCH=2.14.1))

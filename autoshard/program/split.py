@@ -8,7 +8,6 @@ there is nothing else to do.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import sympy
 from torch import fx
 
+from autoshard.errors import warn_caller
 from autoshard.patterns.exchanging import exchange_ops, lower_shifts
 from autoshard.program._torch import compile_graph, split_joint, write_code
 from autoshard.program.aliasing import write_in_place
@@ -343,11 +343,10 @@ def _is_sized_by_data(joint: fx.GraphModule) -> bool:
     """Return True, and warn, if ranks send each other as many rows as the data says."""
     if not joint.graph.find_nodes(op="call_function", target=exchange_ops.exchange.default):
         return False
-    warnings.warn(
+    warn_caller(
         "compile=True has no effect on this program, which runs operator by operator: it sends rows to the ranks of "
         "their groups, such as tokens to their experts, as many as the data says, and compiled code knows one size "
         "only. To have it compiled, place the groups' weights otherwise by a hint, such as Shard(1) for the weights of "
         "experts.",
-        stacklevel=2,
     )
     return True
