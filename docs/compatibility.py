@@ -36,9 +36,9 @@ What fails with 2.14.1: one test of capture, attention in an `autograd.Function`
 attention. Of the 25 tests that were mended, 9 have been run again, and pass; programs, the runtime and pipelines have
 not been run. What fails with 2.12: pipeline stages without parameters, whose missing gradients torch's schedules
 refuse; a Llama with a dynamic length, and a forward that differentiates in forward mode, which `torch.export` refuses;
-and tests that compare lists and messages with torch's, which are others there. Five of the six with
-2.11, and some of the nine with 2.12, were of an option that is gone; they have not been counted again. To try a release, run
-`make test-torch TORCH=2.14.1`: it makes an environment for the release, and runs the tests in it.
+and tests that compare lists and messages with torch's, which are others there. Five of the six with 2.11, and some of
+the nine with 2.12, were of an option that is gone; they have not been counted again. To try a release, run `make
+test-torch TORCH=2.14.1`: it makes an environment for the release, and runs the tests in it.
 
 ## All-gathers over gloo may end a process
 
