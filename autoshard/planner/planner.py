@@ -405,6 +405,11 @@ class Planner(PlanningContext):
             return replace(BudgetSearch(self, limit, cheapest, plan).run(), lower_bound=cheapest.lower_bound)
         return plan
 
+    def leanest(self) -> ShardingPlan:
+        """Return the plan with the smallest peak that is found, which shards all that it can."""
+        cheapest = self.solve(self.constraints)
+        return self.describe(BudgetSearch(self, 0, cheapest, cheapest).find_leanest()[0])
+
     def fastest(self, cheapest: CandidatePlan) -> CandidatePlan:
         """Return the plan with the shortest step that is found without a memory limit.
 
