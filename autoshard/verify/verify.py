@@ -70,7 +70,7 @@ def verify(
             float64, with these options; where that one splits nothing, as at small sizes, one in which all parameters
             are forced to be sharded. A plan of the model in another dtype fits as long as the model has no casts.
         steps: training steps, at least 1.
-        **options: the fields of `autoshard.Options`, without `mp_policy`, `shares`, `compile`, `overlap` and
+        **options: the fields of `autoshard.Options`, without `mp_policy`, `shares`, `compile` and
             `pipeline`; with a plan, those that it was made with.
 
     Returns:
