@@ -391,6 +391,10 @@ class Planner(PlanningContext):
                 raise
             plan = self.best
             self.warn_of_interruption(plan.cost)
+        else:
+            if self.is_past_deadline and plan.cost > plan.lower_bound * (1 + 1e-9):
+                limit = f"time_limit={self.settings.time_limit:g} s"
+                plan = replace(plan, method=f"{plan.method}, ended by {limit}: a longer search may find a faster plan")
         with self.time_phase("account"):
             return self.describe(plan)
 
