@@ -39,8 +39,9 @@ from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
 from autoshard.capture.output_history import HistoryWatch, OutputHistories, enables_gradients, histories_of
 from autoshard.capture.output_taps import with_taps
 from autoshard.capture.python_state import PythonState, StateWatch
+from autoshard.capture.releases import warn_of_untried_release
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
-from autoshard.errors import AutoshardError, CaptureError
+from autoshard.errors import AutoshardError, CaptureError, warn_caller
 
 aten = torch.ops.aten
 
@@ -89,6 +90,7 @@ def capture(
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
         InputError: an argument is of a type that cannot be part of a signature.
     """
+    warn_of_untried_release()
     begin = progress or (lambda _: None)
 
     def attempt(counting: Sequence[str]) -> JointGraph:
@@ -159,6 +161,8 @@ def capture_forward(
     Raises:
         CaptureError, InputError: as for `capture`.
     """
+
+    warn_of_untried_release()
 
     def attempt(counting: Sequence[str]) -> tuple[Exported, Effects]:
         with _watched_twin(module, grad, counting) as watch:
@@ -341,10 +345,9 @@ def warn_of_global_hooks() -> bool:
     """Warn if there are global hooks, and return True then."""
     has_hooks = any(GLOBAL_HOOKS)
     if has_hooks:
-        warnings.warn(
+        warn_caller(
             "there are hooks for all modules (torch.nn.modules.module.register_module_forward_hook and the like): of a "
             "parallelised module they run around the whole, and not around its parts, which are one program. Set hooks "
             "on the parts instead: part.register_forward_hook(...).",
-            stacklevel=4,
         )
     return has_hooks

@@ -161,8 +161,15 @@ def support_anomaly_detection() -> None:
 
     # Reduces the flags of NaN in a gradient.
     operator = torch.ops.aten._is_any_true.default
+    if not has_dtensor_rule(operator):
+        register_sharding(operator)(lambda flags: [([Replicate()], [Replicate()])])
+
+
+def has_dtensor_rule(operator: Any) -> bool:
+    """Return True if this release of torch can run an operator on DTensors."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
+<<<<<<< HEAD
     if not any(operator in getattr(propagator, table, ()) for table in tables):
         register_sharding(operator)(lambda flags: [([Replicate()], [Replicate()])])
 
@@ -183,3 +190,6 @@ def hooks_of(tensor: Tensor) -> Mapping[Any, Any]:
     hooks = tensor._backward_hooks
     assert hooks is not None
     return hooks
+=======
+    return any(operator in getattr(propagator, table, ()) for table in tables)
+>>>>>>> w-hidden

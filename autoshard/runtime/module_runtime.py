@@ -436,6 +436,11 @@ class Runtime:
 
     def _prepare(self, call: NewCall) -> CallProgram:
         """Make the program of a call, and keep it for calls of the signature."""
+        # The caller may be in inference mode, whose tensors no later step could change or differentiate.
+        with torch.inference_mode(False), torch.set_grad_enabled(call.grad):
+            return self._make_program(call)
+
+    def _make_program(self, call: NewCall) -> CallProgram:
         # A placed parameter must not have a plain one in its place; parameters of new modules are placed.
         for name, owner in _owners(self.module):
             parameter = owner._parameters[name.rpartition(".")[2]]

@@ -27,7 +27,7 @@ from autoshard.runtime._torch import DTensorSpec, dtensor, dtensor_spec_of, is_v
 from autoshard.runtime.call_order import CallOrder
 from autoshard.runtime.gradient_sums import Accumulation, GradientSums, OpenSums
 from autoshard.runtime.rank_agreement import Seeds, coordinates_on
-from autoshard.runtime.shards import coordinate_of, local_of
+from autoshard.runtime.shards import coordinate_of, local_of, written_out
 from autoshard.size import Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import true_local_shape
@@ -226,7 +226,7 @@ class RunnableStep:
         padded = [
             torch.zeros(at(border, sizes).local_shape(self.ranks.mesh), dtype=border.dtype, device=self.ranks.device)
             if tangent is None
-            else self._pad(tangent, at(border, sizes))
+            else self._pad(written_out(tangent), at(border, sizes))
             for tangent, border in zip(tangents, self.step.tangents, strict=True)
         ]
         arguments = [*saved, *padded, *_numbers(self.halves.backward_sizes, sizes)]
