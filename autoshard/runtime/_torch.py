@@ -169,18 +169,18 @@ def has_dtensor_rule(operator: Any) -> bool:
     """Return True if this release of torch can run an operator on DTensors."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
-<<<<<<< HEAD
-    if not any(operator in getattr(propagator, table, ()) for table in tables):
-        register_sharding(operator)(lambda flags: [([Replicate()], [Replicate()])])
+    return any(operator in getattr(propagator, table, ()) for table in tables)
 
 
 def graph_task() -> int:
     """Return the number of the run of autograd that calls this code."""
+    # Gradients that links report belong to one run.
     return torch._C._current_graph_task_id()
 
 
 def will_execute(node: Any) -> bool:
     """Return True if the current run of autograd comes to a node, or returns the gradient that arrives there."""
+    # Tells whether somebody asks for the gradient of an output.
     return torch._C._will_engine_execute_node(node)
 
 
@@ -190,6 +190,3 @@ def hooks_of(tensor: Tensor) -> Mapping[Any, Any]:
     hooks = tensor._backward_hooks
     assert hooks is not None
     return hooks
-=======
-    return any(operator in getattr(propagator, table, ()) for table in tables)
->>>>>>> w-hidden
