@@ -148,6 +148,7 @@ WRAP_WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 def set_gradients(graph: fx.Graph, enabled: bool) -> fx.Node:
     """Add the call that turns gradients on or off for the rest of the graph."""
+    # The call that `torch.set_grad_enabled` makes, as a function of a graph.
     return graph.call_function(torch._C._set_grad_enabled, (enabled,))
 
 

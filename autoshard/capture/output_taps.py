@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from autoshard.capture._torch import FakeTensor
 from autoshard.capture.capture_errors import node_place
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.nodes import base_of, changed_memory
@@ -35,6 +36,9 @@ def with_taps(exported: Exported, names: Sequence[str]) -> Exported:
     outputs = dict(zip(exported.result.names, exported.outputs, strict=False))
     inputs = [replace(item, fake=item.fake.detach()) for item in exported.inputs]
     last = graph.find_nodes(op="placeholder")[-1]
+    first = exported.inputs[0].fake
+    assert isinstance(first, FakeTensor)
+    mode = first.fake_mode
     for name in names:
         node = outputs[name]
         value = node.meta["val"]
@@ -44,7 +48,8 @@ def with_taps(exported: Exported, names: Sequence[str]) -> Exported:
                 f"gradient of another output for {name} is asked for. Write it without the change, as in y = y + 1 in "
                 "place of y += 1."
             )
-        with exported.inputs[0].fake.fake_mode:
+        # That of all inputs, which is not the export's own.
+        with mode:
             fake = torch.zeros(value.shape, dtype=value.dtype, device=value.device, requires_grad=True)
         with graph.inserting_after(last):
             last = tap = graph.placeholder(f"tap_{len(inputs)}")

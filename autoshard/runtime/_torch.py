@@ -174,11 +174,13 @@ def has_dtensor_rule(operator: Any) -> bool:
 
 def graph_task() -> int:
     """Return the number of the run of autograd that calls this code."""
+    # Gradients that links report belong to one run.
     return torch._C._current_graph_task_id()
 
 
 def will_execute(node: Any) -> bool:
     """Return True if the current run of autograd comes to a node, or returns the gradient that arrives there."""
+    # Tells whether somebody asks for the gradient of an output.
     return torch._C._will_engine_execute_node(node)
 
 
