@@ -31,7 +31,7 @@ from autoshard.capture._torch import (
     free_unbacked_symbols,
     pytree,
 )
-from autoshard.capture.capture_errors import node_place, shape_error
+from autoshard.capture.capture_errors import MIXTURE_ADVICE, node_place, shape_error
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fake_module import fake_like
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
@@ -65,7 +65,7 @@ def check_sizes(graph: fx.Graph) -> None:
         ):
             raise CaptureError(
                 f"{node_place(node, 'has a size or value that depends on the numbers in a tensor')}. Use an operator "
-                "of fixed size, such as torch.where in place of boolean indexing."
+                f"of fixed size, such as torch.where in place of boolean indexing. For {MIXTURE_ADVICE}."
             )
 
 
@@ -134,7 +134,7 @@ def check_gradients(exported: Exported, outputs: list[JointOutput], tangents: se
 
 def _passes_gradients(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    is_differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point()
+    is_differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
     return is_differentiable and node.target not in (aten.detach.default, aten.detach_.default)
 
 

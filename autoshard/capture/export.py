@@ -54,6 +54,7 @@ from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.host_random import HostRandom
 from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.nodes import closure, graphs_of, is_random, statistics
+from autoshard.capture.padded_encoder import capturable_encoder
 from autoshard.capture.python_calls import PythonCalls, module_tensors, replace_python_calls, tensors_of
 from autoshard.capture.python_state import AssignedTensors, PythonState, SetBuffer, StateWatch
 from autoshard.capture.returned_objects import Argument, OpaqueOutputs, find_objects
@@ -227,6 +228,7 @@ class _ForwardWatch:
             self.assigned.watching(),
             self._gradients.watching(),
             capturable_flex_attention(),
+            capturable_encoder(),
             Exportable(),
             self.regions.watching(),
             self._random.watching(),
