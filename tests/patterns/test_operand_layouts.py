@@ -142,14 +142,18 @@ def _whole(call: Any) -> Rule:
     return build({}, [[] for _ in call.operands], [[] for _ in call.results])
 
 
+def _gradient_of(function: str, view: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def step(y: Tensor) -> Tensor:
+        return torch.autograd.grad(_weighted(FUNCTIONS[function](view(y))), (y,))[0]
+
+    return step
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_numbers_do_not_depend_on_layouts(function: str) -> None:
     leaf = torch.randn(12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5), requires_grad=True)
     for operand, view in OPERANDS.items():
-
-        def step(y: Tensor, view: Callable[[Tensor], Tensor] = view) -> Tensor:
-            return torch.autograd.grad(_weighted(FUNCTIONS[function](view(y))), (y,))[0]
-
+        step = _gradient_of(function, view)
         graph = make_fx(step, tracing_mode="fake")(leaf).graph
         for name, layout in LAYOUTS.items():
             gradient = _InLayout(graph, layout).run(leaf.detach())
