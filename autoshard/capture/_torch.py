@@ -103,6 +103,12 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
+def without_new_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
+    """Context whose operators may make numbers that no graph has."""
+    env = mode.shape_env
+    return contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
+
+
 def survey_mode() -> FakeTensorMode:
     """Return a fake tensor mode in which every operator that depends on numbers raises an error."""
     # Without a ShapeEnv, torch cannot name sizes that depend on data, and raises instead.
