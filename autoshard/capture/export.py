@@ -280,7 +280,9 @@ class _ForwardWatch:
             raise
         finally:
             # torch's code that runs behind `forward` is not watched, nor behind an error.
-            state.running = state.hooks.running = self._gradients.running = self._random.running = self.reads.running = False
+            state.running = state.hooks.running = self._gradients.running = self._random.running = (
+                self.reads.running
+            ) = False
         return output
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dis
 import functools
 import gc
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -21,7 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture._torch import FakeTensor, outside_modes, pytree, transforms_active, version_of, without_new_symbols
+from autoshard.capture._torch import (
+    FakeTensor,
+    outside_modes,
+    pytree,
+    transforms_active,
+    version_of,
+    without_new_symbols,
+)
 from autoshard.capture.capture_errors import code_line
 from autoshard.capture.fake_module import Reachable, TrackedObject
 from autoshard.capture.mutations import Mutations, build_value
@@ -244,7 +252,7 @@ class HookWatch:
         ]
 
 
-class _ActsOnGradients(Exception):
+class _GradientCodeError(Exception):
     """A hook acts on gradients."""
 
 
@@ -270,7 +278,7 @@ class _Trial(TorchFunctionMode):
                 result = spot.traced(module, *own)
             # What a hook computes with parameters is part of the program, which has them in shards.
             only_looks = result is None and not any(isinstance(tensor, FakeTensor) for tensor, _ in self._known())
-        except _ActsOnGradients:
+        except _GradientCodeError:
             only_looks = False
         except Exception:  # it asks for numbers, or fails on one device, too
             only_looks = _returns_nothing(spot.hook)
@@ -293,7 +301,7 @@ class _Trial(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _ON_GRADIENTS:
-            raise _ActsOnGradients
+            raise _GradientCodeError
         for leaf in pytree.tree_leaves((args, kwargs or {})):
             if isinstance(leaf, Tensor) and id(leaf) not in self._own:
                 self._read.setdefault(id(leaf), (leaf, version_of(leaf)))
@@ -312,7 +320,7 @@ def _function_of(hook: Any) -> tuple[Any, int]:
         return _function_of(hook.func)[0], -1
     if isinstance(hook, types.FunctionType):
         return hook, 0
-    return getattr(type(hook), "__call__", None), 1
+    return getattr(type(hook), "__call__", None), 1  # noqa: B004
 
 
 def _returns_nothing(hook: Any) -> bool:
@@ -323,7 +331,7 @@ def _returns_nothing(hook: Any) -> bool:
         return False
     steps = list(dis.get_instructions(code))
     returned = [step for step in steps if step.opname == "RETURN_CONST"]
-    for before, step in zip(steps, steps[1:], strict=False):
+    for before, step in itertools.pairwise(steps):
         if step.opname == "RETURN_VALUE":
             if before.opname != "LOAD_CONST" or step.is_jump_target:
                 return False

@@ -267,9 +267,9 @@ class Mutations:
             if changed:
                 path = _path(place, changed[0]) if place.is_namespace else place.path
                 raise CaptureError(
-                    f"{line or self.line_of(path)} runs code in the midst of backward that changes {path}: it would change it while the step "
-                    "is captured, and not in the steps. Look at gradients behind backward(), in .grad, or compute them "
-                    "in forward, by torch.autograd.grad."
+                    f"{line or self.line_of(path)} runs code in the midst of backward that changes {path}: it would "
+                    "change it while the step is captured, and not in the steps. Look at gradients behind backward(), "
+                    "in .grad, or compute them in forward, by torch.autograd.grad."
                 )
 
     def generators(self) -> list[tuple[str, NumPyGenerator]]:

@@ -289,8 +289,13 @@ def _assert_same_steps(module: nn.Module, alone: nn.Module, ours: Any, expected:
             _assert_equal(gather_full_tensor(one.grad).detach(), other.grad, mesh)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("moment", ["before parallelize", "after parallelize", "after a call"])
+@pytest.mark.parametrize(
+    ("name", "moment"),
+    [
+        *((name, "before parallelize") for name in PROGRAMS),
+        *((name, moment) for name in ("dict", "method", "change") for moment in ("after parallelize", "after a call")),
+    ],
+)
 def test_hooks_leave_what_they_leave_on_one_device(name: str, moment: str, mesh: DeviceMesh) -> None:
     register = PROGRAMS[name]
     torch.manual_seed(0)
@@ -369,8 +374,8 @@ def test_a_hook_that_changes_the_output_by_its_numbers_is_refused(mesh: DeviceMe
 
     module, x = Net(), _x()
     module.last.register_forward_hook(repair)
+    autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
     with pytest.raises(AutoshardError, match="the numbers"):
-        autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
         module(x)
 
 
