@@ -328,12 +328,13 @@ def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterato
 
 
 @contextlib.contextmanager
-def without_checkpoints() -> Iterator[None]:
-    """Context in which non-reentrant checkpoints run their function and nothing else."""
+def without_checkpoints(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Context in which non-reentrant checkpoints run their function in a context, and nothing else."""
 
     # A plan decides what is recomputed. What a checkpoint adds (random states, hooks of saved tensors) is left out.
     def plain(*_: object, **__: object) -> Iterator[None]:
-        yield
+        with region():
+            yield
 
     with attribute_patch(checkpoint, _checkpoint_without_reentrant_generator.__name__, plain):
         yield
