@@ -1,52 +1,62 @@
-"""autoshard: a PyTorch model written for one device, running on a mesh."""
+"""autoshard: a PyTorch model written for one device, running on a mesh.
 
-from autoshard.alternatives import why_not
-from autoshard.api import (
-    frontier,
-    full_state_dict,
-    load_full_state_dict,
-    load_safetensors,
-    materialize,
-    no_sync,
-    parallelize,
-    plan,
-    register_forward_method,
-    sampler_arguments,
-    shard_dataloader,
-)
-from autoshard.capture.marks import replicate, set_default_strategy, shard, split
-from autoshard.cluster.calibrate import calibrate
-from autoshard.cluster.cluster import Cluster
-from autoshard.compare.compare import compare
-from autoshard.compare.comparison import Comparison
-from autoshard.doctor.doctor import doctor
-from autoshard.errors import (
-    AutoshardError,
-    BudgetError,
-    CaptureError,
-    HintError,
-    InputError,
-    MeshError,
-    PipelineError,
-    PlanError,
-    RuleError,
-    VerifyError,
-)
-from autoshard.options import Options, Pipeline, Search
-from autoshard.options.mesh_context import use_mesh
-from autoshard.patterns.registry import register_rule
-from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.run.pipeline_module import PipelineModule
-from autoshard.plans.alternative import Alternative
-from autoshard.plans.frontier import Frontier
-from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.runtime.adafactor import Adafactor
-from autoshard.runtime.checkpoint import checkpointable
-from autoshard.search.result import SearchResult
-from autoshard.search.search import search
-from autoshard.verify.report import VerifyReport
-from autoshard.verify.verify import verify
+`import autoshard` loads nothing else: a name is imported when it is first used, and with it what it needs.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from autoshard.version import __version__
+
+if TYPE_CHECKING:
+    from autoshard.alternatives import why_not
+    from autoshard.api import (
+        frontier,
+        full_state_dict,
+        load_full_state_dict,
+        load_safetensors,
+        materialize,
+        no_sync,
+        parallelize,
+        plan,
+        register_forward_method,
+        sampler_arguments,
+        shard_dataloader,
+    )
+    from autoshard.capture.marks import replicate, set_default_strategy, shard, split
+    from autoshard.cluster.calibrate import calibrate
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.compare.compare import compare
+    from autoshard.compare.comparison import Comparison
+    from autoshard.doctor.doctor import doctor
+    from autoshard.errors import (
+        AutoshardError,
+        BudgetError,
+        CaptureError,
+        HintError,
+        InputError,
+        MeshError,
+        PipelineError,
+        PlanError,
+        RuleError,
+        VerifyError,
+    )
+    from autoshard.options import Options, Pipeline, Search
+    from autoshard.options.mesh_context import use_mesh
+    from autoshard.patterns.registry import register_rule
+    from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+    from autoshard.pipeline.run.pipeline_module import PipelineModule
+    from autoshard.plans.alternative import Alternative
+    from autoshard.plans.frontier import Frontier
+    from autoshard.plans.sharding_plan import ShardingPlan
+    from autoshard.runtime.adafactor import Adafactor
+    from autoshard.runtime.checkpoint import checkpointable
+    from autoshard.search.result import SearchResult
+    from autoshard.search.search import search
+    from autoshard.verify.report import VerifyReport
+    from autoshard.verify.verify import verify
 
 __all__ = [
     "Adafactor",
@@ -98,3 +108,77 @@ __all__ = [
     "verify",
     "why_not",
 ]
+
+_NAMES = {
+    "autoshard.alternatives": ("why_not",),
+    "autoshard.api": (
+        "frontier",
+        "full_state_dict",
+        "load_full_state_dict",
+        "load_safetensors",
+        "materialize",
+        "no_sync",
+        "parallelize",
+        "plan",
+        "register_forward_method",
+        "sampler_arguments",
+        "shard_dataloader",
+    ),
+    "autoshard.capture.marks": ("replicate", "set_default_strategy", "shard", "split"),
+    "autoshard.cluster.calibrate": ("calibrate",),
+    "autoshard.cluster.cluster": ("Cluster",),
+    "autoshard.compare.compare": ("compare",),
+    "autoshard.compare.comparison": ("Comparison",),
+    "autoshard.doctor.doctor": ("doctor",),
+    "autoshard.errors": (
+        "AutoshardError",
+        "BudgetError",
+        "CaptureError",
+        "HintError",
+        "InputError",
+        "MeshError",
+        "PipelineError",
+        "PlanError",
+        "RuleError",
+        "VerifyError",
+    ),
+    "autoshard.options": ("Options", "Pipeline", "Search"),
+    "autoshard.options.mesh_context": ("use_mesh",),
+    "autoshard.patterns.registry": ("register_rule",),
+    "autoshard.pipeline.plan.pipeline_plan": ("PipelinePlan",),
+    "autoshard.pipeline.run.pipeline_module": ("PipelineModule",),
+    "autoshard.plans.alternative": ("Alternative",),
+    "autoshard.plans.frontier": ("Frontier",),
+    "autoshard.plans.sharding_plan": ("ShardingPlan",),
+    "autoshard.runtime.adafactor": ("Adafactor",),
+    "autoshard.runtime.checkpoint": ("checkpointable",),
+    "autoshard.search.result": ("SearchResult",),
+    "autoshard.search.search": ("search",),
+    "autoshard.verify.report": ("VerifyReport",),
+    "autoshard.verify.verify": ("verify",),
+}
+"""Module -> the public names that it defines."""
+
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+class _Package(ModuleType):
+    """The package, whose public names are imported when they are first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import of a room makes it an attribute of the package; `compare` and `search` stay the functions.
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_HOMES})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -29,7 +29,6 @@ from autoshard.planner.progress_line import show_progress
 from autoshard.planner.replanner import Replanner
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.program.overlap import check_overlap
 from autoshard.runtime.arguments import (
     check_dtypes,
     check_examples,
@@ -66,7 +65,7 @@ def plan(
         mesh: a `DeviceMesh`, or axis sizes such as `{"dp": 8, "tp": 8}`.
         example_args: positional arguments of a call, tensors of global shape (see `Options.example_inputs`).
         example_kwargs: keyword arguments of a call.
-        **keywords: the fields of `autoshard.Options`, without `overlap`.
+        **keywords: the fields of `autoshard.Options`.
 
     Returns:
         The plan: a `PipelinePlan` where the mesh has a pipeline axis.
@@ -117,7 +116,7 @@ def frontier(
     Args:
         module, mesh, example_args, example_kwargs: as for `autoshard.plan`.
         gaps: how many of the widest gaps between plans are searched for plans that lie in them; 0 for a quick look.
-        **keywords: the fields of `autoshard.Options`, without `memory_limit`, `shares`, `compile`, `overlap` and
+        **keywords: the fields of `autoshard.Options`, without `memory_limit`, `shares`, `compile` and
             `pipeline`.
 
     Returns:
@@ -189,7 +188,6 @@ def parallelize(
         check_mesh(mesh)
     args, kwargs = check_examples(example_args, example_kwargs)
     options = collect_options("parallelize", keywords)
-    check_overlap(options.overlap)
     device_type = device_type_of_job() if isinstance(mesh, str) else mesh.device_type
     # The capture runs on the CPU, which has all dtypes: devices would refuse theirs in the first step only.
     check_dtypes(module, device_type)

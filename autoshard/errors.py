@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import FrameType
 
 
 class AutoshardError(Exception):
@@ -55,10 +56,17 @@ class VerifyError(AutoshardError, ValueError):
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Give a warning that points at the line outside of autoshard from which it was called."""
-    package = __name__.partition(".")[0]
+    """Give a warning that points at the line outside of autoshard, and of torch within it, that called the library."""
     # `warnings` counts frames: 1 is this function, 2 its caller.
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
+    while frame.f_back is not None and _is_library(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+# Beside this package: what it is called through where an optimizer steps, a module runs, or a context is entered.
+_PACKAGES = (__name__.partition(".")[0], "torch", "contextlib", "functools", "threading")
+
+
+def _is_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _PACKAGES

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,29 +66,43 @@ dist.init_process_group("gloo_one_thread")
 
 Some of what autoshard stands on has no public name in torch yet. Each room keeps such names in one module, `_torch.py`,
 so that a new release of torch is met in these places alone. A name that a supported release lacks is guarded there,
-with an error that says which release has it: `overlap="torch"` is refused where `overlap_scheduling` lacks its pass or
-the hook for prices; where `micro_pipeline_tp` is missing, it fuses no products. The list below is written by
-`python docs/compatibility.py`.
+with an error that says which release has it. The list below is written by `python docs/compatibility.py`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A name of torch that an adapter uses, and the comment beside it."""
+    """A name of torch that an adapter uses.
+
+    Attributes:
+        name: the whole name.
+        purpose: the comment beside it.
+        is_asked_for: True if the adapter does without it where a release lacks it: it is imported in a `try`, or stands
+            as a string in a question such as `hasattr`.
+    """
 
     name: str
     purpose: str
+    is_asked_for: bool
 
 
 def uses(source: str) -> Iterator[Use]:
     """The torch names that stand in a module, in order: imported from torch, or private attributes of it."""
-    comments = _comments(source)
+    comments, tree = _comments(source), ast.parse(source)
+    tried = {id(part) for node in ast.walk(tree) if _is_try(node) for part in ast.walk(node)}
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    imported = _imported(tree)
     seen: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        for name, line in _names(node):
+    asked: set[str] = set()
+    for node in ast.walk(tree):
+        for name, line in _names(node, imported):
             if name not in seen and not any(other.startswith(f"{name}.") for other in seen):
                 seen.add(name)
-                yield Use(name, comments.get(line) or comments.get(line - 1, ""))
+                # What belongs to a name that was asked for is asked for, too.
+                if id(node) in tried or name.rpartition(".")[2] in strings:
+                    asked.add(name)
+                is_asked_for = any(f"{name}.".startswith(f"{other}.") for other in asked)
+                yield Use(name, comments.get(line) or comments.get(line - 1, ""), is_asked_for)
 
 
 def _comments(source: str) -> dict[int, str]:
@@ -95,15 +110,35 @@ def _comments(source: str) -> dict[int, str]:
     return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
 
 
-def _names(node: ast.AST) -> Iterator[tuple[str, int]]:
+def _is_try(node: ast.AST) -> bool:
+    return isinstance(node, ast.Try) and any("ImportError" in ast.unparse(each.type or node) for each in node.handlers)
+
+
+def _imported(tree: ast.AST) -> dict[str, str]:
+    """Name in a module -> the name in torch that it was imported from."""
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch"
+        for alias in node.names
+    }
+
+
+def _names(node: ast.AST, imported: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
         for alias in node.names:
             name = f"{node.module}.{alias.name}"
             if _is_private(name):
                 yield name, alias.lineno
     elif isinstance(node, ast.Attribute):
-        name = ast.unparse(node)
-        if name.startswith("torch.") and _is_private(name):
+        root, _, rest = ast.unparse(node).partition(".")
+        name = f"{imported.get(root, root)}.{rest}"
+        if (
+            name.startswith("torch.")
+            and re.fullmatch(r"[\w.]+", name)
+            and _is_private(name)
+            and not name.endswith("__")
+        ):
             yield name, node.lineno
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from autoshard.cli.command_line import command_parser
+from autoshard.cli.command_line import parse_arguments
 from autoshard.options import OptionKeywords
 from tests.programs import ROOT
 
@@ -89,7 +89,7 @@ def check_command(where: str, words: list[str]) -> None:
             check_command(where, ["autoshard", "selfcheck", *arguments])
         case ["autoshard", *arguments] | ["python", "-m", "autoshard", *arguments]:
             try:
-                command_parser().parse_args(arguments)
+                parse_arguments(arguments)
             except SystemExit as error:
                 raise AssertionError(f"{where}: not a command: {' '.join(words)}") from error
         case ["python", "-m", "torchtitan.train", *_]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import autoshard
 from tests.pages import project
 from tests.programs import ROOT
 
@@ -66,3 +67,40 @@ def _imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module.partition(".")[0])
     return found
+
+
+HEAVY = ("numba", "sympy", "ortools", "networkx", "pandas", "plotly", "scipy", "matplotlib", "torch._dynamo")
+
+
+def test_the_import_loads_no_heavy_package() -> None:
+    code = f"import sys, torch, autoshard; print([name for name in {HEAVY!r} if name in sys.modules])"
+    assert _output(code) == "[]"
+
+
+def test_the_names_of_a_planner_load_no_compiler_or_solver() -> None:
+    code = f"import sys, autoshard; autoshard.parallelize; print([name for name in {HEAVY!r} if name in sys.modules])"
+    assert not {"numba", "ortools", "pandas", "plotly", "matplotlib"} & set(ast.literal_eval(_output(code)))
+
+
+def test_the_names_of_functions_win_over_rooms() -> None:
+    code = "import autoshard.compare.layouts, autoshard, inspect; print(inspect.isfunction(autoshard.compare))"
+    assert _output(code) == "True"
+
+
+def test_type_checkers_and_python_see_the_same_names() -> None:
+    """The imports that type checkers read, those at run time, and `__all__` name the same."""
+    (block,) = [
+        node for node in ast.parse((ROOT / "autoshard/__init__.py").read_text()).body if isinstance(node, ast.If)
+    ]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    assert seen == autoshard._HOMES
+    assert {*seen, "__version__"} == set(autoshard.__all__) <= set(dir(autoshard))
+    for name in autoshard.__all__:
+        assert getattr(autoshard, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'paralelize'"):
+        autoshard.paralelize  # noqa: B018
+
+
+def _output(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()

@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import _is_all_true as is_all_true  # by which distributions ask if parameters and samples are valid
 from torch import fx
 from torch._dynamo.callback import callback_handler  # tells when Dynamo reads code
 from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
@@ -88,6 +89,7 @@ __all__ = [
     "UserError",
     "free_unbacked_symbols",
     "function_modes",
+    "is_all_true",
     "is_lazy",
     "pytree",
     "symbolic",
@@ -146,6 +148,15 @@ def without_tracebacks() -> Iterator[None]:
     finally:
         for log in logs:
             log.removeFilter(is_wanted)
+
+
+# Calls a part of an exported graph with gradients on or off.
+WRAP_WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def set_gradients(graph: fx.Graph, enabled: bool) -> fx.Node:
+    """Add the call that turns gradients on or off for the rest of the graph."""
+    return graph.call_function(torch._C._set_grad_enabled, (enabled,))
 
 
 def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:

@@ -30,6 +30,14 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 # A frame of the text that torch.export keeps of a node's stack.
 _TRACED = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
+MIXTURE_ADVICE = (
+    "experts that each take their own tokens: sort the tokens by expert and multiply by "
+    'torch.nn.functional.grouped_mm (Hugging Face: experts_implementation="grouped_mm"), or run every expert on all '
+    "tokens as one batched product (torch.einsum) and weight the results by the router; both have rules that split "
+    "the experts"
+)
+"""What takes the place of a loop over experts, which asks which tokens are whose."""
+
 # Words in the text of an error, and advice; the first entry that fits is given.
 _ADVICE = (
     (
@@ -39,7 +47,8 @@ _ADVICE = (
     (
         ("data-dependent", "Could not guard", "unbacked", "torch.cond", ".item()", "control flow"),
         "the graph must not depend on the numbers in a tensor, nor on drawn ones. Compute both ways and choose by "
-        "torch.where, hoist the branch or the draw out of forward, or pass the value as a plain Python argument",
+        "torch.where, hoist the branch or the draw out of forward, or pass the value as a plain Python argument. For "
+        f"{MIXTURE_ADVICE}",
     ),
     (
         ("Constraints violated",),
@@ -101,9 +110,43 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
         items = [line.strip(" -") for line in text.splitlines() if line.startswith("  - ")]
         reason = " ".join([reason.split("!")[0] + ":", *items])
     advice = advice_for(text)
+    if advice is None and is_fault(error):
+        return CaptureError(f"{model} could not be captured as one graph{where}: {fault_reason(error)}")
+    what = f"What to do: {advice}" if advice else f"If the module runs with these arguments on one device, {_AROUND}"
     return CaptureError(
-        f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. "
-        + (f"What to do: {advice}." if advice else "Check that the module runs with these arguments on one device.")
+        f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. {what}."
+    )
+
+
+# Advice where a line that one device runs cannot be captured, and nobody has said why.
+_AROUND = (
+    "what the line does can't be captured: compute it outside of forward and pass the result, or wrap it in "
+    "torch.library.custom_op"
+)
+
+# Errors that Python itself raises, of which no library makes an answer to its user.
+_PYTHON_ERRORS = (
+    *(AttributeError, NameError, TypeError, LookupError, ArithmeticError, AssertionError, RecursionError),
+    *(StopIteration, ImportError, UnicodeError, BufferError),
+)
+
+
+def is_fault(error: BaseException) -> bool:
+    """Return True for an error that Python itself raised in code that is not the user's: of autoshard or of torch."""
+    if type(error).__module__ != "builtins" or not isinstance(error, _PYTHON_ERRORS):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return not frames or not is_users_file(frames[-1].filename)
+
+
+def fault_reason(error: BaseException) -> str:
+    """Return sentences that say that code at a place failed, without the text of the error, which says no more."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return (
+        f"code that captures the module failed{place}, and the error above says how. If the module runs with these "
+        "arguments on one device, this is a fault of autoshard or of torch: please report it with all of the "
+        f"traceback. Until it is mended, {_AROUND.partition(': ')[2]}."
     )
 
 

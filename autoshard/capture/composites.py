@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture.attention_operator import attention, attention_with_dropout
-from autoshard.capture.capture_errors import is_users_file, running_line
+from autoshard.capture.capture_errors import is_users_file, node_place, running_line
 from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.nodes import argument_of
 from autoshard.capture.operators import ctc_loss, embedding_bag, rms_norm
@@ -166,8 +166,37 @@ def replace_composites(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         node.target = attention_with_dropout if argument_of(node, "dropout_p", 0.0) else attention
         node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+    _make_gradients_dense(graph)
     for target, function in _TRACED_AS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             node.target = function
             value = node.meta["val"]
             node.kwargs = {**node.kwargs, "dtype": (value if isinstance(value, Tensor) else value[0]).dtype}
+
+
+# The flag of sparse gradients, by the operators that have one.
+_SPARSE_FLAGS = {
+    aten.embedding.default: "sparse",
+    aten.embedding_bag.default: "sparse",
+    aten.embedding_bag.padding_idx: "sparse",
+    aten.gather.default: "sparse_grad",
+}
+
+
+def _make_gradients_dense(graph: fx.Graph) -> None:
+    """Have operators compute dense gradients where they are asked for sparse ones, with one warning."""
+    sparse = [node for target in _SPARSE_FLAGS for node in graph.find_nodes(op="call_function", target=target)]
+    sparse = [node for node in sparse if argument_of(node, _SPARSE_FLAGS[node.target], False)]
+    for node in sparse:
+        flag = _SPARSE_FLAGS[node.target]
+        position = [argument.name for argument in node.target._schema.arguments].index(flag)
+        node.args = node.args[:position] + (False,) * (len(node.args) > position) + node.args[position + 1 :]
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != flag}
+    if sparse:
+        flag = _SPARSE_FLAGS[sparse[0].target]
+        warnings.warn(
+            f"{node_place(sparse[0], f'asks for a sparse gradient ({flag}=True)')}: the gradients of sharded parameters "
+            "are dense, of the same numbers. Leave the flag out, and take torch.optim.Adam in place of SparseAdam, "
+            "which takes sparse gradients alone.",
+            stacklevel=2,
+        )

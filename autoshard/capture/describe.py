@@ -31,7 +31,7 @@ from autoshard.capture._torch import (
     free_unbacked_symbols,
     pytree,
 )
-from autoshard.capture.capture_errors import node_place, shape_error
+from autoshard.capture.capture_errors import MIXTURE_ADVICE, node_place, shape_error
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fake_module import fake_like
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
@@ -65,7 +65,7 @@ def check_sizes(graph: fx.Graph) -> None:
         ):
             raise CaptureError(
                 f"{node_place(node, 'has a size or value that depends on the numbers in a tensor')}. Use an operator "
-                "of fixed size, such as torch.where in place of boolean indexing."
+                f"of fixed size, such as torch.where in place of boolean indexing. For {MIXTURE_ADVICE}."
             )
 
 
@@ -134,7 +134,7 @@ def check_gradients(exported: Exported, outputs: list[JointOutput], tangents: se
 
 def _passes_gradients(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    is_differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point()
+    is_differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
     return is_differentiable and node.target not in (aten.detach.default, aten.detach_.default)
 
 
@@ -309,7 +309,15 @@ def _exported_input(description: object, exported: Exported) -> ExportedInput:
     return exported.inputs[description.idx]
 
 
-_ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
+_ALIASES = frozenset(
+    {
+        *(aten.detach.default, aten.alias.default, aten.lift_fresh.default),
+        *(aten.resolve_conj.default, aten.resolve_neg.default),
+    }
+)
+# Views that set a bit of a tensor instead of changing its numbers. Collectives, kernels of views and other languages read
+# the memory alone: programs hold the numbers themselves.
+_WRITTEN_OUT = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 _COPIES = frozenset({aten.clone.default, aten.lift_fresh_copy.default})
 # Operators that are the identity when their second operand is 1. Adding 0 is none: -0.0 + 0 is 0.0.
 _NEUTRAL_AT_ONE = frozenset(
@@ -333,6 +341,8 @@ _VIEWS = frozenset(
 
 def simplify(graph: fx.Graph) -> None:
     """Simplify a functional graph, whose nodes carry `meta["partitioner_tag"]`, in place."""
+    for node in graph.nodes:
+        node.target = _WRITTEN_OUT.get(node.target, node.target)
     # In this order: an operand less may make an identity, and identities hide that expressions are equal.
     _remove_empty_operands(graph)
     _remove_identities(graph)

@@ -6,7 +6,6 @@ Such code is functions with their own backward, hooks on tensors, and gradients 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from types import FunctionType
@@ -46,7 +45,7 @@ from autoshard.capture.python_calls import (
     sizes_of,
     tensors_of,
 )
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, warn_caller
 
 Hook = Callable[..., Any]
 
@@ -141,10 +140,9 @@ def _try_hook(run: Hook, tensor: Tensor, where: str, mutations: Mutations) -> No
     with mutations.refusing(where):
         result = run(gradient)
     if result is None and version_of(gradient) == version:
-        warnings.warn(
+        warn_caller(
             f"the hook of {where} returns None: it runs while the step is captured, without numbers, and not in the "
             "steps themselves.",
-            stacklevel=2,
         )
 
 
@@ -485,10 +483,9 @@ _REFUSED: dict[Any, Callable[..., None]] = {
 def _retain(tensor: Tensor) -> None:
     tensor.retain_grad()
     if not tensor.is_leaf:
-        warnings.warn(
+        warn_caller(
             f"{running_line()}: the parallelised module keeps no gradient of tensors inside of it; retain_grad() has "
             "no effect. Set a hook on the tensor to change its gradient, or return the tensor.",
-            stacklevel=2,
         )
 
 

@@ -20,6 +20,7 @@ from autoshard.capture._torch import (
     is_transform,
     outside_modes,
     pytree,
+    set_gradients,
     trace_joint,
     unwritten_graphs,
     without_tracebacks,
@@ -36,13 +37,19 @@ from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.marks import capturing, defaults_of, keeping_marks
 from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
 from autoshard.capture.module_hooks import HooksInForward, Key
+from autoshard.capture.output_history import HistoryWatch, OutputHistories, enables_gradients, histories_of
+from autoshard.capture.output_taps import with_taps
 from autoshard.capture.python_state import PythonState, StateWatch
+from autoshard.capture.releases import warn_of_untried_release
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
-from autoshard.errors import AutoshardError, CaptureError
+from autoshard.errors import AutoshardError, CaptureError, warn_caller
 
 aten = torch.ops.aten
 
-__all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "capture_forward"]
+__all__ = ["JointGraph", "JointInput", "JointOutput", "Tangents", "capture", "capture_forward"]
+
+Tangents = Literal["loss", "all"] | tuple[str, ...]
+"""The outputs that are differentiated, as `capture` documents it."""
 
 _Captured = TypeVar("_Captured")
 
@@ -53,7 +60,7 @@ def capture(
     kwargs: Mapping[str, Any],
     *,
     grad: bool = True,
-    tangents: Literal["loss", "all"] = "loss",
+    tangents: Tangents = "loss",
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     progress: Callable[[str], None] | None = None,
@@ -69,7 +76,8 @@ def capture(
         kwargs: keyword arguments.
         grad: capture forward and backward; only the forward when False, or when nothing requires a gradient.
         tangents: "loss": if some outputs are differentiable scalars, only these are differentiated, and gradients into
-            other outputs are not propagated; "all": every differentiable output is.
+            other outputs are not propagated; "all": every differentiable output is; names of outputs: every one is,
+            for these outputs instead of for parameters and inputs.
         dynamic: for inputs by name, the dims whose sizes later calls may change, each with a name (dims of one name
             are of one size) or a `torch.export.Dim`. The graph then holds `DynamicSize`s.
         mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. A flat module
@@ -83,6 +91,7 @@ def capture(
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
         InputError: an argument is of a type that cannot be part of a signature.
     """
+    warn_of_untried_release()
     begin = progress or (lambda _: None)
 
     def attempt(counting: Sequence[str], hooks: Collection[Key]) -> JointGraph:
@@ -90,15 +99,19 @@ def capture(
             signature = signature_of(module, args, kwargs, grad)
             begin("export of forward")
             exported = _export(watch, args, kwargs, dynamic, mp_policy)
+            if isinstance(tangents, tuple):
+                exported = with_taps(exported, tangents)
             everything = tuple(True for _ in exported.outputs)
             differentiated = _losses(exported) if tangents == "loss" else everything
             begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
             with watch.mutations.refusing():
-                traced = _trace(exported, differentiated)
-                if grad and differentiated != everything and not _has_tangents(traced):
-                    traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
+                traced, histories = _trace(exported, differentiated, grad)
+                if histories.differentiable and differentiated != everything and not _has_tangents(traced):
+                    # The scalars do not require a gradient: they are no losses.
+                    traced, histories = _trace(exported, everything, grad)
         begin(f"simplification of {len(traced.graph.nodes)} nodes")
-        return describe(traced, exported, signature, mp_policy, defaults_of(module))
+        joint = describe(traced, exported, signature, mp_policy, defaults_of(module))
+        return replace(joint, histories=histories)
 
     return _without_counter_guards(attempt, lambda graph: graph.state, lambda graph: graph.fingerprint)
 
@@ -158,6 +171,8 @@ def capture_forward(
     Raises:
         CaptureError, InputError: as for `capture`.
     """
+
+    warn_of_untried_release()
 
     def attempt(counting: Sequence[str], traced: Collection[Key]) -> tuple[Exported, Effects]:
         with _watched_twin(module, grad, counting, traced) as watch:
@@ -282,10 +297,28 @@ def _losses(exported: Exported) -> tuple[bool, ...]:
     return scalars if any(scalars) else tuple(True for _ in values)
 
 
-def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModule:
-    """Trace the joint graph; outputs that are not differentiated are detached, assigned buffers follow the outputs."""
+def _trace(exported: Exported, differentiated: tuple[bool, ...], grad: bool) -> tuple[fx.GraphModule, OutputHistories]:
+    """Trace the joint graph; outputs that are not differentiated are detached, assigned buffers follow the outputs.
+
+    Args:
+        exported: the forward graph, which gets other outputs.
+        differentiated: the outputs that are differentiated.
+        grad: False if gradients are off where the module is called.
+
+    Returns:
+        The joint graph, and the histories that the outputs have on one device.
+    """
     graph = exported.graph
     graph.erase_node(graph.output_node())
+    enables = not grad and enables_gradients(exported.graph_module)
+    added = []
+    if enables:
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            added.append(set_gradients(graph, False))
+    watch = HistoryWatch(exported.result.names)
+    added.append(graph.call_function(watch, (list(exported.outputs),)))
+    if enables:
+        added.append(set_gradients(graph, True))
     results = []
     assigned = [(node, False) for _, node in exported.assigned]
     for node, has_tangent in [*zip(exported.outputs, differentiated, strict=True), *assigned]:
@@ -295,8 +328,11 @@ def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModu
         results.append(graph.call_function(aten.clone.default, (source,)))
     graph.output(tuple(results))
     exported.graph_module.recompile()
-    with keeping_marks(graph):
-        return trace_joint(exported.graph_module, tuple(item.fake for item in exported.inputs))
+    with keeping_marks(graph), torch.set_grad_enabled(grad or enables):
+        traced = trace_joint(exported.graph_module, tuple(item.fake for item in exported.inputs))
+    for node in added:
+        graph.erase_node(node)  # the graph may be traced again
+    return traced, histories_of(exported, watch)
 
 
 def _has_tangents(traced: fx.GraphModule) -> bool:
@@ -321,10 +357,9 @@ def warn_of_global_hooks() -> bool:
     """Warn if there are global hooks, and return True then."""
     has_hooks = any(GLOBAL_HOOKS)
     if has_hooks:
-        warnings.warn(
+        warn_caller(
             "there are hooks for all modules (torch.nn.modules.module.register_module_forward_hook and the like): of a "
             "parallelised module they run around the whole, and not around its parts, which are one program. Set hooks "
             "on the parts instead: part.register_forward_hook(...).",
-            stacklevel=4,
         )
     return has_hooks

@@ -18,6 +18,7 @@ from autoshard.capture.call_layout import CallLayout, ResultLayout
 from autoshard.capture.dynamic import DynamicSizes
 from autoshard.capture.export import ExportedInput
 from autoshard.capture.marks import TaskGraph, parse_pin
+from autoshard.capture.output_history import OutputHistories
 from autoshard.capture.python_state import PythonState
 from autoshard.size import DynamicSize, Ratio
 
@@ -89,6 +90,7 @@ class JointGraph:
         recomputed: names of the layers that the backward half runs again (see `capture.recomputation`).
         state: the flags, numbers, submodules and hooks that the graph depends on, the changes of these by a call, and
             the conditions on the numbers in inputs.
+        histories: the autograd state that one device gives to the outputs.
     """
 
     graph_module: fx.GraphModule
@@ -102,6 +104,7 @@ class JointGraph:
     dynamic: DynamicSizes | None = None
     recomputed: tuple[str, ...] = ()
     state: PythonState = field(default_factory=PythonState)
+    histories: OutputHistories = field(default_factory=OutputHistories)
 
     @property
     def graph(self) -> fx.Graph:

@@ -44,7 +44,7 @@ from autoshard.capture.guards import (
 )
 from autoshard.capture.module_hooks import HookWatch, Key, ObservedCall
 from autoshard.capture.mutations import Mutation, Mutations
-from autoshard.errors import CaptureError, InputError
+from autoshard.errors import CaptureError, InputError, warn_caller
 
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module
 _MOST_STATES = 4  # graphs of one kind of call that its own changes of what it reads may ask for
@@ -269,10 +269,9 @@ class StateWatch:
     def state(self) -> PythonState:
         """Return the state that the export read and changed."""
         for path, line in self.mutations.unknown_sizes.items():
-            warnings.warn(
+            warn_caller(
                 f"{line} sets {path} to a size that calls may change: the parallelised module does not. Return the "
                 "size, or leave it out of dynamic.",
-                stacklevel=2,
             )
         # From what was read of the copy, guards of the user's own modules.
         guards = _GuardCollector()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autoshard.capture._torch import pytree
+from autoshard.errors import warn_caller
 
 Path = tuple[Any, ...]
 Call = tuple[Sequence[Any], Mapping[str, Any]]
@@ -186,11 +186,10 @@ class OpaqueOutputs:
         """Warn of the replaced objects, if there are any."""
         if self.replaced:
             left_out = ", ".join(f"{path} ({kind})" for path, kind in self.replaced.items())
-            warnings.warn(
+            warn_caller(
                 f"{model} returns what no graph can hold: {left_out}. The parallelised module returns None there. Ask "
                 "the model not to make it (Hugging Face: use_cache=False for the key-value cache), or register the "
                 "type with torch.utils._pytree.register_pytree_node to keep it.",
-                stacklevel=2,
             )
 
 

@@ -21,7 +21,7 @@ from autoshard.capture._torch import (
     pytree,
     survey_mode,
 )
-from autoshard.capture.capture_errors import running_line, user_line
+from autoshard.capture.capture_errors import fault_reason, is_fault, running_line, user_line
 from autoshard.capture.fake_module import Reachable, fake_copy, fake_like
 
 aten = torch.ops.aten
@@ -90,7 +90,8 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             pass  # noted where it was raised
         except Exception as error:
             text = next(iter(str(error).strip().splitlines()), "no further message")
-            stand_ins.note(f"{type(error).__name__}: {text}", user_line(error.__traceback__).removeprefix(" at "))
+            reason = fault_reason(error) if is_fault(error) else f"{type(error).__name__}: {text}"
+            stand_ins.note(reason, user_line(error.__traceback__).removeprefix(" at "))
     return Survey(tuple(stand_ins.findings.values()), visits.calls)
 
 

@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
-
-from rich.console import Console
+from typing import TYPE_CHECKING, TypeAlias
 
 from autoshard.errors import AutoshardError, InputError
-from autoshard.planner.hints import HintValue, parse_value
-from autoshard.specs.axes import MeshShape
+
+# `--version` and `--help` import this module, and neither needs torch.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autoshard.planner.hints import HintValue
+    from autoshard.specs.axes import MeshShape
 
 _AXIS = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<size>\d+)\s*")
 
@@ -41,6 +44,8 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
         UsageError: the text does not parse, an axis occurs twice, or a size is not valid.
     """
+    from autoshard.specs.axes import MeshShape
+
     axes: dict[str, int] = {}
     for part in text.split(","):
         match = _AXIS.fullmatch(part)
@@ -67,6 +72,8 @@ def parse_hints(texts: Iterable[str], mesh: MeshShape | None) -> dict[str, HintV
     Raises:
         UsageError: a text does not parse, a glob occurs twice, or the mesh has no such axis.
     """
+    from autoshard.planner.hints import parse_value
+
     hints: dict[str, HintValue] = {}
     for text in texts:
         # A glob has no such sign, and S(0,f=3) has.
@@ -101,23 +108,20 @@ def add_verb(
     name: str,
     run: Callable[[argparse.Namespace], int | None],
     *,
-    summary: str,
     details: str,
     example: str,
 ) -> argparse.ArgumentParser:
-    """Add a verb to the command, and return its parser.
+    """Add the parser of a verb to the command, and return it.
 
     Args:
         verbs: the result of `add_subparsers`.
         name: of the verb.
         run: called with the parsed options; returns the exit status, or None for 0.
-        summary: a line for the help of the command.
         details: for the help of the verb, in lines of less than 80 characters.
         example: a command, for the help of the verb.
     """
     parser = verbs.add_parser(
         name,
-        help=summary,
         description=details,
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -128,6 +132,8 @@ def add_verb(
 
 def console() -> Console:
     """Return standard output, wide enough for the tables where it is a file or a pipe."""
+    from rich.console import Console
+
     return Console(width=None if sys.stdout.isatty() else 120)
 
 

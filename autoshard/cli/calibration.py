@@ -22,7 +22,6 @@ def add_calibrate(verbs: Verbs) -> None:
         verbs,
         "calibrate",
         _calibrate,
-        summary="measure this cluster; start with torchrun, one process per device",
         details="Measure collectives and operators with all devices at work, and write a profile to plan with:\n"
         "cluster='my-profile.json' in Python, --cluster my-profile.json here.",
         example="torchrun --nproc-per-node 8 -m autoshard calibrate my-profile.json",

@@ -1,37 +1,37 @@
-"""The verbs of the command, and its exit status."""
+"""The verbs of the command, and its exit status.
+
+torch is loaded by the verb that is asked for: `--version` and `--help` answer without it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-
-from autoshard.cli.arguments import (
-    UsageError,
-    Verbs,
-    add_verb,
-    check_output,
-    console,
-    print_error,
-    print_line,
-    usage_errors,
-)
-from autoshard.cli.calibration import add_calibrate
-from autoshard.cli.plan_files import explanation, plan_tables, read_plan, read_saved
-from autoshard.cli.planning import add_planning_verbs
-from autoshard.cli.simulation import add_simulate
-from autoshard.cli.targets import TARGETS, add_target, load_target
-from autoshard.cli.verification import add_verify
-from autoshard.cli.why import add_why
-from autoshard.cluster.cluster import Cluster
-from autoshard.doctor.doctor import doctor, report_page
+from autoshard.cli.arguments import UsageError, print_error
 from autoshard.errors import AutoshardError
-from autoshard.plans.frontier import Frontier
-from autoshard.selfcheck.__main__ import add_arguments, run_command
 from autoshard.version import __version__
+
+_VERBS = {
+    "plan": ("planning", "plan a model on a mesh, without devices"),
+    "fits": ("planning", "tell by the exit status whether a model fits on a mesh"),
+    "compare": ("planning", "compare the plan of a model with standard layouts, and print flags of other tools"),
+    "search": ("planning", "find the best mesh of so many devices, and its plan"),
+    "frontier": ("planning", "list every plan on a mesh that is worth its memory"),
+    "why": ("why", "tell why a plan does not place parameters otherwise, by what that would cost"),
+    "simulate": ("simulation", "print where the predicted step of a plan spends its time, and write it as a trace"),
+    "show": ("saved_plans", "print a saved plan as tables"),
+    "explain": ("saved_plans", "print the strategies and costs of parameters and modules of a saved plan"),
+    "html": ("saved_plans", "write a saved plan as a self-contained web page"),
+    "verify": ("verification", "compare the numbers of a plan on all ranks with those of one device"),
+    "doctor": ("checking", "check if a model can be captured and sharded"),
+    "calibrate": ("calibration", "measure this cluster; start with torchrun, one process per device"),
+    "selfcheck": ("checking", "check autoshard on a new machine; start with torchrun, one process per device"),
+}
+"""Verb -> the module of this room whose `add_<verb>` makes its parser, and a line for the help of the command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         was planned. 1: no plan fits, a model cannot be captured, or a saved plan is not valid. 130: Ctrl-C, before
         there was anything to show.
     """
-    options = command_parser().parse_args(arguments)
     try:
+        options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         # Verbs that cannot fail by themselves return None.
         return int(options.run(options) or 0)
     except UsageError as error:
@@ -57,111 +57,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130  # as shells count a process that SIGINT ends
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command, with all its verbs."""
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of the verb among these arguments; `run` is the function that runs it.
+
+    Raises:
+        SystemExit: an argument is not known, or help or the version was asked for and printed.
+    """
     parser = argparse.ArgumentParser(
         prog="autoshard",
         description="Plan the sharding of models, check models, measure clusters, and show saved plans.",
         epilog="autoshard COMMAND --help shows the options of a command and an example.",
     )
-    version = f"autoshard {__version__} (torch {torch.__version__})"
+    version = f"autoshard {__version__} (torch {importlib.metadata.version('torch')})"
     parser.add_argument("--version", action="version", version=version)
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    add_planning_verbs(verbs)
-    add_why(verbs)
-    add_simulate(verbs)
-    _add_saved_plan_verbs(verbs)
-    add_verify(verbs)
-    _add_doctor(verbs)
-    add_calibrate(verbs)
-    selfcheck = add_verb(
-        verbs,
-        "selfcheck",
-        run_command,
-        summary="check autoshard on a new machine; start with torchrun, one process per device",
-        details="Compare the numbers of small models on all devices with those of one device, and profile a step.\n"
-        "Exit status 1: a line is wrong.",
-        example="torchrun --nproc-per-node 2 -m autoshard selfcheck --json found.json",
-    )
-    add_arguments(selfcheck)
-    return parser
-
-
-def _add_saved_plan_verbs(verbs: Verbs) -> None:
-    show = add_verb(
-        verbs,
-        "show",
-        _show,
-        summary="print a saved plan as tables",
-        details="Print a saved plan, plan of a pipeline, or frontier as tables.",
-        example="autoshard show plan.json",
-    )
-    explain = add_verb(
-        verbs,
-        "explain",
-        _explain,
-        summary="print the strategies and costs of parameters and modules of a saved plan",
-        details="Print the placements, strategies and costs of the parameters and modules that a glob matches.",
-        example="autoshard explain plan.json 'model.layers.0.mlp'",
-    )
-    html = add_verb(
-        verbs,
-        "html",
-        _html,
-        summary="write a saved plan as a self-contained web page",
-        details="Write a saved plan, plan of a pipeline, or frontier as a web page that loads nothing else.\n"
-        "Its charts need plotly: pip install 'autoshard[html]'.",
-        example="autoshard html plan.json plan.html",
-    )
-    for verb in (show, explain, html):
-        verb.add_argument("plan", metavar="PLAN.json", help="file of the plan")
-    explain.add_argument("glob", metavar="GLOB", help="glob of parameter names or module paths, such as 'layers.*.mlp'")
-    html.add_argument("output", metavar="OUT.html", type=Path, help="file to write")
-    html.add_argument(
-        "--memory", metavar="BYTES", help="of a frontier, show the fastest plan within it; default: the turning point"
-    )
-
-
-def _show(options: argparse.Namespace) -> None:
-    console().print(*plan_tables(read_saved(options.plan)))
-
-
-def _explain(options: argparse.Namespace) -> None:
-    console().print(explanation(read_plan(options.plan), options.glob))
-
-
-def _html(options: argparse.Namespace) -> None:
-    check_output("OUT.html", options.output)
-    saved = read_saved(options.plan)
-    if options.memory is None:
-        saved.to_html(options.output)
-    elif isinstance(saved, Frontier):
-        saved.to_html(options.output, chosen=saved.at(memory=options.memory))
-    else:
-        raise UsageError(f"--memory {options.memory} selects a plan of a frontier, and {options.plan} is one plan.")
-    print_line(f"wrote {options.output}")
-
-
-def _add_doctor(verbs: Verbs) -> None:
-    examine = add_verb(
-        verbs,
-        "doctor",
-        _doctor,
-        summary="check if a model can be captured and sharded",
-        details=f"Report what stops the capture of a model, and which operators would be replicated.\n\n{TARGETS}\n\n"
-        "Exit status 1: the model cannot be captured. 2: an argument is not valid.",
-        example="autoshard doctor mypackage.models:make",
-    )
-    add_target(examine)
-    examine.add_argument(
-        "--cluster", default="h100", help="cluster whose prices predict the seconds: a preset or a file; default: h100"
-    )
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    """Print the report on a model; status 1 where it cannot be captured."""
-    with usage_errors():
-        cluster = Cluster.of(options.cluster)
-    report = doctor(*load_target(options), cluster=cluster)
-    console().print(report_page(report))
-    return 0 if report.captured else 1
+    asked = arguments[0] if arguments else None
+    for verb, (module, summary) in _VERBS.items():
+        if verb == asked:
+            getattr(importlib.import_module(f"autoshard.cli.{module}"), f"add_{verb}")(verbs)
+        else:
+            verbs.add_parser(verb, help=summary)
+    return parser.parse_args(arguments)

@@ -43,21 +43,12 @@ _PLOTS = (".png", ".svg", ".pdf")
 _WITHOUT_PIPELINE = {"frontier": "a frontier", "compare": "a comparison", "verify": "verify"}
 
 
-def add_planning_verbs(verbs: Verbs) -> None:
-    """Add the verbs that plan."""
-    _add_plan(verbs)
-    _add_fits(verbs)
-    _add_compare(verbs)
-    _add_search(verbs)
-    _add_frontier(verbs)
-
-
-def _add_plan(verbs: Verbs) -> None:
+def add_plan(verbs: Verbs) -> None:
+    """Add the verb `plan`."""
     parser = add_verb(
         verbs,
         "plan",
         _plan,
-        summary="plan a model on a mesh, without devices",
         details="Plan a model on a mesh, print the plan, and save it for\nautoshard.parallelize(plan=...). "
         f"An axis named pp is a pipeline. No device is needed.\n\n{TARGETS}\n\n"
         "Exit status 1: no plan fits, or the model cannot be captured.\n" + _NOT_VALID,
@@ -73,12 +64,12 @@ def _add_plan(verbs: Verbs) -> None:
     _add_files(parser, "the plan")
 
 
-def _add_fits(verbs: Verbs) -> None:
+def add_fits(verbs: Verbs) -> None:
+    """Add the verb `fits`."""
     parser = add_verb(
         verbs,
         "fits",
         _fits,
-        summary="tell by the exit status whether a model fits on a mesh",
         details=f"Plan a model on a mesh within a memory limit, and tell whether a plan fits.\n\n{TARGETS}\n\n"
         "Exit status 0: a plan fits. 1: no plan fits; the error names the smallest peak.\n"
         "2: an argument is not valid, or the model cannot be planned.",
@@ -92,12 +83,12 @@ def _add_fits(verbs: Verbs) -> None:
     add_pipeline(parser)
 
 
-def _add_compare(verbs: Verbs) -> None:
+def add_compare(verbs: Verbs) -> None:
+    """Add the verb `compare`."""
     parser = add_verb(
         verbs,
         "compare",
         _compare,
-        summary="compare the plan of a model with standard layouts, and print flags of other tools",
         details="Plan a model on a mesh, and beside it DDP, FSDP2, HSDP, tensor, sequence and expert\n"
         "parallelism and their products, at the same prices; print the flags of torchtitan,\n"
         f"Megatron-LM and FSDP2 for the nearest of them. No device is needed.\n\n{TARGETS}\n\n"
@@ -118,12 +109,12 @@ def _add_compare(verbs: Verbs) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all figures to write")
 
 
-def _add_search(verbs: Verbs) -> None:
+def add_search(verbs: Verbs) -> None:
+    """Add the verb `search`."""
     parser = add_verb(
         verbs,
         "search",
         _search,
-        summary="find the best mesh of so many devices, and its plan",
         details="Plan a model on the meshes of so many devices, with and without a pipeline; print\n"
         f"all meshes, and save the plan of the best one. No device is needed.\n\n{TARGETS}\n\n"
         "Exit status 1: no mesh fits, or the model cannot be captured.\n" + _NOT_VALID,
@@ -144,12 +135,12 @@ def _add_search(verbs: Verbs) -> None:
     _add_files(parser, "the search and its best plan")
 
 
-def _add_frontier(verbs: Verbs) -> None:
+def add_frontier(verbs: Verbs) -> None:
+    """Add the verb `frontier`."""
     parser = add_verb(
         verbs,
         "frontier",
         _frontier,
-        summary="list every plan on a mesh that is worth its memory",
         details="Find the plans from the smallest peak of memory to the shortest step; print them,\n"
         f"and save them for autoshard.Frontier.load. No device is needed.\n\n{TARGETS}\n\n"
         "Exit status 1: the model cannot be captured.\n" + _NOT_VALID,

@@ -21,7 +21,6 @@ def add_simulate(verbs: Verbs) -> None:
         verbs,
         "simulate",
         _simulate,
-        summary="print where the predicted step of a plan spends its time, and write it as a trace",
         details="Print what the predicted step of a plan spends by module and mesh axis, and write the\n"
         "step as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, or as a picture.\n"
         "In place of TARGET, a saved plan may stand: PLAN.json, which needs no other option.\n\n"

@@ -19,7 +19,6 @@ def add_verify(verbs: Verbs) -> None:
         verbs,
         "verify",
         _verify,
-        summary="compare the numbers of a plan on all ranks with those of one device",
         details="Train a small model with the programs of a plan, all ranks in this process, in float64\n"
         "on the CPU, and compare every loss, output, gradient, parameter and buffer with those of\n"
         f"one device. Faults of rules are found and named. No device is needed.\n\n{TARGETS}\n\n"

@@ -38,7 +38,6 @@ def add_why(verbs: Verbs) -> None:
         verbs,
         "why",
         _why,
-        summary="tell why a plan does not place parameters otherwise, by what that would cost",
         details="Find the best plan that has the placements asked for, and print what it costs more or\n"
         "less than the plan made without them: seconds, collectives and memory by module.\n"
         "With --plan, the options are those that the saved plan was made with.\n\n"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +14,7 @@ from autoshard.cluster._torch import OpOverload
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Link
 from autoshard.cluster.measurements import Grouping, Measurements, operator_seconds
+from autoshard.errors import warn_caller
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
@@ -74,11 +74,10 @@ class CostModel:
             if grouping.size > 1 and grouping not in measured_groupings
         ]
         if estimated:
-            warnings.warn(
+            warn_caller(
                 f"cluster {self.cluster.name} was measured on {measured.devices} devices, and no collective over mesh "
                 f"axis {', '.join(estimated)}: they are estimated from the latency and bandwidth that fit the others. "
                 f"Measure them by autoshard.calibrate on a mesh of {self.mesh.size} devices.",
-                stacklevel=3,
             )
 
     def axis_link(self, axis: int) -> Link:

@@ -64,8 +64,8 @@ def compare(
         module, mesh, example_args, example_kwargs: as for `autoshard.plan`.
         baselines: names of the standard layouts to compare with, by default all that the mesh has; or a mapping with
             layouts of one's own beside all of these: `{"mine": {"hints": {...}}}`.
-        **keywords: the fields of `autoshard.Options`, without `dynamic`, `inputs`, `input_placements`, `shares`,
-            `overlap` and `pipeline`. By default `memory_limit` is what a device has, and outputs come back as they lie
+        **keywords: the fields of `autoshard.Options`, without `dynamic`, `inputs`, `input_placements`, `shares`
+            and `pipeline`. By default `memory_limit` is what a device has, and outputs come back as they lie
             (`output_placements="planned"`), since no standard layout gathers them. `hints` are of the plan alone.
 
     Returns:

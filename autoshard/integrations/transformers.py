@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ try:
     from accelerate import DataLoaderConfiguration
     from accelerate.utils import GradientAccumulationPlugin
     from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from transformers.trainer_utils import has_length
 
     from autoshard.integrations.accelerate import (
         SHARDS,
@@ -58,6 +60,7 @@ TRIED = "transformers 5.23"
 
 # Methods of `Trainer` without a public name that this one overrides or calls.
 _METHODS = (
+    "_get_dataloader",
     "_issue_warnings_after_load",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
@@ -67,6 +70,9 @@ _METHODS = (
 )
 if not all(hasattr(Trainer, name) for name in _METHODS):
     raise ImportError(f"this version of transformers has another Trainer than {TRIED}, the one tried here.")
+
+# Axes along which transformers counts no rows: tensor, sequence, context and expert parallelism.
+_SHARED_ROWS = ("tp", "sp", "cp", "ep", "tensor", "sequence", "context", "expert", "model")
 
 # The file of a checkpoint of transformers.
 _SCHEDULER = "scheduler.pt"
@@ -79,9 +85,10 @@ class AutoshardTrainer(Trainer):
     the first batch, with `bf16=True` as `mp_policy` and `torch_compile=True` as `compile=True`. A model on the meta
     device gets its numbers afterwards, from `autoshard.load_safetensors(trainer.model, folder)` or a checkpoint.
 
-    A batch has `per_device_train_batch_size` rows, which every rank loads; along data axes, each rank loads so many of
-    its own. Losses, metrics and predictions are those of the whole batch. `save_model` writes whole tensors; a
-    checkpoint has the shards of model and optimizer besides, and is resumed on any mesh.
+    A batch has `per_device_train_batch_size` rows for every rank, as in transformers: ranks along axes called `tp`,
+    `sp`, `cp` or `ep` share theirs. Every rank loads the whole batch; with `data_axes`, its own rows. Losses, metrics
+    and predictions are those of the whole batch. `save_model` writes whole tensors; a checkpoint has the shards of
+    model and optimizer besides, and is resumed on any mesh.
 
     Args:
         model: the model: parallelised, or with `mesh`.
@@ -137,6 +144,9 @@ class AutoshardTrainer(Trainer):
                 raise PlanError("AutoshardTrainer runs no pipelines: give it a mesh without a pipeline axis.")
         if args is not None:
             _check_arguments(args, parallelised=mesh is None, data_axes=self._data_axes)
+        # Ranks whose rows every rank loads.
+        self._loaded_ranks = 1 if self._data_axes else _ranks_with_rows(MeshShape.of(self._mesh))
+        self._evaluated_batches = 0
         super().__init__(model, args, *positional, **keywords)
         if self._data_axes and self._has_outer_loss():
             raise PlanError(
@@ -220,7 +230,47 @@ class AutoshardTrainer(Trainer):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the number of rows of an optimizer's step."""
-        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+        return self._rows_of_batch(self._train_batch_size) * args.gradient_accumulation_steps
+
+    def _rows_of_batch(self, rows: int) -> int:
+        """Return the number of rows of a whole batch with so many rows of every rank."""
+        return self._loaded_rows(rows) * self.accelerator.num_processes
+
+    def _loaded_rows(self, rows: int) -> int:
+        # With `split_batches` a loader's batch is the whole one.
+        return rows if cast(Any, self.args.accelerator_config).split_batches else rows * self._loaded_ranks
+
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, *args: Any, **keywords: Any
+    ) -> DataLoader:
+        """Return a loader of the rows that a rank loads, `batch_size` for each whose rows it does."""
+        loader: DataLoader = super()._get_dataloader(
+            dataset, description, self._loaded_rows(batch_size), *args, **keywords
+        )
+        return loader
+
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **keywords: Any) -> Any:
+        """Evaluate, and count the batches."""
+        self._evaluated_batches = len(dataloader) if has_length(dataloader) else 0
+        return super().evaluation_loop(dataloader, *args, **keywords)
+
+    def predict(self, test_dataset: Any, *args: Any, **keywords: Any) -> Any:
+        """Predict; see `Trainer.predict`."""
+        output = super().predict(test_dataset, *args, **keywords)
+        self._count_steps(cast(Any, output.metrics))
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
+        """Log numbers, the speed of an evaluation in steps of the mesh among them."""
+        self._count_steps(logs)
+        super().log(logs, *args, **keywords)
+
+    def _count_steps(self, metrics: dict[str, float]) -> None:
+        """Correct in place the steps per second of an evaluation, which the base class divides by all processes."""
+        for name in [name for name in metrics if name.endswith("_steps_per_second") and not name.startswith("train_")]:
+            seconds = metrics.get(name.removesuffix("_steps_per_second") + "_runtime")
+            if seconds and self._evaluated_batches:
+                metrics[name] = round(self._evaluated_batches / seconds, 3)
 
     def compute_loss(
         self,
@@ -245,8 +295,11 @@ class AutoshardTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the loss of the whole batch, and this rank's rows of predictions and labels."""
+        """Return the loss of the batch, once per rank whose rows it has, and this rank's predictions and labels."""
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            # The base class weighs it with the rows of one rank.
+            loss = loss.repeat(self._loaded_rows(1))
         return loss, pytree.tree_map_only(Tensor, self.accelerator.own_rows, logits), labels
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -346,6 +399,11 @@ def _adapters(model: nn.Module) -> Mapping[str, Any]:
     """Return the configurations of a `PeftModel`'s adapters, by their names; none of another model."""
     configs: Mapping[str, Any] = {} if isinstance(model, PreTrainedModel) else getattr(model, "peft_config", {})
     return configs
+
+
+def _ranks_with_rows(mesh: MeshShape) -> int:
+    """Return the number of ranks with rows of their own, as transformers counts them."""
+    return math.prod(axis.size for axis in mesh.axes if not axis.name.startswith(_SHARED_ROWS))
 
 
 def _check_one_way(model: nn.Module, mesh: DeviceMesh | None, others: Sequence[Any]) -> None:

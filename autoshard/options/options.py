@@ -171,10 +171,6 @@ class Options:
             split the batch. Not for pipelines, which add up their microbatches, nor for `frontier` and `search`.
         compile: compile the local forward and backward programs by inductor. The plan counts what the compiler fuses as
             one kernel.
-        overlap: only for `parallelize`: the code that joins the program's collectives and orders them among its
-            compute: `"own"`, this library, as the plan predicts it; or `"torch"`, torch's private
-            `schedule_overlap_bucketing` at the cluster's prices, where this release of torch has it. The numbers are
-            the same; predicted seconds and memory are those of `"own"`.
         search: how to search, see `Search`.
         pipeline: schedule and microbatches of a pipeline, see `Pipeline`. A pipeline is given a whole batch as example,
             and refuses `dynamic`, local inputs and outputs, and `output_placements`.
@@ -200,7 +196,6 @@ class Options:
     output_placements: Placements = None
     accumulate: int = 1
     compile: bool = False
-    overlap: str = "own"
     search: Search = field(default_factory=Search)
     pipeline: Pipeline = field(default_factory=Pipeline)
 
@@ -253,7 +248,6 @@ class OptionKeywords(TypedDict, total=False):
     output_placements: Placements
     accumulate: int
     compile: bool
-    overlap: str
     search: Search
     pipeline: Pipeline
     # Earlier spellings.
@@ -293,13 +287,13 @@ class _EntryPoint:
 
 
 _ENTRY_POINTS = {
-    "plan": _EntryPoint(refused=frozenset({"overlap"})),
+    "plan": _EntryPoint(),
     "parallelize": _EntryPoint(),
     # A frontier has plans for all limits of memory.
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
-        frozenset({"memory_limit", "shares", "accumulate", "compile", "overlap", "pipeline"}),
+        frozenset({"memory_limit", "shares", "accumulate", "compile", "pipeline"}),
     ),
     "search": _EntryPoint(
         120.0,
@@ -307,20 +301,20 @@ _ENTRY_POINTS = {
         frozenset(
             {
                 *("inputs", "outputs", "data_axes", "example_inputs", "input_placements", "output_placements"),
-                *("dynamic", "shares", "accumulate", "compile", "overlap"),
+                *("dynamic", "shares", "accumulate", "compile"),
             }
         ),
     ),
-    "why_not": _EntryPoint(refused=frozenset({"overlap"})),
+    "why_not": _EntryPoint(),
     # No standard layout has shares, or gathers outputs.
     "compare": _EntryPoint(
         defaults={"shares": None, "output_placements": "planned"},
-        refused=frozenset({"inputs", "input_placements", "dynamic", "shares", "overlap", "pipeline"}),
+        refused=frozenset({"inputs", "input_placements", "dynamic", "shares", "pipeline"}),
     ),
     # The programs run in float64, operator by operator, on equal ranks.
     "verify": _EntryPoint(
         defaults={"shares": None},
-        refused=frozenset({"mp_policy", "shares", "accumulate", "compile", "overlap", "pipeline", "example_inputs"}),
+        refused=frozenset({"mp_policy", "shares", "accumulate", "compile", "pipeline", "example_inputs"}),
     ),
 }
 

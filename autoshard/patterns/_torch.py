@@ -61,8 +61,10 @@ def rank_and_size(group: str) -> tuple[int, int]:
 
 def has_philox(device_type: str) -> bool:
     """Return True if torch has its stateless generator for devices of this type."""
-    name = "aten::_philox_uniform_"
-    return hasattr(torch.ops.aten, "_philox_uniform_") and _has_kernel(name, _dispatch_key(device_type))
+    names = ("_philox_uniform_", "_philox_normal_")
+    return all(
+        hasattr(torch.ops.aten, name) and _has_kernel(f"aten::{name}", _dispatch_key(device_type)) for name in names
+    )
 
 
 def philox_uniform_(values: Tensor, key: int, offset: int, low: float, high: float) -> Tensor:

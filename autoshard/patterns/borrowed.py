@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +17,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from autoshard.errors import warn_caller
 from autoshard.patterns._torch import (
     DTensorSpec,
     FakeTensorMode,
@@ -185,10 +185,9 @@ def borrowed_rule(call: OpCall) -> Rule | None:
     try:
         strategies = torch_strategies(call)
     except Exception as error:  # a registered function raises whatever it likes
-        warnings.warn(
+        warn_caller(
             f"the sharding strategies that torch has for {call.op} are not used on {call.shapes_text}: the function "
             f"that is registered there raises {type(error).__name__}: {error}",
-            stacklevel=2,
         )
         return None
     return _rule_from_strategies(call, strategies)

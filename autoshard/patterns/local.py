@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import FACTORS_BY_LAYOUT, OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import Choices, local_shape, local_size, resolve_variant
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import Emitter, collectives
@@ -311,7 +311,7 @@ class LocalCall:
             changed: arguments by their schema name.
         """
         # In the order of `OpCall.operands`, which is that in which `local` meets them.
-        values = iter(self.operands if operands is None else operands)
+        values = iter(self._in_captured_layout(self.operands if operands is None else operands))
 
         def local(value: Any) -> Any:
             if isinstance(value, TensorMeta):
@@ -334,6 +334,16 @@ class LocalCall:
             else:
                 kwargs[name] = value
         return self.emit.call(op, *args, **kwargs)
+
+    def _in_captured_layout(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the first value, a matrix, contiguous or not as it was in the captured graph, where that matters."""
+        if self.call.name not in FACTORS_BY_LAYOUT:
+            return values
+        matrix, *others = values
+        if self.call.operands[0].is_contiguous:
+            return [matrix.contiguous(), *others]
+        # Column-major.
+        return [matrix.transpose(-2, -1).contiguous().transpose(-2, -1), *others]
 
 
 def emit_program(call: LocalCall) -> Any:

@@ -14,7 +14,7 @@ from autoshard.errors import RuleError
 from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.borrowed import borrowed_rule, may_borrow
 from autoshard.patterns.notation import Linear, Reduction, bind, check_options, check_padding, parse
-from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta, specialize
+from autoshard.patterns.rule import FACTORS_BY_LAYOUT, LocalProgram, OpCall, Rule, TensorMeta, specialize
 
 Maker = Callable[..., Rule | None]
 """Makes the rule of an `OpCall`, and of options by keyword; None where there is none."""
@@ -209,8 +209,9 @@ def register_rule(
     _default.register(name, text_or_maker, replace=replace, of_user=True)
 
 
-# Operators that read the memory of their operands, whatever its shape: calls with other strides are other calls.
-_READS_STRIDES = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
+# Operators that read the memory of their operands, whatever its shape, or whose results depend on its order: calls with
+# other strides are other calls.
+_READS_STRIDES = FACTORS_BY_LAYOUT | {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"}
 
 NodeMetas = dict[fx.Node, Any]
 """The description of nodes as operands: the shape and dtype of a tensor, or the value itself."""

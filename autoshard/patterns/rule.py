@@ -38,7 +38,7 @@ class TensorMeta:
     """The shape and dtype of a tensor, which rules look at in place of the tensor.
 
     Attributes:
-        strides: strides of the whole tensor, for operators that read memory whatever its shape; else None.
+        strides: strides of the whole tensor, for operators whose results depend on them; else None.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +48,22 @@ class TensorMeta:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the strides, which are known, are those of a row-major tensor."""
+        assert self.strides is not None
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+# Torch factors the transpose of a matrix that is contiguous, and the matrix itself otherwise. Autograd's formulas, which
+# a captured graph holds, ask the matrix which of the two it was.
+FACTORS_BY_LAYOUT = frozenset({"aten::_linalg_det", "aten::_linalg_slogdet", "aten::_linalg_solve_ex"})
 
 
 @dataclass(frozen=True, slots=True)

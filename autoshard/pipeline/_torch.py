@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as checkpoint_state
 from torch.distributed.pipelining import PipelineStage
 
 # The runtime of lists of actions, messages included, on the stages of a rank.
@@ -172,3 +174,21 @@ def order(name: str, ranks: int, virtual: int, microbatches: int) -> list[list[s
     schedule_class: Any = type(name, (_WithoutMessages, get_schedule_class(name)), {})
     schedule = schedule_class([_ScheduleStage(ranks, ranks * virtual) for _ in range(virtual)], microbatches)
     return [[str(action) for action in schedule.pipeline_order[rank] if action is not None] for rank in range(ranks)]
+
+
+def names_optimizer_groups() -> bool:
+    """Return True within a `get_optimizer_state_dict` that keeps groups, each with the names of its parameters."""
+    # Torch passes the option to nobody, so it is read on the stack. For releases with other names this is False.
+    save, load = (
+        getattr(inspect.unwrap(getattr(checkpoint_state, name, None)), "__code__", None)  # type: ignore[arg-type]
+        for name in ("_get_optim_state_dict", "_load_optim_state_dict")
+    )
+    frame, info = inspect.currentframe(), None
+    while frame is not None:
+        if frame.f_code is save:
+            info = frame.f_locals.get("info")
+        if frame.f_code is load:
+            # A load of whole tensors asks for the state of this rank.
+            return False
+        frame = frame.f_back
+    return info is not None and not getattr(info, "flatten_optimizer_state_dict", False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
+from autoshard.capture.joint import Tangents
 from autoshard.errors import PlanError
 from autoshard.options.target import Target
 from autoshard.planner.plan_checks import checked_flow
@@ -57,7 +58,7 @@ class ModulePlanner:
         kwargs: Mapping[str, Any],
         *,
         grad: bool,
-        tangents: Literal["loss", "all"] = "loss",
+        tangents: Tangents = "loss",
         dynamic: bool = True,
         quiet: bool = False,
         placed: PlacementsByName | None = None,

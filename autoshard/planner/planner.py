@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.errors import BudgetError, PlanError
+from autoshard.errors import BudgetError, PlanError, warn_caller
 from autoshard.patterns.borrowed import batch_advice
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph_rules import Value
@@ -381,10 +380,9 @@ class Planner(PlanningContext):
             KeyboardInterrupt: the search was interrupted before it met a plan that fits.
         """
         for name, count in self.rules.unknown.items():
-            warnings.warn(
+            warn_caller(
                 f"no sharding rule for {name} ({count} calls): it is replicated on every device. "
                 + batch_advice(name, self.rules.batch_rules[name]),
-                stacklevel=2,
             )
         try:
             plan = self._search(unlimited)

@@ -12,11 +12,11 @@ import math
 import time
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.joint import JointGraph, Tangents, capture
 from autoshard.capture.recomputation import Recomputable, recomputable, recompute_layers
 from autoshard.errors import BudgetError
 from autoshard.options.target import Target
@@ -69,7 +69,7 @@ def capture_with_progress(
     target: Target,
     *,
     grad: bool,
-    tangents: Literal["loss", "all"] = "loss",
+    tangents: Tangents = "loss",
     dynamic: bool = True,
     quiet: bool = False,
 ) -> tuple[JointGraph, float]:

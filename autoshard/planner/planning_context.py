@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -21,7 +20,7 @@ from autoshard.capture.joint import JointGraph
 from autoshard.capture.recomputation import recompute_layers
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.errors import BudgetError, PlanError
+from autoshard.errors import BudgetError, PlanError, warn_caller
 from autoshard.memory.footprint import AllocationKind, Memory, changes_by_kind, live_bytes
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
@@ -459,10 +458,9 @@ class PlanningContext(ABC):
         # The caller of a search with recomputed layers knows only the first planner.
         if self._like is not None:
             self._like.interrupted = True
-        warnings.warn(
+        warn_caller(
             f"the search was interrupted after {time.monotonic() - self.start:.1f} s: this is the best plan met "
             f"until then, {cost:.6g} s per step. Plan again for a better one.",
-            stacklevel=3,
         )
 
     def _report_phase(self, phase: str, cost: float, bound: float) -> None:

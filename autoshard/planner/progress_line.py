@@ -56,15 +56,18 @@ def show_progress(verbose: bool, title: str = "planning") -> Iterator[Callable[[
             task = bar.add_task(title)
             yield lambda progress: bar.update(task, description=progress_text(progress))
         return
-    last: list[Progress] = []  # the last report, if there was one
+    # The last report, if there was one, and when the first of its phase came.
+    last: list[tuple[Progress, float]] = []
 
     def report(progress: Progress) -> None:
-        last[:] = [progress]
+        began = last[0][1] if last and last[0][0].phase == progress.phase else time.monotonic()
+        last[:] = [(progress, began)]
         if verbose:
             _log_info(progress_text(progress))
 
     def report_elapsed(seconds: float) -> None:
-        _log_info("; ".join([f"{title} for {seconds:.0f} s", *map(progress_text, last)]))
+        phase = [f"{time.monotonic() - began:.0f} s of them in {_state_text(progress)}" for progress, began in last]
+        _log_info(", ".join([f"{title} for {seconds:.0f} s", *phase]))
 
     with _call_every(SECONDS, report_elapsed):
         yield report
@@ -106,6 +109,12 @@ def _log_info(text: str) -> None:
 
 def progress_text(progress: Progress) -> str:
     """Return a report as one line, such as `messages: 0.1885 s per step, at least 0.1884 (gap 0.05 %), after 3.1 s`."""
+    state = _state_text(progress)
+    return f"{state}{', ' if state != progress.phase else ': '}after {progress.seconds:.1f} s"
+
+
+def _state_text(progress: Progress) -> str:
+    """Return phase, cost and bound, as far as they are known."""
     cost, bound, parts = progress.cost, progress.lower_bound, []
     if math.isfinite(cost):
         parts.append(f"{cost:.4g} s per step")
@@ -113,4 +122,4 @@ def progress_text(progress: Progress) -> str:
         parts.append(f"at least {bound:.4g}")
     if math.isfinite(cost) and math.isfinite(bound) and cost:
         parts[-1] += f" (gap {max(0.0, 1 - bound / cost):.2%})"
-    return f"{progress.phase}: {', '.join([*parts, f'after {progress.seconds:.1f} s'])}"
+    return f"{progress.phase}: {', '.join(parts)}" if parts else progress.phase

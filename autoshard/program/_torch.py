@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
@@ -112,103 +109,6 @@ def compile_graph(graph: fx.GraphModule, dynamic: bool) -> Any:
     # Inductor's own orders, made for memory and locality, start all gathers of parameters first and await each at once.
     options: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
     return torch.compile(graph, backend="inductor", dynamic=dynamic, fullgraph=True, options=options)
-
-
-_OVERLAP_OPTIONS: dict[str, Any] = {
-    # The prices of our hook, which are cached on no disk.
-    "compute_estimator": "analytical",
-    # It would size buckets by links that it takes for NCCL's.
-    "pre_bucketing_fsdp_collectives": False,
-}
-
-
-@functools.cache
-def _overlap_scheduling() -> Any:
-    """Return torch's module that orders and joins collectives; None where a release lacks a name that is used."""
-    try:
-        # Orders and joins the collectives of a graph, for the compiler; takes prices by a hook.
-        from torch._inductor.fx_passes import overlap_scheduling
-    except ImportError:
-        return None
-    names = ("schedule_overlap_bucketing", "estimate_roofline_runtime_ms")
-    if not all(hasattr(overlap_scheduling, name) for name in names):
-        return None
-    known = inspect.signature(overlap_scheduling.schedule_overlap_bucketing).parameters
-    hooks = {"collective_bucketing", "custom_runtime_estimation", "compute_estimator"}
-    return overlap_scheduling if known.keys() >= hooks else None
-
-
-def has_overlap_pass() -> bool:
-    """Return True if this release of torch orders collectives by prices that it is given."""
-    return _overlap_scheduling() is not None
-
-
-def schedule_overlap(
-    graph: fx.GraphModule, seconds: Callable[[fx.Node, int | None], float | None], join: bool, bytes_more: int
-) -> None:
-    """Order the collectives of a graph in place by torch's pass.
-
-    Args:
-        graph: half a program.
-        seconds: of a call; of a collective, for the given number of bytes, if any.
-        join: True to join collectives, too.
-        bytes_more: the bytes by which the peak of memory may grow.
-    """
-
-    def milliseconds(node: fx.Node, size: int | None) -> float | None:
-        price = seconds(node, size)
-        return None if price is None else 1e3 * price
-
-    passes = _overlap_scheduling()
-    pass_of_torch = passes.schedule_overlap_bucketing
-    options = {
-        **_OVERLAP_OPTIONS,
-        "collective_bucketing": join,
-        "custom_runtime_estimation": milliseconds,
-        "max_memory_increase_gb": bytes_more / 2**30,
-        "max_memory_increase_ratio": None,
-    }
-    known = inspect.signature(pass_of_torch).parameters
-    # The pass asks a GPU for its rates, and then takes our prices.
-    with mock.patch.object(passes, "estimate_roofline_runtime_ms", return_value=0.0):
-        pass_of_torch(graph, **{name: value for name, value in options.items() if name in known})
-
-
-def has_symmetric_memory(group: str) -> bool:
-    """Return True if a process group has symmetric memory, and torch can fuse products with its collectives."""
-    try:
-        # Of a group by its name.
-        from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
-    except ImportError:
-        return False
-    return _fuse_products() is not None and is_symm_mem_enabled_for_group(group)  # type: ignore[arg-type]
-
-
-@functools.cache
-def _fuse_products() -> Callable[[fx.Graph], None] | None:
-    try:
-        # Fuses products with the gathers before them and the reduce-scatters behind them, in symmetric memory.
-        from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
-    except ImportError:
-        return None
-    fusion_pass: Callable[[fx.Graph], None] = micro_pipeline_tp_pass
-    return fusion_pass
-
-
-def fuse_products(graph: fx.Graph) -> None:
-    """Fuse products with collectives over groups that have symmetric memory, by torch's pass."""
-    pass_of_torch = _fuse_products()
-    assert pass_of_torch is not None, "no group has symmetric memory"
-    pass_of_torch(graph)
-    graph.eliminate_dead_code(is_impure_node=is_border)
-    # The pass gives its calls no fake tensors, which later passes read.
-    for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-            vals = (source.meta.get("val") for source in graph.nodes)
-            mode = next(val.fake_mode for val in vals if isinstance(val, FakeTensor))
-            with mode, torch.no_grad():
-                node.meta["val"] = node.target(*args, **kwargs)
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -16,8 +16,6 @@ from autoshard.errors import RuleError
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import generic_sizes
 from autoshard.program.localize import LocalStep, localize
-from autoshard.program.overlap import Arrangement, TorchArrangement, arrange_own
-from autoshard.program.program_replay import KernelPrices
 from autoshard.program.split import Halves, split
 from autoshard.reshard.path import Resharder
 from autoshard.reshard.reductions import DeferredReduction
@@ -91,13 +89,6 @@ class PlannedGraph:
     shared: SharedAxis | None
 
 
-def arrangement_of(planned: PlannedGraph, groups: Sequence[str], overlap: str) -> Arrangement:
-    """Return the arrangement of collectives for the option `overlap`, `"own"` or `"torch"`."""
-    if overlap == "own":
-        return arrange_own
-    return TorchArrangement(KernelPrices(planned.cost), groups, planned.graph.dynamic is not None)
-
-
 def build_program(
     planned: PlannedGraph,
     groups: Sequence[str],
@@ -106,7 +97,6 @@ def build_program(
     compile: bool,
     in_parts: bool,
     reduced: DeferredReduction | None,
-    arrange: Arrangement = arrange_own,
     in_place: bool = False,
 ) -> tuple[LocalStep, Halves]:
     """Make the program of a rank.
@@ -115,7 +105,7 @@ def build_program(
         planned: the graph and the decisions.
         groups: for every mesh axis, the name of the process group of this rank's line along it.
         home: the device of the program's tensors.
-        compile, in_parts, reduced, arrange: as for `split`.
+        compile, in_parts, reduced: as for `split`.
         in_place: True if the program may write into inputs that it changes, as for `split`. Inputs of a graph with
             checks of its results change after these alone.
 
@@ -126,10 +116,10 @@ def build_program(
     with outside_modes():
         step = size_generic_step(planned.flow, planned.resharder, groups, home, planned.shared)
         in_place = in_place and not planned.graph.result.checks
-        return step, split(step, compile, in_parts, reduced, arrange, in_place)
+        return step, split(step, compile, in_parts, reduced, in_place)
 
 
-def split_again(step: LocalStep, arrange: Arrangement, compile: bool, reduced: DeferredReduction | None) -> Halves:
+def split_again(step: LocalStep, compile: bool, reduced: DeferredReduction | None) -> Halves:
     """Split a program anew, with arguments as for `split`: to compile it, or to add up gradients over several runs."""
     with outside_modes():
-        return split(step, compile, reduced=reduced, arrange=arrange)
+        return split(step, compile, reduced=reduced)

@@ -8,7 +8,6 @@ there is nothing else to do.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,15 +15,16 @@ from typing import Any
 import sympy
 from torch import fx
 
+from autoshard.errors import warn_caller
 from autoshard.patterns.exchanging import exchange_ops, lower_shifts
 from autoshard.program._torch import compile_graph, split_joint, write_code
 from autoshard.program.aliasing import write_in_place
 from autoshard.program.localize import LocalStep
-from autoshard.program.overlap import Arrangement, arrange_own
-from autoshard.reshard.collective_schedule import propagate_layers
+from autoshard.reshard.collective_schedule import propagate_layers, schedule
 from autoshard.reshard.reductions import (
     DeferredReduction,
     PendingReductions,
+    bucket_reductions,
     is_border,
     reduce_with_sums,
     take_reductions,
@@ -202,7 +202,6 @@ def split(
     compile: bool,
     in_parts: bool = False,
     reduced: DeferredReduction | None = None,
-    arrange: Arrangement = arrange_own,
     in_place: bool = False,
 ) -> Halves:
     """Split a local step with torch's partitioner, and join and order its collectives.
@@ -213,7 +212,6 @@ def split(
             operators are then recomputed in the backward half, unless the plan itself repeats operators.
         in_parts: True if gradients of parameters may be wanted later than those of inputs.
         reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
-        arrange: joins and orders the collectives of a half.
         in_place: True if the forward half may write into inputs that the step changes, where there is no backward half,
             and the program is not compiled.
     """
@@ -244,7 +242,10 @@ def split(
     for half in (forward, *backwards):
         # Torch counts random operators as impure, and would keep dead ones.
         half.graph.eliminate_dead_code(is_impure_node=is_border)
-        arrange(half, half is forward)
+        # The forward half's are not joined: a loss that is kept would keep the buffer of all its neighbours.
+        if half is not forward:
+            bucket_reductions(half.graph)
+        schedule(half.graph)
         # A compiler would reuse memory that a shift still reads.
         if compile:
             lower_shifts(half.graph)
@@ -342,11 +343,10 @@ def _is_sized_by_data(joint: fx.GraphModule) -> bool:
     """Return True, and warn, if ranks send each other as many rows as the data says."""
     if not joint.graph.find_nodes(op="call_function", target=exchange_ops.exchange.default):
         return False
-    warnings.warn(
+    warn_caller(
         "compile=True has no effect on this program, which runs operator by operator: it sends rows to the ranks of "
         "their groups, such as tokens to their experts, as many as the data says, and compiled code knows one size "
         "only. To have it compiled, place the groups' weights otherwise by a hint, such as Shard(1) for the weights of "
         "experts.",
-        stacklevel=2,
     )
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -161,7 +161,35 @@ def support_anomaly_detection() -> None:
 
     # Reduces the flags of NaN in a gradient.
     operator = torch.ops.aten._is_any_true.default
+    if not has_dtensor_rule(operator):
+        register_sharding(operator)(lambda flags: [([Replicate()], [Replicate()])])
+
+
+def has_dtensor_rule(operator: Any) -> bool:
+    """Return True if this release of torch can run an operator on DTensors."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
+<<<<<<< HEAD
     if not any(operator in getattr(propagator, table, ()) for table in tables):
         register_sharding(operator)(lambda flags: [([Replicate()], [Replicate()])])
+
+
+def graph_task() -> int:
+    """Return the number of the run of autograd that calls this code."""
+    return torch._C._current_graph_task_id()
+
+
+def will_execute(node: Any) -> bool:
+    """Return True if the current run of autograd comes to a node, or returns the gradient that arrives there."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def hooks_of(tensor: Tensor) -> Mapping[Any, Any]:
+    """Return the table of a tensor's hooks, which outlives it; it is registered with autograd now."""
+    tensor.register_hook(lambda gradient: None).remove()
+    hooks = tensor._backward_hooks
+    assert hooks is not None
+    return hooks
+=======
+    return any(operator in getattr(propagator, table, ()) for table in tables)
+>>>>>>> w-hidden

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture.call_layout import ResultLayout
+from autoshard.capture.joint_graph import JointGraph
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.specs.axes import MeshShape
@@ -83,3 +84,19 @@ class CallOutputs:
             restored = None if isinstance(source, DTensor) else view.of(source)
             if restored is not None and restored.shape == outputs[place].shape:
                 outputs[place] = restored
+
+    def restore_same(
+        self, step: LocalStep, graph: JointGraph, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        """Replace outputs that are an input or another output itself by that; as for `restore_views`."""
+        if not graph.histories.same:
+            return
+        names = graph.result.names
+        tensors = dict(zip((("output", name) for name in names), outputs, strict=False))
+        if self.form == "whole":
+            borders = zip(step.inputs, sources, strict=False)
+            tensors |= {(border.kind, border.name): tensor for border, tensor in borders if border.kind == "input"}
+        for place, name in enumerate(names):
+            original = tensors.get(graph.histories.same.get(name, ("", "")))
+            if original is not None:
+                outputs[place] = original

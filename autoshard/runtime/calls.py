@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.call_layout import call_layout, call_tensors
 from autoshard.capture.dynamic import Dynamic
+from autoshard.capture.joint import Tangents
 from autoshard.errors import InputError
 from autoshard.options.target import Target
 from autoshard.runtime.rank_agreement import HostGroups
@@ -27,7 +28,6 @@ from autoshard.specs.spec import Spec, is_shard
 PlacementsByName = Mapping[str, tuple[Placement, ...]]
 PinsByName = Mapping[str, tuple[Placement | None, ...]]
 """Name of an input -> a placement per axis, None where the plan decides."""
-Tangents = Literal["loss", "all"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,11 @@ def write_back(step: LocalStep, changes: Mapping[str, Tensor], tensors: Sequence
             mesh = tensor.device_mesh
             changed = wrap(value.contiguous(), mesh, source.spec, tensor.shape, tensor.dtype)
             value = local_of(changed.redistribute(mesh, tensor.placements))
-        targets.append(local_of(tensor))
+        target = local_of(tensor)
+        if target.is_conj() or target.is_neg():  # the copy of many refuses them
+            target.detach().copy_(value)
+            continue
+        targets.append(target)
         values.append(value)
     if targets:
         copy_all(targets, values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ from autoshard.runtime.gradient_sums import Accumulation
 from autoshard.runtime.hub_methods import replace_hub_methods
 from autoshard.runtime.in_place_changes import check_changes, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
+from autoshard.runtime.output_links import link_outputs
 from autoshard.runtime.part_calls import check_calls, checks_of, uncheck_method
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.program_tensors import Location, find_tensors, local_inputs, locate, replaced_error
@@ -239,7 +241,7 @@ class Runtime:
         for signature, first in self._programs.items():
             for served in first.candidates():
                 # The general program is made by this runtime, for this module.
-                program = replace(served.program, general=None)
+                program = replace(served.program, general=None, between=None)
                 known.setdefault(signature, {})[served.graph.fingerprint] = program
         return known
 
@@ -434,6 +436,11 @@ class Runtime:
 
     def _prepare(self, call: NewCall) -> CallProgram:
         """Make the program of a call, and keep it for calls of the signature."""
+        # The caller may be in inference mode, whose tensors no later step could change or differentiate.
+        with torch.inference_mode(False), torch.set_grad_enabled(call.grad):
+            return self._make_program(call)
+
+    def _make_program(self, call: NewCall) -> CallProgram:
         # A placed parameter must not have a plain one in its place; parameters of new modules are placed.
         for name, owner in _owners(self.module):
             parameter = owner._parameters[name.rpartition(".")[2]]
@@ -466,7 +473,14 @@ class Runtime:
             shapes = self._input_shapes(call.args, call.kwargs)
             self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
         general = self._general_program(call, graph)
-        program = replace(program, general=general, accumulation=self.accumulation, order=self.order)
+        program = replace(
+            program,
+            general=general,
+            accumulation=self.accumulation,
+            order=self.order,
+            histories=graph.histories,
+            between=self._between_program(call, graph),
+        )
         locations = tuple(locate(self.module, graph, border, self.device_mesh) for border in program.step.inputs)
         # A program for the same state was made for fewer gradients, and goes.
         others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
@@ -479,7 +493,7 @@ class Runtime:
 
     def _general_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
         """Return a function that makes the program in which every output has a gradient; None if the call has it."""
-        if call.tangents == "all" or not call.grad or _differentiates_all(graph):
+        if call.tangents == "all" or not graph.tangent_outputs or _differentiates_all(graph):
             return None
         # What the graph depends on of the numbers in its inputs has to be the same again.
         like = with_numbers if graph.state.conditions.inputs else without_numbers
@@ -489,6 +503,29 @@ class Runtime:
         def make_program() -> RunnableStep:
             with graph.state.guards.captured_values():
                 return self._prepare(general).program
+
+        return make_program
+
+    def _between_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
+        """Return a function that makes the program of gradients of outputs for others; None where there is none."""
+        inner = {name for ancestors in graph.histories.ancestors.values() for name in ancestors}
+        names = tuple(name for name in graph.result.names if name in inner and name not in graph.histories.same)
+        is_whole = self.only_call is None and self._outputs.form == "whole"
+        if not names or not is_whole or graph.dynamic is not None or not graph.tangent_outputs:
+            return None
+        like = with_numbers if graph.state.conditions.inputs else without_numbers
+        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
+        between = replace(call, args=args, kwargs=kwargs, tangents=names)
+
+        @functools.cache
+        def make_program() -> RunnableStep:
+            texts = describe_call(self.module, args, kwargs, call.grad)
+            changed = {"the outputs whose gradients are asked for": ", ".join(names)}
+            self.order.begin_new({} if self.dynamic or self.inputs == "local" else texts, changed)
+            check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
+            assert between.input_pins is not None
+            with graph.state.guards.captured_values():
+                return self.maker.make(between, {}, between.input_pins)[1]
 
         return make_program
 
@@ -511,7 +548,8 @@ class Runtime:
         sources = find_tensors(step, served.locations, served.graph.call.flatten(args, kwargs), self.device_mesh)
         tensors = local_inputs(step, sources, self.device_mesh)
         check_changes(step, sources)
-        results = program(tensors, sizes)
+        with _gradients_of(program):
+            results = program(tensors, sizes)
         borders = list(zip(step.forward_outputs, results, strict=True))
         # Before anything is changed: flags that the capture took for granted, such as that all numbers are finite.
         served.graph.result.check([result for border, result in borders if border.kind == "output"])
@@ -519,8 +557,15 @@ class Runtime:
         outputs = [result for border, result in borders if border.kind != "mutation"]
         if self.only_call is None:
             shown = at([border for border, _ in borders if border.kind != "mutation"], sizes)
-            outputs = [self._outputs.wrap(output, border) for output, border in zip(outputs, shown, strict=True)]
+            with _gradients_of(program):
+                outputs = [self._outputs.wrap(output, border) for output, border in zip(outputs, shown, strict=True)]
             self._outputs.restore_views(step, served.graph.result, outputs, sources)
+            if served.graph.histories.ancestors:
+                names = served.graph.result.names
+                with _gradients_of(program):
+                    linked = link_outputs(served.graph.histories, dict(zip(names, outputs, strict=True)))
+                outputs = [linked.get(name, output) for name, output in zip(names, outputs, strict=True)]
+            self._outputs.restore_same(step, served.graph, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
         return served.graph.result.unflatten(outputs, (args, kwargs))
@@ -549,6 +594,11 @@ class Runtime:
         return with_global_shapes(self.module, call, global_shapes), counts
 
 
+def _gradients_of(program: RunnableStep) -> contextlib.AbstractContextManager[object]:
+    """Return a context with gradients, which `forward` may enable where its caller does not, for programs with them."""
+    return contextlib.nullcontext() if program.halves.backward is None else torch.enable_grad()
+
+
 def runtime_of(module: nn.Module, function: str) -> Runtime:
     """Return the runtime of a parallelised module; raise an `InputError` that names the function for another one."""
     runtime = module.__dict__.get(RUNTIME)
@@ -569,10 +619,5 @@ def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _differentiates_all(graph: JointGraph) -> bool:
-    """Return True if the program of a graph starts its backward half from every output that has a gradient.
-
-    It starts from scalars alone where there are any, so one that starts from another output starts from all.
-    """
-    outputs = {output.name: output.node for output in graph.outputs if output.kind == "output"}
-    starts = [outputs[name] for name in graph.tangent_outputs]
-    return len(starts) == len(outputs) or any(node is not None and node.meta["val"].ndim for node in starts)
+    """Return True if the program of a graph starts its backward half from every output that has a gradient."""
+    return graph.histories.differentiable <= set(graph.tangent_outputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoshard.errors import InputError, PlanError
+from autoshard.errors import InputError, PlanError, warn_caller
+from autoshard.runtime._torch import has_dtensor_rule
 from autoshard.runtime.adafactor import Adafactor
 from autoshard.runtime.checkpoint import checkpointable
 
@@ -67,12 +67,11 @@ def _warn_of_unreplaced(waiting: WeakTensorKeyDictionary) -> None:
             served = {id(parameter) for parameters in groups for parameter in parameters}
             left = [parameter for parameter in left if id(parameter) not in served]
         if left:
-            warnings.warn(
+            warn_caller(
                 f"{len(left)} parameters that the module had before they were placed on the mesh are still referred "
                 f"to, one of shape {tuple(left[0].shape)} among them: gradients go to module.parameters() as they are "
                 "now. Where an optimizer of your own, a list or a closure holds the old ones, make it after "
                 "autoshard.parallelize.",
-                stacklevel=2,
             )
 
     hooks += [new.register_post_accumulate_grad_hook(first_gradient) for new in waiting.values() if new.requires_grad]
@@ -92,7 +91,11 @@ def _replacement(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKey
     return new
 
 
-def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -> None:
+def prepare_optimizers(
+    module: nn.Module,
+    check_gradients: Callable[[], None],
+    prepare: Callable[[Optimizer], object] = checkpointable,
+) -> None:
     """Prepare optimizers of a module's `DTensor` parameters at their first step.
 
     From then on checkpoints of their state are right (`torch.distributed.checkpoint.state_dict` has an optimizer
@@ -102,6 +105,7 @@ def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -
         module: the module.
         check_gradients: called before every step, or after one with a closure; raises an `InputError` if gradients are
             not ready.
+        prepare: makes checkpoints of an optimizer right.
     """
     watched = weakref.ref(module)
     # The count of parameters at the last look: an optimizer is checked again where groups were added.
@@ -125,7 +129,7 @@ def prepare_optimizers(module: nn.Module, check_gradients: Callable[[], None]) -
             if not has_closure:
                 check_gradients()
             ready.add(optimizer)
-            checkpointable(optimizer)
+            prepare(optimizer)
             optimizer.register_step_post_hook(_count_changes)
             optimizer.register_step_post_hook(lambda *_: check_gradients())
         checked_counts[optimizer] = count
@@ -151,7 +155,29 @@ _WHOLE_ONLY: dict[type[Optimizer], str] = {
 }
 
 
+# The operators of `fused=True`. Not every release of torch has rules for all of them on DTensors.
+_FUSED: dict[type[Optimizer], Any] = {
+    torch.optim.SGD: torch.ops.aten._fused_sgd_.default,
+    torch.optim.Adagrad: torch.ops.aten._fused_adagrad_.default,
+    torch.optim.AdamW: torch.ops.aten._fused_adamw_.default,
+    torch.optim.Adam: torch.ops.aten._fused_adam_.default,
+}
+
+
+def _check_fused(optimizer: Optimizer, name: str) -> None:
+    operator = next((operator for kind, operator in _FUSED.items() if isinstance(optimizer, kind)), None)
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused and operator is not None and not has_dtensor_rule(operator):
+        kind = type(optimizer).__name__
+        raise InputError(
+            f"{kind}(fused=True) can't step on the parameters of a parallelised module, such as {name!r}: this torch "
+            f"has no {operator} for DTensors. Take {kind}(foreach=True), which computes the same numbers."
+        )
+
+
 def _check_steps(optimizer: Optimizer, name: str, parameter: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        _check_fused(optimizer, name)
     sharded = isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
     # With `capturable`, on GPUs, Rprop has other code.
     capturable = all(group.get("capturable") for group in optimizer.param_groups)

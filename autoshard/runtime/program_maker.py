@@ -22,7 +22,7 @@ from autoshard.capture.fake_module import check_parameters
 from autoshard.capture.joint import JointGraph
 from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.program.build_program import PlannedGraph, arrangement_of, build_program, split_again
+from autoshard.program.build_program import PlannedGraph, build_program, split_again
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime.calls import NewCall, PinsByName, PlacementsByName, Tangents, without_numbers
 from autoshard.runtime.gradient_sums import GradientSums
@@ -144,7 +144,7 @@ class ProgramMaker:
         """Return the options and the plan that all ranks must have in common, as texts by their names."""
         plan, options = self.plan, self.target.options
         wanted: dict[str, Any] = {name: getattr(self.target, name) for name in ("inputs", "outputs", "data_axes")}
-        wanted |= {"overlap": options.overlap, "mp_policy": options.mp_policy}
+        wanted |= {"mp_policy": options.mp_policy}
         wanted |= {name: getattr(self.target.settings, name) for name in ("recompute", "method", "effort")}
         return {
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
@@ -183,7 +183,6 @@ class ProgramMaker:
         # Who differentiates more than the loss is given reduced gradients at once.
         sums = self._sums if call.tangents == "loss" else None
         compile = self.target.options.compile
-        arrange = arrangement_of(planned, ranks.groups, self.target.options.overlap)
         step, halves = build_program(
             planned,
             ranks.groups,
@@ -191,7 +190,6 @@ class ProgramMaker:
             compile=compile,
             in_parts=self._later is not None,
             reduced=None if sums is None else self._reduced,
-            arrange=arrange,
             in_place=True,
         )
         if self.placed is None:
@@ -203,7 +201,7 @@ class ProgramMaker:
         # Programs of pipelines are made as they run; nobody asks for more of one that differentiates all outputs.
         split = None
         if sums is None and call.tangents == "loss":
-            split = functools.partial(split_again, step, arrange)
+            split = functools.partial(split_again, step)
         program = RunnableStep(step, halves, ranks, later=self._later, sums=sums, split=split, compiled=compile)
         return planned.graph, program
 

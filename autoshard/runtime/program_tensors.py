@@ -14,7 +14,7 @@ from autoshard.capture.joint import JointGraph
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.runtime.in_place_changes import place_constant
-from autoshard.runtime.shards import local_of, to_mesh_device
+from autoshard.runtime.shards import local_of, to_mesh_device, written_out
 
 Location = tuple[dict[str, Any], str] | torch.Tensor | None
 """Where an input of a program is: a table of the module and its key, the tensor itself, or, with None, in the call."""
@@ -58,12 +58,19 @@ def find_tensors(
 def local_inputs(step: LocalStep, tensors: Sequence[torch.Tensor], device_mesh: DeviceMesh) -> list[torch.Tensor]:
     """Return the tensors of `find_tensors` as the program takes them: inputs local, and contiguous as in the capture.
 
+    None is a lazy conjugate or negative of other memory: parameters are not since they were placed.
+
     Raises:
         InputError: a tensor is on the meta device.
     """
     pairs = zip(tensors, step.inputs, strict=False)
     taken = [
-        _local_input(tensor, border, device_mesh) if border.kind == "input" else tensor for tensor, border in pairs
+        _local_input(tensor, border, device_mesh)
+        if border.kind == "input"
+        else tensor
+        if isinstance(tensor, DTensor)
+        else written_out(tensor)
+        for tensor, border in pairs
     ]
     if any(tensor.is_meta for tensor in taken):
         raise _meta_tensor_error(step.inputs, taken)
@@ -74,9 +81,9 @@ def _local_input(tensor: torch.Tensor, border: ProgramTensor, device_mesh: Devic
     if isinstance(tensor, DTensor):
         # Without autograd's part in it, which takes time: a cache is many such inputs of every call.
         if tensor.placements == border.spec.placements and not tensor.requires_grad:
-            return local_of(tensor).contiguous()
-        return tensor.redistribute(device_mesh, border.spec.placements).to_local()
-    return tensor.contiguous()
+            return written_out(local_of(tensor)).contiguous()
+        return written_out(tensor.redistribute(device_mesh, border.spec.placements).to_local())
+    return written_out(tensor).contiguous()
 
 
 def replaced_error(name: str, replacement: torch.Tensor | None) -> InputError:

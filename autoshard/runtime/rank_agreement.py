@@ -210,7 +210,7 @@ def check_same_inputs(
 
 def _summary(tensor: torch.Tensor) -> Summary:
     """Return a digest of integers; of other numbers, the largest one, the norm, and weighted sums."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg()
     if not flat.is_floating_point():
         plain = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
         return hashlib.blake2b(plain.cpu().numpy().tobytes(), digest_size=16).hexdigest()

@@ -77,7 +77,7 @@ def _cut(tensor: Tensor, coordinate: Coordinate, mesh: MeshShape, spec: Spec) ->
 
 def from_first_rank(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
     """Return the numbers that the first rank of the mesh has in `tensor`, in place where it is contiguous."""
-    tensor = tensor.detach().contiguous()
+    tensor = written_out(tensor.detach()).contiguous()
     # Axis by axis: each broadcast reaches the ranks whose later coordinates are zero.
     for axis in range(device_mesh.ndim):
         if device_mesh.size(axis) > 1:
@@ -141,6 +141,11 @@ def _assemble(gathered: Tensor, shape: tuple[int, ...], spec: Spec, mesh: MeshSh
         where = torch.tensor([position[index] for index in indices[dim]], dtype=torch.int64, device=part.device)
         result.index_copy_(dim, where, part)
     return result
+
+
+def written_out(tensor: Tensor) -> Tensor:
+    """Return the tensor, with numbers of its own where it is a lazy conjugate or negative of other memory."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -292,9 +297,9 @@ def fill(tensor: Tensor, value: Tensor) -> None:
 def place_buffers(module: nn.Module, device_mesh: DeviceMesh) -> None:
     """Move the buffers of a module to this rank's device, with the numbers that they have on rank 0, as DDP does.
 
-    A buffer that lies on the device already is filled in place. Another one is replaced under all its names, as
-    `module.to(device)` replaces buffers; tied ones stay tied. Buffers on the meta device have no numbers yet: they are
-    left to `materialize`.
+    A buffer that lies on the device already is filled in place. Another one, and one of inference mode, which can't be
+    changed outside of it, is replaced under all its names, as `module.to(device)` replaces buffers; tied ones stay tied.
+    Buffers on the meta device have no numbers yet: they are left to `materialize`.
     """
     placed: dict[Tensor, Tensor] = {}
     for owner in module.modules():
@@ -304,7 +309,7 @@ def place_buffers(module: nn.Module, device_mesh: DeviceMesh) -> None:
             if buffer not in placed:
                 moved = to_mesh_device(buffer, device_mesh)
                 value = from_first_rank(moved, device_mesh)
-                placed[buffer] = buffer.copy_(value) if moved is buffer else value
+                placed[buffer] = buffer.copy_(value) if moved is buffer and not buffer.is_inference() else value
             owner._buffers[name] = placed[buffer]
 
 

@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import storage_of
+from autoshard.capture.nodes import base_of
+from autoshard.capture.output_history import OutputHistories
+from autoshard.capture.output_taps import TAP
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.program.split import Halves
@@ -24,7 +27,7 @@ from autoshard.runtime._torch import DTensorSpec, dtensor, dtensor_spec_of, is_v
 from autoshard.runtime.call_order import CallOrder
 from autoshard.runtime.gradient_sums import Accumulation, GradientSums, OpenSums
 from autoshard.runtime.rank_agreement import Seeds, coordinates_on
-from autoshard.runtime.shards import coordinate_of, local_of
+from autoshard.runtime.shards import coordinate_of, local_of, written_out
 from autoshard.size import Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import true_local_shape
@@ -85,6 +88,8 @@ class RunnableStep:
         compiled: True if the halves are compiled.
         accumulation: what the module's backwards in `autoshard.no_sync` add up; None if its programs are run otherwise.
         order: of the module's calls; None without.
+        histories: the autograd state that one device gives to the outputs; None if it is that of the program.
+        between: makes the program of the gradients of outputs for other outputs; None where there is none.
     """
 
     step: LocalStep
@@ -97,6 +102,8 @@ class RunnableStep:
     compiled: bool = False
     accumulation: Accumulation | None = None
     order: CallOrder | None = None
+    histories: OutputHistories | None = None
+    between: Callable[[], RunnableStep] | None = None
 
     def with_sums(self) -> RunnableStep:
         """Return the program whose backwards add up gradients in `autoshard.no_sync`; itself if it reduces none."""
@@ -158,7 +165,34 @@ class RunnableStep:
             self.unpad(result, border).clone() if self._is_padded(border) else result
             for result, border in zip(results, at(borders, sizes), strict=False)
         ]
+        for place, copies in self._shared_outputs:
+            outputs[place] = outputs[place].clone() if copies else outputs[place].detach()
         return outputs, results[len(borders) :]
+
+    @functools.cached_property
+    def _shared_outputs(self) -> list[tuple[int, bool]]:
+        """The places of outputs in memory of an input or an earlier output, and True for those to be copied.
+
+        Simplification of the graph makes one tensor of equal ones. Of these, one device has several: a change of one
+        changes no other then, unless it is a view.
+        """
+        if self.histories is None:
+            return []
+        memory, shared = self.histories.memory, []
+        nodes = self.step.graph_module.graph.find_nodes(op="placeholder")
+        first = {node: (border.kind, border.name) for node, border in zip(nodes, self.step.inputs, strict=False)}
+        results: Any = self.step.graph_module.graph.output_node().args[0]
+        returned: set[fx.Node] = set()
+        for place, (node, border) in enumerate(zip(results, self.step.forward_outputs, strict=False)):
+            if border.kind != "output":
+                continue
+            key = (border.kind, border.name)
+            original = first.setdefault(base_of(node), key)
+            copies = original is not key and memory.get(original) != memory.get(key, -1)
+            if copies or node in returned:
+                shared.append((place, copies))
+            returned.add(node)
+        return shared
 
     def unpad(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         if not self._is_padded(border):
@@ -192,7 +226,7 @@ class RunnableStep:
         padded = [
             torch.zeros(at(border, sizes).local_shape(self.ranks.mesh), dtype=border.dtype, device=self.ranks.device)
             if tangent is None
-            else self._pad(tangent, at(border, sizes))
+            else self._pad(written_out(tangent), at(border, sizes))
             for tangent, border in zip(tangents, self.step.tangents, strict=True)
         ]
         arguments = [*saved, *padded, *_numbers(self.halves.backward_sizes, sizes)]
@@ -254,8 +288,8 @@ class _ProgramFunction(torch.autograd.Function):
         waits = program.later is not None or program.sums is not None
         ctx.parameters = [tensor if waits and isinstance(tensor, DTensor) else None for tensor in tensors]
         ctx.whole, ctx.versions = None, []
-        if program.general is not None:
-            # The general program runs forward again, from the inputs before the step: buffers may change.
+        if program.general is not None or program.between is not None:
+            # These programs run forward again, from the inputs before the step: buffers may change.
             former = program.step.former_values
             inputs = zip(locals_, program.step.inputs, strict=False)
             ctx.whole = [tensor.clone() if border.name in former else tensor for tensor, border in inputs]
@@ -265,8 +299,9 @@ class _ProgramFunction(torch.autograd.Function):
             tensor
             for tensor, border in zip(outputs, program.step.forward_outputs, strict=True)
             if border.kind == "mutation"
-            or not tensor.is_floating_point()
-            # The general program has a tangent for every output that depends on a trained tensor.
+            or not (tensor.is_floating_point() or tensor.is_complex())
+            or (program.histories is not None and border.name not in program.histories.differentiable)
+            # The general program has a tangent for every output that requires a gradient.
             or (program.general is None and border.name not in tangents)
         ]
         ctx.mark_non_differentiable(*plain)
@@ -486,18 +521,63 @@ def _differentiate_all(
 ) -> tuple[LocalStep, dict[str, torch.Tensor]]:
     """Return gradients where more than the loss is differentiated: the general program runs both halves."""
     assert program.general is not None
-    assert ctx.whole is not None
-    if any(tensor._version != version for tensor, version in ctx.versions):
-        raise InputError(
-            "a gradient arrived for an output besides the loss, and parameters were changed since the forward: they "
-            "were modified by an inplace operation, such as an optimizer's step. Call backward before it."
-        )
+    _check_unchanged(ctx, "a gradient arrived for an output besides the loss")
     general = program.general()
     _, saved = general.forward(ctx.whole, ctx.sizes, ctx.seed)
     gradients = general.backward(
         list(saved), [gradient_of_output[border.name] for border in general.step.tangents], ctx.sizes
     )
     return general.step, dict(zip((border.name for border in general.step.gradients), gradients, strict=True))
+
+
+def _check_unchanged(ctx: Any, what: str) -> None:
+    """Raise an `InputError` if parameters were changed since the forward, which another program is to run again."""
+    assert ctx.whole is not None
+    if any(tensor._version != version for tensor, version in ctx.versions):
+        raise InputError(
+            f"{what}, and parameters were changed since the forward: they were modified by an inplace operation, such "
+            "as an optimizer's step. Call backward before it."
+        )
+
+
+def is_program(node: Any) -> bool:
+    """Return True for the node of autograd that is a run of a program."""
+    return isinstance(getattr(node, "program", None), RunnableStep)
+
+
+def gradients_between(ctx: Any, name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradients for outputs of a run, by name, of which others are computed, from that of one output.
+
+    Args:
+        ctx: the run, a node of autograd.
+        name: of the output.
+        gradient: of the output; whole.
+
+    Raises:
+        AutoshardError: there is no such program.
+    """
+    program: RunnableStep = ctx.program
+    if program.between is None:
+        raise InputError("outputs are not whole, or sizes are dynamic")
+    _check_unchanged(ctx, "a gradient of an output for another one is asked for")
+    with torch.no_grad():
+        between = program.between()
+        mesh, device = program.ranks.mesh, program.ranks.device
+        borders = [border for border in between.step.inputs if border.kind != "tangent"]
+        taps = [
+            torch.zeros(border.local_shape(mesh), dtype=border.dtype, device=device)
+            for border in borders[len(ctx.whole) :]
+        ]
+        _, saved = between.forward([*ctx.whole, *taps], ctx.sizes, ctx.seed)
+        tangents = [gradient if border.name == name else None for border in between.step.tangents]
+        results = between.backward(list(saved), tangents, ctx.sizes)
+    if torch.is_grad_enabled():
+        results = list(_LastDerivative.apply(len(ctx.histories) + 1, *ctx.histories, gradient, *results))
+    return {
+        border.name.removeprefix(TAP): result
+        for border, result in zip(between.step.gradients, results, strict=True)
+        if border.name.startswith(TAP)
+    }
 
 
 def _autograd_gradient(

@@ -61,8 +61,8 @@ def search(
         pipelines: the meshes with a pipeline among the candidates. True or `"outer"`: its axis is the outermost one,
             stages being whole hosts or parts of one host; `"inner"`: the innermost one, so that neighbouring stages
             share a host; False: no pipelines.
-        **keywords: the fields of `autoshard.Options`, without those of inputs and outputs, `dynamic`, `shares`,
-            `compile` and `overlap`. Three of these have a special meaning here.
+        **keywords: the fields of `autoshard.Options`, without those of inputs and outputs, `dynamic`, `shares`
+            and `compile`. Three of these have a special meaning here.
             `memory_limit`: by default what the smallest device has, and in a pipeline each as much as it has. `hints`:
             axes other than `"pp"` are called `"x"`, `"y"` and `"z"`, the last one over the nearest neighbours; a mesh
             that a hint does not fit is left out. `search.time_limit`: when it is over, the best plan so far is returned

@@ -1,16 +1,10 @@
-"""Loops compiled by numba, in three ways, and the random numbers that they draw.
-
-The state of the random numbers is one word: small to compile, and the same on every machine.
-"""
+"""Loops compiled by numba, in three ways."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
-
-import numpy as np
-import numpy.typing as npt
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
@@ -57,33 +51,3 @@ def _compile(loop: Loop, options: dict[str, Any]) -> Loop:
     # Its stubs know only some of its options.
     njit: Any = numba.njit
     return cast(Loop, njit(**options)(loop))
-
-
-# The constants of SplitMix64, as 64-bit words: numba would turn a mix with Python's integers into floats.
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_30, _27, _31, _11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
-
-
-def random_state(seed: int) -> npt.NDArray[np.uint64]:
-    """Return a state for `draw`; other seeds give other streams."""
-    return np.random.SeedSequence(seed).generate_state(1, np.uint64).astype(np.uint64)
-
-
-@jit_inner
-def draw(state):  # type: ignore[no-untyped-def]
-    """Return a number in [0, 1).
-
-    Source: SplitMix64, G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators", 2014.
-    """
-    state[0] += _STEP
-    word = state[0]
-    word = (word ^ (word >> _30)) * _FIRST
-    word = (word ^ (word >> _27)) * _SECOND
-    return ((word ^ (word >> _31)) >> _11) * 2.0**-53
-
-
-@jit_inner
-def pick(state, count):  # type: ignore[no-untyped-def]
-    """Return a whole number in [0, count)."""
-    return int(draw(state) * count)

@@ -12,7 +12,6 @@ import numpy as np
 
 from autoshard.solver.bound import TOLERANCE, certify, lower_bound
 from autoshard.solver.eliminate import WidthError, eliminate
-from autoshard.solver.ilp import solve_integer
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, alternate, cheaper_of, improve, soften
 from autoshard.solver.network import Network, reduce
 from autoshard.solver.problem import Moments, Problem, SolverError
@@ -302,6 +301,8 @@ def _round_relaxation(task: _SolveState) -> ScoredAssignment:
 
 
 def _ilp(task: _SolveState) -> _MethodResult:
+    from autoshard.solver.ilp import solve_integer  # with numba, as `_solve_flat` says
+
     core = task.core(dominance=True)
     result = solve_integer(
         core, moments=task.moments, deadline=task.deadline, seed=task.seed, nodes=_node_limit(task, core)
@@ -331,6 +332,8 @@ def _auto(task: _SolveState) -> _MethodResult:
 
 def _solve_integer_program(task: _SolveState, core: Network) -> _MethodResult:
     """Solve a small problem under a limit by the integer program."""
+    from autoshard.solver.ilp import solve_integer  # with numba, as `_solve_flat` says
+
     result = solve_integer(
         core,
         moments=task.moments,
@@ -392,6 +395,8 @@ def _solve_without_limit(task: _SolveState) -> _MethodResult:
 
 def _solve_rest(task: _SolveState, rest: Network, best: ScoredAssignment, bound: float) -> _MethodResult:
     """Solve the rest of a proof by the integer program; no dropped strategy is in a better assignment than `best`."""
+    from autoshard.solver.ilp import solve_integer  # with numba, as `_solve_flat` says
+
     if not rest.feasible:
         return _MethodResult(best, best.cost, True, "ilp")
     if monotonic() > task.deadline:

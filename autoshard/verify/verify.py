@@ -67,7 +67,7 @@ def verify(
         plan: the plan to verify, of this model at these shapes; by default the one that is made for the model in
             float64, with these options. A plan of the model in another dtype fits as long as the model has no casts.
         steps: training steps, at least 1.
-        **options: the fields of `autoshard.Options`, without `mp_policy`, `shares`, `compile`, `overlap` and
+        **options: the fields of `autoshard.Options`, without `mp_policy`, `shares`, `compile` and
             `pipeline`; with a plan, those that it was made with.
 
     Returns:

@@ -252,6 +252,43 @@ def test_a_matrix_that_has_no_inverse_is_found_by_the_run(mesh: DeviceMesh) -> N
         module(X * 0, ~ALL)
 
 
+def likelihood(y: Tensor, mask: Tensor) -> Tensor:
+    student = torch.distributions.StudentT(y.exp() + 2, y, y.exp())
+    scale = torch.eye(6, dtype=y.dtype) * (y.square().sum() + 1)
+    joint = torch.distributions.MultivariateNormal(y, scale)
+    chosen = torch.distributions.Categorical(logits=y).log_prob(mask.long())
+    return student.log_prob(y.detach()).sum(1) + joint.log_prob(y.detach() + 1) + chosen
+
+
+def test_distributions_check_their_parameters_in_every_run(mesh: DeviceMesh) -> None:
+    module, plain = Model(likelihood), Model(likelihood)
+    plain.load_state_dict(module.state_dict())
+    parallel(module, mesh, X, ALL)
+    for found, wanted in zip(train(module, ALL), train(plain, ALL), strict=True):
+        assert relative_difference(found, wanted) <= TOLERANCE
+    with pytest.raises(ValueError, match=r"StudentT: a parameter or a value is outside .*test_data_reads"):
+        module(X * float("nan"), ALL)
+
+
+class Sizes(nn.Module):
+    """A branch on a size that depends on numbers, beside a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.register_buffer("least", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        rows = y[y[:, 0] > 0]
+        return rows.sum() if rows.shape[0] <= self.least else y.sum()
+
+
+def test_a_size_compared_with_a_tensor_is_refused_by_the_line() -> None:
+    with pytest.raises(CaptureError, match=r"rows.shape\[0\] <= self.least.*data-dependent.*torch.where"):
+        capture(Sizes(), (X,), {})
+
+
 def test_examples_without_numbers_are_refused() -> None:
     for example in (ALL.to("meta"), capture(Model(bound), (X, ALL), {}).inputs[-2].node.meta["val"]):
         with pytest.raises(CaptureError, match=r"mask.all\(\).*input mask.*example of real tensors"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,6 +53,21 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
             runpy.run_module(module, run_name="__main__")
         assert stopped.value.code == 0
         assert capsys.readouterr().out.startswith("autoshard 0.1.0 (torch ")
+
+
+def test_help_and_version_load_no_torch() -> None:
+    for option in ("--version", "--help"):
+        code = f"""
+import sys
+from autoshard.cli import main
+try:
+    main([{option!r}])
+except SystemExit:
+    assert "torch" not in sys.modules
+else:
+    raise AssertionError
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_selfcheck_passes_its_options_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +223,7 @@ def test_ctrl_c_is_one_line(file: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autoshard.cli.command_line.plan_tables", interrupt)
+    monkeypatch.setattr("autoshard.cli.saved_plans.plan_tables", interrupt)
     assert main(["show", file]) == 130
     assert capsys.readouterr().err == "autoshard: interrupted\n"
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard.errors import InputError, MeshError, PlanError
+from autoshard.specs.axes import MeshShape
 from tests.workers import Workers
 
 pytest.importorskip("accelerate")
@@ -21,7 +22,7 @@ pytest.importorskip("transformers")
 
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, Trainer, TrainingArguments
 
-from autoshard.integrations.transformers import AutoshardTrainer, save_pretrained
+from autoshard.integrations.transformers import AutoshardTrainer, _ranks_with_rows, save_pretrained
 from tests.integrations.hugging_face import LLAMA, Rows, Words, arguments, gpt2, llama, recording
 from tests.training import fast_links
 
@@ -92,13 +93,19 @@ def assert_equal(run: Run, expected: Run, losses: slice) -> None:
 
 
 def _train(folder: Path) -> tuple[Run, Run, bool]:
-    """A run with checkpoints, and one that goes on from the first of them."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    """A run with checkpoints, and one that goes on from the first of them; batches have a row of each rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     runs = []
     for checkpoint in (None, folder / "checkpoint-2"):
         trainer = recording(AutoshardTrainer)(
             gpt2(),
-            arguments(folder, save_strategy="steps", save_steps=2),
+            arguments(
+                folder,
+                save_strategy="steps",
+                save_steps=2,
+                per_device_train_batch_size=1,
+                per_device_eval_batch_size=1,
+            ),
             train_dataset=Rows(TRAINED),
             mesh=mesh,
             options={"cluster": fast_links()},
@@ -201,6 +208,9 @@ def _load_shards(folder: Path, target: Path) -> tuple[Any, list[str]]:
         logits = model(**batch).logits
     trainer = AutoshardTrainer(model, arguments(target, max_steps=1), train_dataset=Rows(4))
     trainer.train()
+    metrics = trainer.evaluate(Rows(4))
+    # Two batches, which both ranks share.
+    assert metrics["eval_steps_per_second"] * metrics["eval_runtime"] == pytest.approx(2, rel=0.01)
     save_pretrained(model, target)
     texts = []
     for changes in ({"bf16": True}, {"torch_compile": True}):
@@ -232,6 +242,14 @@ def test_shards_from_files_and_a_model_that_is_parallelised(two: Workers, tmp_pa
     for name, value in saved.state_dict().items():
         # In float32; a step is as long for small gradients.
         assert torch.allclose(value, model.state_dict()[name], rtol=1e-3, atol=1e-3), name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [({"dp": 2, "tp": 4}, 2), ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 4), ({"x": 4}, 4), ({"tp": 8}, 1)],
+)
+def test_rows_are_counted_by_rank_as_in_transformers(sizes: dict[str, int], ranks: int) -> None:
+    assert _ranks_with_rows(MeshShape.of(sizes)) == ranks
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ Sizes = Mapping[str, int]
 
 MAX_NORM = 0.5
 """Gradients are clipped to this in every step, which is less than they have."""
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # every rank has optimizer state of its own parameters
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def model(name: str, batch: int = 4, **options: Any) -> models.Model:
@@ -182,20 +182,24 @@ def train_on_pipeline(name: str, plan: PipelinePlan, options: Mapping[str, Any])
     return train_pipeline(pipeline_of(module, inputs, plan), inputs)
 
 
-def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_of(
+    module: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions | None = FLAT
+) -> dict[str, Any]:
     """Model and optimizer, as they are saved and loaded."""
     return {
         "model": get_model_state_dict(module),
-        "optimizer": get_optimizer_state_dict(module, optimizer, options=FLAT),
+        "optimizer": get_optimizer_state_dict(module, optimizer, options=options),
     }
 
 
-def resume(module: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+def resume(
+    module: nn.Module, optimizer: torch.optim.Optimizer, folder: str, options: StateDictOptions | None = FLAT
+) -> None:
     """Load both as they were saved."""
-    state = state_of(module, optimizer)
+    state = state_of(module, optimizer, options)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(module, state["model"])
-    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=FLAT)
+    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=options)
 
 
 def assert_equal(held: list[dict[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -18,22 +19,34 @@ from autoshard.pipeline.run.pipeline_module import PipelineModule
 from autoshard.pipeline.schedule.actions import schedule
 from autoshard.runtime.shards import gather_full_tensor
 from tests import models
-from tests.pipeline.pipelines import model, pipeline_of, plan_by_hand, resume, state_of
+from tests.pipeline.pipelines import FLAT, model, pipeline_of, plan_by_hand, resume, state_of
 from tests.training import fast_links
 from tests.workers import Workers
 
 pytestmark = pytest.mark.slow
 RATE = 1e-2
+DECAY = 0.1
 OPTIONS: dict[str, Any] = {"layers": 1, "tied": True}
 
 Tensors = dict[str, torch.Tensor]
 
 
-def resumed(module: nn.Module, folder: str) -> torch.optim.Optimizer:
+def optimizer_of(module: nn.Module, rate: float, decay: float) -> torch.optim.Optimizer:
+    """AdamW whose groups, of matrices and of the rest, are also on every rank of a pipeline."""
+    parameters = list(module.parameters())
+    groups = [
+        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": decay},
+        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=rate)
+
+
+def resumed(module: nn.Module, folder: str, options: StateDictOptions | None = FLAT) -> torch.optim.Optimizer:
     """An optimizer of the module, both as saved."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
-    resume(module, optimizer, folder)
-    assert optimizer.param_groups[0]["lr"] == RATE
+    optimizer = optimizer_of(module, 1.0, 0.5)
+    resume(module, optimizer, folder, options)
+    assert [group["lr"] for group in optimizer.param_groups] == [RATE, RATE]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [DECAY, 0.0]
     return optimizer
 
 
@@ -64,13 +77,14 @@ def other() -> models.Model:
     return model("gpt", seed=1, **OPTIONS)[0], model("gpt", **OPTIONS)[1]
 
 
-def saved_by_a_pipeline(plan: PipelinePlan, folder: str) -> tuple[Tensors, torch.Tensor]:
+def saved_by_a_pipeline(plan: PipelinePlan, folder: str, in_groups: str) -> tuple[Tensors, torch.Tensor]:
     module, inputs = model("gpt", **OPTIONS)
     pipeline = pipeline_of(module, inputs, plan)
-    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=RATE)
+    optimizer = optimizer_of(pipeline, RATE, DECAY)
     for _ in range(2):
         train(pipeline, optimizer, inputs)
     dcp.save(state_of(pipeline, optimizer), checkpoint_id=folder)
+    dcp.save(state_of(pipeline, optimizer, None), checkpoint_id=in_groups)
     return held(pipeline, optimizer), train(pipeline, optimizer, inputs)
 
 
@@ -83,16 +97,21 @@ def resumed_by_replicas(folder: str, again: str) -> tuple[Tensors, torch.Tensor]
     return held(module, optimizer), train(module, optimizer, inputs)
 
 
-def resumed_by_a_pipeline(plan: PipelinePlan, folder: str) -> tuple[Tensors, torch.Tensor]:
+def resumed_by_a_pipeline(plan: PipelinePlan, flat: str, in_groups: str) -> list[tuple[Tensors, torch.Tensor]]:
     module, inputs = other()
     pipeline = pipeline_of(module, inputs, plan)
-    optimizer = resumed(pipeline, folder)
-    return held(pipeline, optimizer), train(pipeline, optimizer, inputs)
+    found = []
+    for folder, options in ((flat, FLAT), (in_groups, None)):
+        optimizer = resumed(pipeline, folder, options)
+        found.append((held(pipeline, optimizer), train(pipeline, optimizer, inputs)))
+    return found
 
 
-def resumed_alone(folder: str, again: str | None = None) -> tuple[Tensors, torch.Tensor]:
+def resumed_alone(
+    folder: str, again: str | None = None, options: StateDictOptions | None = FLAT
+) -> tuple[Tensors, torch.Tensor]:
     module, inputs = other()
-    optimizer = resumed(module, folder)
+    optimizer = resumed(module, folder, options)
     if again is not None:
         dcp.save(state_of(module, optimizer), checkpoint_id=again)
     return held(module, optimizer), train(module, optimizer, inputs)
@@ -105,14 +124,17 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
 
 def test_a_pipeline_is_resumed_anywhere(four: Workers, tmp_path: Path) -> None:
     plan = plan_by_hand(*model("gpt", **OPTIONS), {"pp": 2, "tp": 2}, schedule("1F1B", 2, 2))
-    pipeline, replicas, alone = (str(tmp_path / name) for name in ("pipeline", "replicas", "alone"))
-    first = four.run(saved_by_a_pipeline, plan, pipeline)
+    names = ("pipeline", "groups", "replicas", "alone")
+    pipeline, groups, replicas, alone = (str(tmp_path / name) for name in names)
+    first = four.run(saved_by_a_pipeline, plan, pipeline, groups)
     second = four.run(resumed_by_replicas, pipeline, replicas)
     tensors, loss = resumed_alone(pipeline)
     third = resumed_alone(replicas, alone)
-    last = four.run(resumed_by_a_pipeline, plan, alone)
+    # The options of every group stand in the file, with the names of all ranks.
+    in_groups = resumed_alone(groups, options=None)
+    last = [found for rank in four.run(resumed_by_a_pipeline, plan, alone, groups) for found in rank]
     assert set().union(*(held for held, _ in first)) == tensors.keys()
-    for found, next_loss in (*first, *second, third, *last):
+    for found, next_loss in (*first, *second, third, in_groups, *last):
         assert_same(found, tensors)
         torch.testing.assert_close(next_loss, loss, rtol=1e-9, atol=0.0)
-    assert second[0][0].keys() == third[0].keys() == tensors.keys()
+    assert second[0][0].keys() == third[0].keys() == in_groups[0].keys() == tensors.keys()

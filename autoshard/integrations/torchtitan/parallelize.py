@@ -134,8 +134,7 @@ def _check_job(parallel_dims: ParallelDims, training: TrainingConfig, compile_co
         )
     if compile_config.enable_async_tensor_parallel:
         raise PlanError(
-            "compile.enable_async_tensor_parallel is for torchtitan's own tensor parallelism: leave it out. "
-            "overlap='torch' fuses products with collectives."
+            "compile.enable_async_tensor_parallel is for torchtitan's own tensor parallelism: leave it out."
         )
     if compile_config.enable and "model" in compile_config.components and compile_config.backend != "inductor":
         raise PlanError(f"compile.backend={compile_config.backend!r}: local programs are compiled by 'inductor' alone.")

@@ -128,12 +128,11 @@ def padding_beside(halos: Iterable[Halo], first: int, padding: Sequence[int]) ->
 def extend_by_halos(call: LocalCall, value: Any, halos: Iterable[Halo], fill: float = 0.0) -> Any:
     """`value` with its neighbours' rows around it along several dims; `fill` in place of them at the two ends."""
     for halo in halos:
-        rows = value.shape[halo.dim]
-        if halo.after < 0:  # the last windows of the stretch end before its last rows
-            value = value.slice(halo.dim, 0, rows + halo.after)
         # Its last rows stand before the next rank's stretch, its first rows behind the stretch before.
         borders = [_last_rows(value, halo.dim, halo.before), _first_rows(value, halo.dim, max(halo.after, 0))]
         before, behind = _neighbour_borders(call, borders, halo, fill)
+        if halo.after < 0:  # the stretch's own windows end before its last rows, which the next rank's may read
+            value = value.slice(halo.dim, 0, value.shape[halo.dim] + halo.after)
         value = _concatenate(call, [before, value, behind], halo.dim)
     return value
 

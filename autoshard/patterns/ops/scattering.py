@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import argument_dim, aten, localize_index, numbered_dims, positions, reshape_along
 from autoshard.patterns.ops.indexing import (
@@ -23,7 +25,7 @@ from autoshard.patterns.ops.indexing import (
 from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule, build
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta, build
 
 
 def append_spare(value: Any, dims: Sequence[int]) -> Any:
@@ -189,10 +191,9 @@ def _write_elements(call: LocalCall) -> Any:
 @rule_maker("aten.index_put", "aten._unsafe_index_put")
 def _index_put(call: OpCall) -> Rule | None:
     """The dims of the index are contracted if values are added up, and stay whole if values overwrite."""
-    dims = advanced_indexing(call)
+    dims, values = advanced_indexing(call), call.operands[-1]
     if dims is None:
-        return None
-    values = call.operands[-1]
+        return _put_number(call, values)
     if len(values.shape) > len(dims.picked_dims):
         return None
     accumulate = call.arg("accumulate")
@@ -223,6 +224,15 @@ def _index_put(call: OpCall) -> Rule | None:
         # Padding of the indices points at what is there; what is added there must be padding too, and so be zero.
         fill={name: 0.0 for name in dims.index_names if name in added_dims} if accumulate else {},
     )
+
+
+def _put_number(call: OpCall, value: TensorMeta) -> Rule | None:
+    """One number in all places of a mask, which has the first dims of the target: every element is independent."""
+    (target, *masks), indices = call.operands[:-1], call.arg("indices")
+    if value.shape != () or len(indices) != 1 or masks[0].shape != target.shape[: len(masks[0].shape)]:
+        return None
+    dims = numbered_dims(target.shape)
+    return build(dims, [list(dims), list(dims)[: len(masks[0].shape)], []], [list(dims)], linear=[{0, 2}], uneven=True)
 
 
 @rule_maker("aten.put")
@@ -274,7 +284,9 @@ def _masked_scatter(call: OpCall) -> Rule | None:
     backward = call.op is aten.masked_scatter_backward.default
     target, mask, *_ = call.operands
     source = call.result if backward else call.operands[2]
-    if (mask.shape != target.shape) if backward else (call.result.shape != target.shape or 0 in source.shape):
+    # Otherwise the operator takes more elements than the target has: target and gradient are broadcast to the mask.
+    filled = torch.broadcast_shapes(target.shape, mask.shape) if backward else call.result.shape
+    if filled != target.shape or (not backward and 0 in source.shape):
         return None
     dims, masked = numbered_dims(target.shape), numbered_dims(mask.shape, "mask")
     source_dims = numbered_dims(source.shape, "source")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,6 +27,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.plan.pipeline_replanner import PipelineReplanner
 from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
+from autoshard.pipeline.run.optimizer_groups import prepare_checkpoints
 from autoshard.pipeline.run.stage_runtime import ADVICE, CallCache, PreparedCall
 from autoshard.pipeline.run.stage_state import (
     TiedParameters,
@@ -139,9 +140,8 @@ class PipelineModule(nn.Module):
     `train()` and `eval()` choose the mode of the steps after them. A step with another batch size, other arguments or
     in another mode is captured and planned once, with the same stages and placements.
 
-    `torch.distributed.checkpoint` saves and loads the whole model across ranks, as it does on any other mesh:
-    `get_model_state_dict(pipeline)`, and `get_optimizer_state_dict(pipeline, optimizer, options=StateDictOptions(
-    flatten_optimizer_state_dict=True))`, since every rank has the state of its own parameters alone.
+    `torch.distributed.checkpoint` saves and loads the whole model across ranks, as it does on any other mesh: by
+    `get_state_dict(pipeline, optimizer)`, which all ranks call together, with `flatten_optimizer_state_dict` or not.
 
     Attributes:
         sharding_plan: the plan.
@@ -153,7 +153,8 @@ class PipelineModule(nn.Module):
         super().__init__()
         plan = call_cache.plan
         held = call_cache.own_stages(first.stages)
-        register_stage_state(self, [stage.module for stage in held], first.call_format.constants)
+        order = [name for name, _ in call_cache.model.named_parameters(remove_duplicate=False)]
+        register_stage_state(self, [stage.module for stage in held], first.call_format.constants, order)
         self.sharding_plan = plan
         self.training = call_cache.model.training
         self._call_cache = call_cache
@@ -166,7 +167,7 @@ class PipelineModule(nn.Module):
         self._tied_parameters.broadcast_values()
         install_hooks(self)
         # `train_step` leaves no gradient unreduced.
-        prepare_optimizers(self, lambda: None)
+        prepare_optimizers(self, lambda: None, functools.partial(prepare_checkpoints, self, call_cache.group))
 
     def add_call(self, prepared: PreparedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Add a prepared kind of call, with gradients, with an example of it."""
@@ -283,7 +284,7 @@ class PipelineModule(nn.Module):
         held = [(name, value, value.grad) for name, value in self.named_parameters() if value.grad is not None]
         counted = {index_of[name]: gradient for name, parameter, gradient in held if parameter not in elsewhere}
         # Norms in one dtype on all ranks, which may hold parameters of different ones.
-        dtype = reduce(torch.promote_types, (parameter.dtype for parameter in indices), torch.float32)
+        dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in indices), torch.float32)
         norm = total_norm(counted, len(indices), cache.device_mesh, norm_type, dtype)
         clip([gradient for *_, gradient in held], norm, max_norm)
         return norm

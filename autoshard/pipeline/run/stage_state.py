@@ -20,21 +20,27 @@ StateEntry = tuple[dict[str, Any], dict[str, Any], str]
 """The `_parameters` or `_buffers` of a module of a stage and of the whole, and the key of a tensor in both."""
 
 
-def register_stage_state(whole: nn.Module, stages: Sequence[nn.Module], constants: Collection[str]) -> None:
+def register_stage_state(
+    whole: nn.Module, stages: Sequence[nn.Module], constants: Collection[str], order: Sequence[str] = ()
+) -> None:
     """Register the parameters and buffers of stages in `whole`, under the same paths.
 
     Args:
         whole: a module without any of them.
         stages: modules whose parameters and buffers have the names of the model.
         constants: names of buffers of stages that are no buffers of the model.
+        order: names of parameters as the model lists them. The first name of a tied parameter is then the model's first
+            on all ranks, by which checkpoints of optimizers know it.
 
     Raises:
         PipelineError: a submodule, parameter or buffer of the model has the name of an attribute of `whole`.
     """
+    places = {name: place for place, name in enumerate(order)}
+    parameters = [item for stage in stages for item in stage.named_parameters(remove_duplicate=False)]
+    for name, parameter in sorted(parameters, key=lambda item: places.get(item[0], len(places))):
+        owner, key = _owner(whole, name)
+        owner.register_parameter(key, parameter)
     for stage in stages:
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            owner, key = _owner(whole, name)
-            owner.register_parameter(key, parameter)
         for name, buffer in stage.named_buffers(remove_duplicate=False):
             if name not in constants:
                 owner, key = _owner(whole, name)

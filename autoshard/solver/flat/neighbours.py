@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.jit import draw, jit, jit_inner, pick
+from autoshard.solver.flat.random_numbers import draw, pick
+from autoshard.solver.jit import jit, jit_inner
 
 MEMBER = np.dtype([(name, np.int64) for name in ("node", "link", "to_hub", "start", "picked", "trial")], align=True)
 """A member of a forest: its node, the half-edge at it that leads to its parent (-1: a root) and the one that leads to

@@ -102,6 +102,13 @@ CASES = {
         True,
         shards="d0 d1 d2 index0",
     ),
+    "index_put of a number by a mask": partial(assert_sound, aten.index_put.default, X, [X > 0], normal(), shards=ALL),
+    "index_put of a number by a mask of rows": partial(
+        assert_sound, aten.index_put.default, X, [X[..., 0] > 0], normal(), shards=ALL
+    ),
+    "index_put adding a number by a mask": partial(
+        assert_sound, aten.index_put.default, X, [X[..., 0] > 0], normal(), True, shards=ALL
+    ),
     "_unsafe_index_put of truths": partial(
         assert_sound, aten._unsafe_index_put.default, X > 0, [None, places(12, 4)], normal(4, 4, 6) > 0, shards=ALL
     ),
@@ -172,6 +179,12 @@ MASKED_CASES = {
     "gradient": partial(assert_sound, aten.masked_scatter_backward.default, X, MASK, [300], shards=EVERY_PLACE),
     "gradient of just as many": partial(
         assert_sound, aten.masked_scatter_backward.default, X, MASK, [COUNT], shards=EVERY_PLACE
+    ),
+    "gradient by a mask that is broadcast": partial(
+        assert_sound, aten.masked_scatter_backward.default, X, MASK[:, :, :1], [300], shards=EVERY_PLACE
+    ),
+    "gradient by a mask of fewer dims": partial(
+        assert_sound, aten.masked_scatter_backward.default, X, MASK[0, 0], [300], shards=EVERY_PLACE
     ),
     "gradient of a matrix": partial(
         assert_sound, aten.masked_scatter_backward.default, X, MASK, [12, 24], shards=EVERY_PLACE

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.jit import draw, jit, pick, random_state
+from autoshard.solver.flat.random_numbers import draw, pick, random_state
+from autoshard.solver.jit import jit
 
 
 @jit

@@ -1,0 +1,99 @@
+"""The groups of an optimizer of a pipeline, as `torch.distributed.checkpoint` saves them: with the names of all ranks.
+
+A checkpoint has one list of groups, and the names of a group's parameters stand in it. A rank of a pipeline knows its
+own alone: the file would have the names of one rank, and the others would find no group for theirs when they load.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from autoshard.errors import InputError
+from autoshard.pipeline import _torch
+from autoshard.runtime.checkpoint import checkpointable
+
+
+class _SharedGroup(dict[str, Any]):
+    """A group that keeps the names of other ranks when torch puts names in the place of numbers.
+
+    Args:
+        group: as `Optimizer.state_dict` has it.
+        elsewhere: names of the parameters that only other ranks have in this group.
+    """
+
+    def __init__(self, group: dict[str, Any], elsewhere: list[str]) -> None:
+        super().__init__(group)
+        self._elsewhere = elsewhere
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            # Once: what a user assigns later stays as it is.
+            value, self._elsewhere = [*value, *self._elsewhere], []
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> Any:
+        # Files and copies have a plain dictionary.
+        return dict, (dict(self),)
+
+
+def prepare_checkpoints(pipeline: nn.Module, group: dist.ProcessGroup, optimizer: Optimizer) -> None:
+    """Make checkpoints of an optimizer of a pipeline right: strided shards, and groups with the names of all ranks.
+
+    Args:
+        pipeline: the stages of this rank.
+        group: the process group along the pipeline axis.
+        optimizer: of the parameters of `pipeline`.
+    """
+    checkpointable(optimizer)
+    watched = weakref.ref(pipeline)
+
+    def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        module = watched()
+        if module is not None and _torch.names_optimizer_groups():
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            own = [[names[id(one)] for one in held["params"] if id(one) in names] for held in optimizer.param_groups]
+            state_dict["param_groups"] = _with_other_ranks(state_dict["param_groups"], own, group)
+
+    optimizer.register_state_dict_post_hook(after_state_dict)
+
+
+def _with_other_ranks(
+    groups: list[dict[str, Any]], own: list[list[str]], group: dist.ProcessGroup
+) -> list[dict[str, Any]]:
+    """Return the groups of this rank with the names of all ranks; `own` are this rank's."""
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, [(_options(held), names) for held, names in zip(groups, own, strict=True)], group)
+    if any(len(rank) != len(groups) for rank in ranks):
+        raise InputError(
+            "the optimizers of a pipeline's ranks have different numbers of parameter groups: "
+            f"{', '.join(str(len(rank)) for rank in ranks)} by stage. A checkpoint has one list of groups. {_REMEDY}"
+        )
+    shared = []
+    for index, held in enumerate(groups):
+        options, names = zip(*(rank[index] for rank in ranks), strict=True)
+        if differing := next((one for one in options if one != options[0]), None):
+            keys = sorted(key for key in {*options[0], *differing} if options[0].get(key) != differing.get(key))
+            raise InputError(
+                f"parameter group {index} differs between the ranks of a pipeline in {', '.join(keys)}, as "
+                f"{options[0].get(keys[0])} and {differing.get(keys[0])}. A checkpoint has one list of groups. "
+                + _REMEDY
+            )
+        everywhere = dict.fromkeys(name for part in names for name in part)
+        shared.append(_SharedGroup(held, [name for name in everywhere if name not in own[index]]))
+    return shared
+
+
+_REMEDY = (
+    "Make groups alike on all ranks, empty ones included, or save and load with "
+    "options=StateDictOptions(flatten_optimizer_state_dict=True), which keeps the options of each parameter."
+)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a group says beside its parameters, comparable."""
+    return {key: str(value) for key, value in group.items() if key != "params"}
