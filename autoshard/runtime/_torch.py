@@ -169,9 +169,7 @@ def has_dtensor_rule(operator: Any) -> bool:
     """Return True if this release of torch can run an operator on DTensors."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
-<<<<<<< HEAD
-    if not any(operator in getattr(propagator, table, ()) for table in tables):
-        register_sharding(operator)(lambda flags: [([Replicate()], [Replicate()])])
+    return any(operator in getattr(propagator, table, ()) for table in tables)
 
 
 def graph_task() -> int:
@@ -190,6 +188,3 @@ def hooks_of(tensor: Tensor) -> Mapping[Any, Any]:
     hooks = tensor._backward_hooks
     assert hooks is not None
     return hooks
-=======
-    return any(operator in getattr(propagator, table, ()) for table in tables)
->>>>>>> w-hidden
