@@ -103,6 +103,12 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
+def without_new_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
+    """Context whose operators may make numbers that no graph has."""
+    env = mode.shape_env
+    return contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
+
+
 def survey_mode() -> FakeTensorMode:
     """Return a fake tensor mode in which every operator that depends on numbers raises an error."""
     # Without a ShapeEnv, torch cannot name sizes that depend on data, and raises instead.
@@ -332,12 +338,13 @@ def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterato
 
 
 @contextlib.contextmanager
-def without_checkpoints() -> Iterator[None]:
-    """Context in which non-reentrant checkpoints run their function and nothing else."""
+def without_checkpoints(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Context in which non-reentrant checkpoints run their function in a context, and nothing else."""
 
     # A plan decides what is recomputed. What a checkpoint adds (random states, hooks of saved tensors) is left out.
     def plain(*_: object, **__: object) -> Iterator[None]:
-        yield
+        with region():
+            yield
 
     with attribute_patch(checkpoint, _checkpoint_without_reentrant_generator.__name__, plain):
         yield
