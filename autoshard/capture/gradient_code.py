@@ -426,7 +426,7 @@ class GradientCode(TorchFunctionMode):
             return (args[0], runs * args[1], *args[2:])
         return args
 
-    def _counts(self) -> Iterator[Tensor]:
+    def _counts(self) -> Iterator[Tensor | None]:
         return (part.num_batches_tracked for part in self.calls.module.modules() if isinstance(part, _BatchNorm))
 
     def _gradient_node(self, tensor: Tensor, owner: Any = None) -> Any:
