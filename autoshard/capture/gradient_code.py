@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction
@@ -353,7 +354,7 @@ class GradientCode(TorchFunctionMode):
                 _refuse_transform(func)
             return handler(*args, **(kwargs or {}))
         if self._checkpoints and self.running and torch.is_grad_enabled():
-            args = self._update_again(func, args)
+            args, kwargs = self._update_again(func, args, kwargs or {})
         if self.running and kwargs and kwargs.get("requires_grad") is True and not transforms_active():
             # A factory such as torch.zeros: the graph has the operator without a gradient, and a call that sets it.
             return self._require(func(*args, **kwargs | {"requires_grad": False}))
@@ -416,15 +417,18 @@ class GradientCode(TorchFunctionMode):
         finally:
             self._checkpoints -= 1
 
-    def _update_again(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _update_again(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with which batch norm in a checkpoint updates its statistics for every run."""
         runs = 1 + self._checkpoints
-        if func is torch.batch_norm and args[3] is not None and args[5]:
+        if func is functional.batch_norm and args[1] is not None and kwargs.get("training"):
             # Each run takes the same share of the same statistics.
-            return (*args[:6], 1 - (1 - args[6]) ** runs, *args[7:])
-        if func is Tensor.add_ and isinstance(args[1], int) and any(args[0] is each for each in self._counts()):
-            return (args[0], runs * args[1], *args[2:])
-        return args
+            return args, {**kwargs, "momentum": 1 - (1 - kwargs["momentum"]) ** runs}
+        # Equal and not identical: torch makes a new object for each access of a method.
+        if func == Tensor.add_ and isinstance(args[1], int) and any(args[0] is each for each in self._counts()):
+            return (args[0], runs * args[1], *args[2:]), kwargs
+        return args, kwargs
 
     def _counts(self) -> Iterator[Tensor | None]:
         return (part.num_batches_tracked for part in self.calls.module.modules() if isinstance(part, _BatchNorm))
