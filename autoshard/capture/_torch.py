@@ -9,7 +9,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch import _is_all_true as is_all_true  # by which distributions ask if parameters and samples are valid
 from torch import fx
 from torch._dynamo.callback import callback_handler  # tells when Dynamo reads code
 from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
@@ -89,7 +88,6 @@ __all__ = [
     "UserError",
     "free_unbacked_symbols",
     "function_modes",
-    "is_all_true",
     "is_lazy",
     "pytree",
     "symbolic",
@@ -103,6 +101,12 @@ def fake_mode() -> FakeTensorMode:
     """Return a fake tensor mode that accepts the real constants that a module holds."""
     # With a ShapeEnv, sizes that depend on data are symbols, which errors can quote. Other sizes are plain numbers.
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+def without_new_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
+    """Context whose operators may make numbers that no graph has."""
+    env = mode.shape_env
+    return contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
 
 
 def survey_mode() -> FakeTensorMode:
@@ -334,12 +338,13 @@ def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterato
 
 
 @contextlib.contextmanager
-def without_checkpoints() -> Iterator[None]:
-    """Context in which non-reentrant checkpoints run their function and nothing else."""
+def without_checkpoints(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Context in which non-reentrant checkpoints run their function in a context, and nothing else."""
 
     # A plan decides what is recomputed. What a checkpoint adds (random states, hooks of saved tensors) is left out.
     def plain(*_: object, **__: object) -> Iterator[None]:
-        yield
+        with region():
+            yield
 
     with attribute_patch(checkpoint, _checkpoint_without_reentrant_generator.__name__, plain):
         yield

@@ -195,7 +195,7 @@ def _make_gradients_dense(graph: fx.Graph) -> None:
     if sparse:
         flag = _SPARSE_FLAGS[sparse[0].target]
         warnings.warn(
-            f"{node_place(sparse[0], f'asks for a sparse gradient ({flag}=True)')}: the gradients of sharded parameters "
+            f"{node_place(sparse[0], f'asks for a sparse gradient ({flag}=True)')}: gradients of sharded parameters "
             "are dense, of the same numbers. Leave the flag out, and take torch.optim.Adam in place of SparseAdam, "
             "which takes sparse gradients alone.",
             stacklevel=2,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import inspect
 import linecache
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture._torch import FakeTensor, OpOverload, is_all_true, outside_functions, pytree, traced_node
+from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
 from autoshard.capture.call_layout import RuntimeCheck
 from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
 from autoshard.capture.conditions import InputProgram, NoNumbersError
@@ -69,7 +68,6 @@ class DataReads(TorchFunctionMode):
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{read: partial(self._number, read) for read in READS},
             torch._assert: self._assert,
-            is_all_true: self._validate,
             Tensor.unsqueeze_: self._unsqueeze,
             Tensor.__getitem__: self._item,
             Tensor.__setitem__: self._set_item,
@@ -165,15 +163,6 @@ class DataReads(TorchFunctionMode):
         if not (self._number(Tensor.__bool__, condition) if isinstance(condition, Tensor) else condition):
             # In a carrier: torch.export would report a plain AssertionError as a failure of its own.
             raise ModelError(AssertionError(message))
-
-    def _validate(self, valid: Tensor) -> Any:
-        """Return True to a distribution that asks if its parameters, or a sample, are valid; every run checks it."""
-        distribution = _validating_distribution()
-        if distribution is None or not isinstance(valid, FakeTensor):
-            return is_all_true(valid)
-        message = f"{distribution}: a parameter or a value is outside of what the distribution allows"
-        self.assumptions.append((valid.detach().all(), RuntimeCheck(running_line(), True, message, ValueError)))
-        return True
 
     def _unsqueeze(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # torch.export does not come to an end where an input is changed by `unsqueeze_`.
@@ -287,15 +276,6 @@ class DataReads(TorchFunctionMode):
         )
         self.assumptions.append(((info.detach() == 0).all(), check))
         return result
-
-
-def _validating_distribution() -> str | None:
-    """Return the class name of the distribution of `torch.distributions` whose code runs now; None for other code."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    owner = None if frame is None else frame.f_locals.get("self")
-    return type(owner).__name__ if isinstance(owner, torch.distributions.Distribution) else None
 
 
 # Functions whose results have sizes that depend on numbers, and that are no matter of positions of a mask.

@@ -315,8 +315,8 @@ _ALIASES = frozenset(
         *(aten.resolve_conj.default, aten.resolve_neg.default),
     }
 )
-# Views that set a bit of a tensor instead of changing its numbers. Collectives, kernels of views and other languages read
-# the memory alone: programs hold the numbers themselves.
+# Views that set a bit of a tensor instead of changing its numbers. Collectives, kernels of views and other languages
+# read the memory alone: programs hold the numbers themselves.
 _WRITTEN_OUT = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 _COPIES = frozenset({aten.clone.default, aten.lift_fresh_copy.default})
 # Operators that are the identity when their second operand is 1. Adding 0 is none: -0.0 + 0 is 0.0.

@@ -206,12 +206,25 @@ class _ForwardWatch:
         self.opaque = OpaqueOutputs()
         self.reads = DataReads(examples, state.mutations.note_number)
         self.assigned = AssignedTensors(
-            state.twin, state.mutations, lambda: [flag for flag, _ in self.reads.assumptions]
+            state.twin, state.mutations, lambda: [flag for flag, _ in self.reads.assumptions], state.end_hooks
         )
         self.calls = PythonCalls(state.twin, state.mutations)
         self.regions = Regions()
         self._gradients = GradientCode(self.calls)
         self._random = HostRandom(state.mutations)
+        state.hooks.unwatched = self._unwatched
+
+    @contextlib.contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Context in the midst of `forward` whose code is not watched."""
+        watches = (self._state, self._gradients, self._random, self.reads)
+        for watch in watches:
+            watch.running = False
+        try:
+            yield
+        finally:
+            for watch in watches:
+                watch.running = True
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -256,16 +269,20 @@ class _ForwardWatch:
             self._gradients.end(output)
             self._random.end(model)
         except GuardOnDataDependentSymNode as error:
+            state.hooks.check()
             # Raised here, before torch writes the whole graph into a message of its own.
             raise capture_error(model, error) from error
         except Exception as error:
+            state.hooks.check()  # a trial may have left what the error is about
             # Behind a branch that depends on numbers in inputs, an error is the model's own answer to these numbers.
             if self.reads.program.has_read() and is_raised_by_user(error):
                 raise ModelError(error) from error
             raise
         finally:
             # torch's code that runs behind `forward` is not watched, nor behind an error.
-            state.running = self._gradients.running = self._random.running = self.reads.running = False
+            state.running = state.hooks.running = self._gradients.running = self._random.running = (
+                self.reads.running
+            ) = False
         return output
 
 

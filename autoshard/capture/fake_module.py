@@ -6,6 +6,7 @@ by the copy's `forward` are found and undone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from autoshard.capture._torch import FakeTensorMode, is_lazy
 from autoshard.capture.capture_errors import is_users_file
-from autoshard.capture.guards import ABSENT, is_equivalent, is_plain
+from autoshard.capture.guards import ABSENT, HOOKS, is_equivalent, is_plain
 from autoshard.errors import CaptureError
 
 DEVICE = torch.device("cpu")
@@ -396,15 +397,23 @@ def _defaults(function: types.FunctionType) -> dict[str, Any]:
 
 
 class Reachable:
-    """The mutable objects that the code of a user's module can reach.
+    """The mutable objects that the code of a user's module can reach, and then those that hooks can reach.
+
+    Args:
+        module: the module.
+        hooks: hooks; by default those of the submodules.
+        alone: True for what the hooks can reach alone, without the code and the submodules of the module.
 
     Attributes:
         places: the objects of the module; then variables of functions, attributes of classes, and the objects in them.
+        forward_places: the number of places that are not those of hooks.
         codes: the user's code that was found.
         generators: NumPy's generators of random numbers, with their paths.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self, module: nn.Module, hooks: Iterable[Callable[..., Any]] | None = None, *, alone: bool = False
+    ) -> None:
         self.places: list[TrackedObject] = []
         self.codes: list[types.CodeType] = []
         self.generators: list[tuple[str, NumPyGenerator]] = []
@@ -413,15 +422,55 @@ class Reachable:
         self._classes: list[type] = []
         self._functions: list[types.FunctionType] = []
         self._globals: dict[int, TrackedObject] = {}
-        for path, part in module.named_modules():
+        for path, part in [("", module)] if alone else module.named_modules():
+            self._known.add(id(part))
             self._namespace(f"self.{path}" if path else "self", part, 0)
         self._is_inside = False
+        if alone:
+            self._functions, self._classes = [], []
+        self._follow_code()
+        self.forward_places = len(self.places)
+        for hook in _hooks_of_parts(module) if hooks is None else hooks:
+            self._hook(hook)
+        self._follow_code()
+
+    def _follow_code(self) -> None:
         # Code leads to more code: attributes of classes, and globals of functions, hold functions and classes.
         while self._functions or self._classes:
             if self._classes:
                 self._class(self._classes.pop())
             else:
                 self._function(self._functions.pop())
+
+    def _hook(self, hook: Any) -> None:
+        """Add the objects of a hook: a function, the method of an object, a partial function, or an object."""
+        if isinstance(hook, functools.partial):
+            for part in (hook.func, *hook.args, *hook.keywords.values()):
+                self._hook(part)
+            return
+        owner = getattr(hook, "__self__", hook)
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        # A namespace of its own, for what no other object names.
+        place = self._add(TrackedObject(name, {"": owner}))
+        self._walk(name, (place, ""), hook, 0)
+        if owner is not hook:
+            self._walk(type(owner).__name__, (place, ""), owner, 0)
+
+    @contextlib.contextmanager
+    def undoing(self) -> Iterator[list[TrackedObject]]:
+        """Context whose changes of objects are undone; behind it, the list has the objects that were changed."""
+        kept = [(place, place.before) for place in self.places]
+        for place in self.places:
+            place.before = place.entries(place.traced)
+        changed: list[TrackedObject] = []
+        try:
+            yield changed
+        finally:
+            for place, before in kept:
+                if place.is_changed():
+                    changed.append(place)
+                    place.restore()
+                place.before = before
 
     def bind(self, copies: Mapping[int, Any]) -> None:
         """Set the traced objects, given the twin's copies of objects by the `id` of the originals."""
@@ -436,9 +485,9 @@ class Reachable:
                 place.restore()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors in containers and objects of the module."""
+        """Yield the tensors in containers and objects, of which hooks may have some."""
         for place in self.places:
-            if place.is_inside and not place.is_module:
+            if not place.is_module:
                 yield from (value for value in place.entries(place.original).values() if isinstance(value, Tensor))
 
     def _add(self, place: TrackedObject) -> TrackedObject:
@@ -553,6 +602,13 @@ class Reachable:
         assert place.names is not None
         place.names[name] = None
         self._walk(f"{place.path}.{name}", (place, name), value, 0)
+
+
+def _hooks_of_parts(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Yield the hooks of submodules; those of the module itself run around it."""
+    for part in module.modules():
+        for table in HOOKS if part is not module else ():
+            yield from (hook for hook in vars(part)[table].values() if not _is_autoshard(hook))
 
 
 def _is_users(kind: type) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -321,6 +322,7 @@ class GradientCode(TorchFunctionMode):
         self.calls = calls
         self.running = False
         self.differentiates = False
+        self._checkpoints = 0  # in which the code runs now
         self._lost: list[str] = []  # lines of checkpoints whose results have no gradient
         # The tensors that `.data` of tensors with a gradient returned, by id; holding them keeps the ids unique.
         self._data: dict[int, Tensor] = {}
@@ -350,6 +352,8 @@ class GradientCode(TorchFunctionMode):
             if transforms_active():
                 _refuse_transform(func)
             return handler(*args, **(kwargs or {}))
+        if self._checkpoints and self.running and torch.is_grad_enabled():
+            args = self._update_again(func, args)
         if self.running and kwargs and kwargs.get("requires_grad") is True and not transforms_active():
             # A factory such as torch.zeros: the graph has the operator without a gradient, and a call that sets it.
             return self._require(func(*args, **kwargs | {"requires_grad": False}))
@@ -375,12 +379,12 @@ class GradientCode(TorchFunctionMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Context of the export, in which the mode is active."""
-        with collect_calls(self.calls), self, _interception():
+        with collect_calls(self.calls), self, _interception(self):
             yield
 
     def begin(self) -> None:
         """Begin to handle the code of a call."""
-        self.running, self.differentiates = True, torch.is_grad_enabled()
+        self.running, self.differentiates, self._checkpoints = True, torch.is_grad_enabled(), 0
 
     def end(self, output: Any) -> None:
         """Raise a `CaptureError` if checkpoints are the reason why no output of the call has a gradient."""
@@ -396,11 +400,34 @@ class GradientCode(TorchFunctionMode):
         """Return the result of a reentrant checkpoint, traced as operators: the plan decides what is recomputed."""
         has_gradient = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
         if has_gradient or not torch.is_grad_enabled():
-            return run(*args)
+            with self.in_checkpoint():
+                return run(*args)
         # As in torch: without an argument that needs a gradient, the results have none, whatever parameters are used.
         self._lost.append(running_line())
         with torch.no_grad():
             return run(*args)
+
+    @contextlib.contextmanager
+    def in_checkpoint(self) -> Iterator[None]:
+        """Context of a function that backward runs again on one device, with its updates of running statistics."""
+        self._checkpoints += 1
+        try:
+            yield
+        finally:
+            self._checkpoints -= 1
+
+    def _update_again(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments with which batch norm in a checkpoint updates its statistics for every run."""
+        runs = 1 + self._checkpoints
+        if func is torch.batch_norm and args[3] is not None and args[5]:
+            # Each run takes the same share of the same statistics.
+            return (*args[:6], 1 - (1 - args[6]) ** runs, *args[7:])
+        if func is Tensor.add_ and isinstance(args[1], int) and any(args[0] is each for each in self._counts()):
+            return (args[0], runs * args[1], *args[2:])
+        return args
+
+    def _counts(self) -> Iterator[Tensor | None]:
+        return (part.num_batches_tracked for part in self.calls.module.modules() if isinstance(part, _BatchNorm))
 
     def _gradient_node(self, tensor: Tensor, owner: Any = None) -> Any:
         node = tensor.grad_fn
@@ -487,7 +514,7 @@ def _active_mode() -> GradientCode | None:
 
 
 @contextlib.contextmanager
-def _interception() -> Iterator[None]:
+def _interception(mode: GradientCode) -> Iterator[None]:
     """Context in which custom functions, hooks of saved tensors and inference mode, which no mode sees, are patched."""
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -499,7 +526,7 @@ def _interception() -> Iterator[None]:
 
     torch_enter = saved_tensors_hooks.__enter__
     with contextlib.ExitStack() as stack:
-        stack.enter_context(without_checkpoints())
+        stack.enter_context(without_checkpoints(mode.in_checkpoint))
         stack.enter_context(attribute_patch(FunctionBase, "apply", classmethod(apply)))
         stack.enter_context(attribute_patch(saved_tensors_hooks, "__enter__", enter))
         stack.enter_context(attribute_patch(torch.inference_mode, "__enter__", _enter_inference))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -36,6 +36,7 @@ from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.marks import capturing, defaults_of, keeping_marks
 from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
+from autoshard.capture.module_hooks import HooksInForward, Key
 from autoshard.capture.output_history import HistoryWatch, OutputHistories, enables_gradients, histories_of
 from autoshard.capture.output_taps import with_taps
 from autoshard.capture.python_state import PythonState, StateWatch
@@ -93,8 +94,8 @@ def capture(
     warn_of_untried_release()
     begin = progress or (lambda _: None)
 
-    def attempt(counting: Sequence[str]) -> JointGraph:
-        with _watched_twin(module, grad, counting) as watch:
+    def attempt(counting: Sequence[str], hooks: Collection[Key]) -> JointGraph:
+        with _watched_twin(module, grad, counting, hooks) as watch:
             signature = signature_of(module, args, kwargs, grad)
             begin("export of forward")
             exported = _export(watch, args, kwargs, dynamic, mp_policy)
@@ -103,10 +104,11 @@ def capture(
             everything = tuple(True for _ in exported.outputs)
             differentiated = _losses(exported) if tangents == "loss" else everything
             begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
-            traced, histories = _trace(exported, differentiated, grad)
-            if histories.differentiable and differentiated != everything and not _has_tangents(traced):
-                # The scalars do not require a gradient: they are no losses.
-                traced, histories = _trace(exported, everything, grad)
+            with watch.mutations.refusing():
+                traced, histories = _trace(exported, differentiated, grad)
+                if histories.differentiable and differentiated != everything and not _has_tangents(traced):
+                    # The scalars do not require a gradient: they are no losses.
+                    traced, histories = _trace(exported, everything, grad)
         begin(f"simplification of {len(traced.graph.nodes)} nodes")
         joint = describe(traced, exported, signature, mp_policy, defaults_of(module))
         return replace(joint, histories=histories)
@@ -115,26 +117,34 @@ def capture(
 
 
 def _without_counter_guards(
-    attempt: Callable[[Sequence[str]], _Captured],
+    attempt: Callable[[Sequence[str], Collection[Key]], _Captured],
     state: Callable[[_Captured], PythonState],
     content: Callable[[_Captured], str],
 ) -> _Captured:
     """Return what is captured, without guards on numbers that `forward` counts with and containers that it fills.
 
     Args:
-        attempt: captures with stand-ins for the numbers and containers at some paths.
+        attempt: captures with stand-ins for the numbers and containers at some paths, and with some hooks in the graph.
         state: returns the Python state of a capture.
         content: returns a text that is equal for equal graphs.
     """
-    first = attempt(())
+    traced: frozenset[Key] = frozenset()
+    while True:
+        try:
+            first = attempt((), traced)
+            break
+        except HooksInForward as found:
+            traced, hooks = traced | found.keys, found
+        # Without the frames of the attempt, in which objects of the call would live on.
+        hooks.with_traceback(None).check_leaks()
     counters = state(first).counters
     # Numbers that forward reads and sets may be counters that only count. Stand-ins for them refuse to be read: if the
     # graph is the same with these, nothing depends on the numbers, and they need no guards. Any code that meets a
     # stand-in may end this second capture.
-    with warnings.catch_warnings(), contextlib.suppress(Exception):
+    with warnings.catch_warnings(), contextlib.suppress(Exception, HooksInForward):
         warnings.simplefilter("ignore")
         if counters:
-            second = attempt(counters)
+            second = attempt(counters, traced)
             if state(second).are_counters_unread and content(second) == content(first):
                 return second
     return first
@@ -164,8 +174,8 @@ def capture_forward(
 
     warn_of_untried_release()
 
-    def attempt(counting: Sequence[str]) -> tuple[Exported, Effects]:
-        with _watched_twin(module, grad, counting) as watch:
+    def attempt(counting: Sequence[str], traced: Collection[Key]) -> tuple[Exported, Effects]:
+        with _watched_twin(module, grad, counting, traced) as watch:
             # Raises InputError for arguments that cannot be part of a signature.
             signature_of(module, args, kwargs, grad)
             exported = with_copies(_export(watch, args, kwargs, dynamic, mp_policy))
@@ -235,7 +245,9 @@ def _export(
 
 
 @contextlib.contextmanager
-def _watched_twin(module: nn.Module, grad: bool, counting: Sequence[str]) -> Iterator[StateWatch]:
+def _watched_twin(
+    module: nn.Module, grad: bool, counting: Sequence[str], traced: Collection[Key]
+) -> Iterator[StateWatch]:
     """Context of a capture without the caller's modes, in which errors become `CaptureError`s with the user's line."""
     try:
         with contextlib.ExitStack() as stack:
@@ -253,7 +265,7 @@ def _watched_twin(module: nn.Module, grad: bool, counting: Sequence[str]) -> Ite
             stack.enter_context(autocast_of_gpus())
             stack.enter_context(capturing())
             stack.enter_context(no_accumulation())
-            watch = StateWatch(module, fake_mode(), counting)
+            watch = StateWatch(module, fake_mode(), counting, traced)
             stack.enter_context(watch.mutations.restoring())
             yield watch
     except AutoshardError:

@@ -98,7 +98,7 @@ class Mutation:
     def result(self, tensors: Sequence[Tensor]) -> dict[Any, Any]:
         """Return the entries of one call, given the tensors that it leaves."""
         now = self._now()
-        entries = {key: _build_value(value, now, tensors) for key, value in self.entries.items()}
+        entries = {key: build_value(value, now, tensors) for key, value in self.entries.items()}
         return dict(enumerate([*now.values(), *entries.values()])) if self.mode == "append" else entries
 
     def apply(self, result: Mapping[Any, Any]) -> None:
@@ -123,14 +123,15 @@ def _is_kind(value: Any, kind: Any) -> bool:
     return now == kind if isinstance(kind, tuple) else is_equivalent(now, kind)
 
 
-def _build_value(tree: Any, now: Mapping[Any, Any], tensors: Sequence[Tensor]) -> Any:
+def build_value(tree: Any, now: Mapping[Any, Any], tensors: Sequence[Tensor]) -> Any:
+    """Return a value with the tensors of its slots, and what `now` holds in place of values that only move."""
     if isinstance(tree, TensorSlot):
         return tensors[tree.number].item() if tree.is_number else tensors[tree.number]
     if isinstance(tree, PreviousValue):
         return now[tree.key]
     if isinstance(tree, Counter):
         return tree.result()
-    return _map_container(tree, lambda _, part: _build_value(part, now, tensors))
+    return _map_container(tree, lambda _, part: build_value(part, now, tensors))
 
 
 def _map_container(container: Any, function: Callable[[Any, Any], Any]) -> Any:
@@ -255,7 +256,7 @@ class Mutations:
                     )
 
     @contextlib.contextmanager
-    def refusing(self, line: str) -> Iterator[None]:
+    def refusing(self, line: str = "") -> Iterator[None]:
         """Context in which a line runs code that steps run behind `forward`, and that may change no object."""
         places = self._reachable.places
         before = [place.entries(place.traced) for place in places]
@@ -266,9 +267,9 @@ class Mutations:
             if changed:
                 path = _path(place, changed[0]) if place.is_namespace else place.path
                 raise CaptureError(
-                    f"{line} runs code in the midst of backward that changes {path}: it would change it while the step "
-                    "is captured, and not in the steps. Look at gradients behind backward(), in .grad, or compute them "
-                    "in forward, by torch.autograd.grad."
+                    f"{line or self.line_of(path)} runs code in the midst of backward that changes {path}: it would "
+                    "change it while the step is captured, and not in the steps. Look at gradients behind backward(), "
+                    "in .grad, or compute them in forward, by torch.autograd.grad."
                 )
 
     def generators(self) -> list[tuple[str, NumPyGenerator]]:
@@ -382,7 +383,7 @@ class Mutations:
         entries = {}
         for key, value in changed.items():
             where = path if place.is_namespace else f"{path}[{key!r}]"
-            entries[key] = PreviousValue(old[id(value)]) if id(value) in old else self._tree(where, value, line)
+            entries[key] = PreviousValue(old[id(value)]) if id(value) in old else self.tree(where, value, line)
         return Mutation(path, place, entries, removed, mode, line, is_write_only)
 
     def _keep(self, path: str, tensor: Tensor) -> int:
@@ -392,7 +393,7 @@ class Mutations:
         self.kept.append((path if path not in paths else f"{path} ({len(paths)})", tensor))
         return len(paths)
 
-    def _tree(self, path: str, value: Any, line: str) -> Any:
+    def tree(self, path: str, value: Any, line: str) -> Any:
         """Return a value with slots for its tensors."""
         if isinstance(value, _SYMBOLS):
             tensor = self._numbers.get(str(value.node.expr))
@@ -411,7 +412,7 @@ class Mutations:
         if isinstance(value, nn.Module):
             return self._modules.get(id(value), value)
         if isinstance(value, (*CONTAINERS, deque)):
-            return _map_container(value, lambda key, part: self._tree(f"{path}[{key!r}]", part, line))
+            return _map_container(value, lambda key, part: self.tree(f"{path}[{key!r}]", part, line))
         if any(isinstance(part, (FakeTensor, *_SYMBOLS)) for part in getattr(value, "__dict__", {}).values()):
             raise CaptureError(
                 f"{line} keeps a {type(value).__name__} with tensors in {path}: no graph can hold such an object. Keep "

@@ -60,4 +60,4 @@ def _run_padded(encoder: Any, src: Tensor, padding: Tensor) -> Tensor:
         behind = torch.arange(padded.shape[1], device=padded.device) >= lengths
         padded = padded & (padded == behind).all()
     output = output.masked_fill(padded.unsqueeze(-1), 0.0)
-    return output if encoder.norm is None else encoder.norm(output)  # type: ignore[no-any-return]
+    return output if encoder.norm is None else encoder.norm(output)

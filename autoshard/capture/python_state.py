@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -42,6 +42,7 @@ from autoshard.capture.guards import (
     ValueGuard,
     copy_value,
 )
+from autoshard.capture.module_hooks import HookWatch, Key, ObservedCall
 from autoshard.capture.mutations import Mutation, Mutations
 from autoshard.errors import CaptureError, InputError, warn_caller
 
@@ -80,6 +81,7 @@ class PythonState:
         are_counters_unread: True if stand-ins for them were not read: nothing depends on them.
         conditions: the numbers in inputs that the graph depends on.
         hooks: the hooks that a call registers.
+        observed: the calls of hooks that only look.
     """
 
     guards: Guards = field(default_factory=Guards)
@@ -88,6 +90,7 @@ class PythonState:
     are_counters_unread: bool = False
     conditions: Conditions = field(default_factory=Conditions)
     hooks: tuple[AddedHook, ...] = ()
+    observed: tuple[ObservedCall, ...] = ()
 
     def apply_effects(self, tensors: Sequence[Tensor] = ()) -> None:
         """Change the state as a call does that leaves these tensors."""
@@ -97,6 +100,8 @@ class PythonState:
             mutation.apply(result)
         for hook in self.hooks:
             hook.apply()
+        for call in self.observed:
+            call.run(tensors)
 
     def invalidating_mutations(self) -> list[Mutation]:
         """Return the changes by calls because of which the guards do not hold now."""
@@ -157,15 +162,23 @@ class StateWatch:
         module: the user's module, whose state the guards and mutations concern.
         mode: of the fake tensors.
         counting: paths of numbers and containers that stand-ins replace, which find out if anything depends on them.
+        traced: the hooks of submodules that are part of `forward`.
 
     Attributes:
         twin: the fake copy.
         mutations: the changes of objects.
+        hooks: the hooks of submodules.
         running: True while `forward` runs.
         traced_parameters: replaces tensors of the user's module by those of the twin.
     """
 
-    def __init__(self, module: nn.Module, mode: FakeTensorMode, counting: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mode: FakeTensorMode,
+        counting: Sequence[str] = (),
+        traced: Collection[Key] = (),
+    ) -> None:
         reachable, originals = Reachable(module), dict(module.named_modules())
         self.mode = mode
         self.twin = fake_copy(module, mode, reachable)
@@ -181,6 +194,9 @@ class StateWatch:
         self._added: tuple[AddedHook, ...] = ()
         modules = {id(part.fake): part.original for part in self._parts.values()}
         self.mutations = Mutations(reachable, modules, counting)
+        parts = [(part.path, part.fake, part.original) for part in self._parts.values() if part.path]
+        self.hooks = HookWatch(parts, reachable, self.mutations, traced)
+        self._observed: tuple[ObservedCall, ...] = ()
         self.traced_parameters = TracedParameters(self._parts.values())
 
     @contextlib.contextmanager
@@ -200,6 +216,7 @@ class StateWatch:
     def begin(self) -> None:
         """Begin to record a call."""
         self.running = True
+        self.hooks.begin()
         self._hooked = {(id(part), table, key) for part, table, key, _ in self._hooks()}
 
     def _hooks(self) -> Iterator[tuple[_WatchedModule, str, int, Callable[..., Any]]]:
@@ -211,12 +228,16 @@ class StateWatch:
 
     def end(self) -> None:
         """End the record of a call."""
-        self.running = False
+        self.running = self.hooks.running = False
         self._added = tuple(
             AddedHook(part.original, table, hook, key in vars(part.fake)[f"{table}_with_kwargs"])
             for part, table, key, hook in self._hooks()
             if (id(part), table, key) not in self._hooked and not _holds_module(hook)
         )
+
+    def end_hooks(self) -> None:
+        """Let the call leave what hooks look at, behind the record of its other changes."""
+        self._observed = tuple(self.hooks.end())
 
     def _reader(self) -> Callable[[nn.Module, str], Any]:
         # Local names, since this runs at every access to an attribute of any module.
@@ -282,6 +303,7 @@ class StateWatch:
             tuple(self.mutations.counters(numbers)),
             bool(self._counting) and not self.mutations.depended,
             hooks=self._added,
+            observed=self._observed,
         )
 
 
@@ -432,16 +454,22 @@ class AssignedTensors:
         module: the module, before its call.
         mutations: records which tensors the call leaves in attributes and other objects.
         flags: returns, after the call, flags that are outputs behind everything else.
+        leave_more: called behind the record of what the call leaves, to add to it.
 
     Attributes:
         buffers: the buffers that the call set to other tensors, which are returned behind those of `attributes`.
     """
 
     def __init__(
-        self, module: nn.Module, mutations: Mutations, flags: Callable[[], Sequence[torch.Tensor]] = tuple
+        self,
+        module: nn.Module,
+        mutations: Mutations,
+        flags: Callable[[], Sequence[torch.Tensor]] = tuple,
+        leave_more: Callable[[], None] = lambda: None,
     ) -> None:
         self._module = module
         self._mutations = mutations
+        self._leave_more = leave_more
         self._flags = flags
         self.buffers: tuple[SetBuffer, ...] = ()
         self._buffers_before: dict[str, torch.Tensor | None] = {}
@@ -464,6 +492,7 @@ class AssignedTensors:
     def end(self, output: Any) -> Any:
         """Return the output, the values of attributes and buffers, and flags; the output alone where there are none."""
         self._mutations.end()
+        self._leave_more()
         buffers = dict(self._new_buffers())
         self.buffers = tuple(buffers)
         more = tuple(value for _, value in self._mutations.kept), tuple(buffers.values()), tuple(self._flags())

@@ -35,6 +35,7 @@ TARGET is the model with an example call:
   torchvision:NAME         a classifier of torchvision by its name; needs --batch"""
 
 _AUTO_CLASS = "AutoModelForCausalLM"
+_LARGEST_SIZE = 2**40  # a matrix of two such sizes has more bytes than 64 bits can count
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -182,13 +183,17 @@ def _load_config(
         models = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
         raise UsageError(f"--class {class_name}: transformers {fault} {class_name}. {suggestion(class_name, models)}")
     with _failures_of(f"the config {file}"):
-        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+        # A model of other code needs a function of the user's, who knows what it runs.
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        if json.loads(file.read_text("utf-8")).get("auto_map"):
+            sys.stderr.write(f"autoshard: {file} names code of its own (auto_map), which is never run here\n")
     text_config = config.get_text_config()
     for key, value in settings.items():
         owner = config if hasattr(config, key) else text_config
         if not hasattr(owner, key):
             known = [*(config.to_dict() | text_config.to_dict())]
             raise UsageError(f"--set {key}: the config {file} has no such entry. {suggestion(key, known)}")
+        _check_setting(file, key, getattr(owner, key), value)
         setattr(owner, key, value)
     # A step of training keeps no keys and values for later tokens.
     text_config.use_cache = False
@@ -209,6 +214,25 @@ def _load_config(
     if device != "meta":
         tokens = torch.randint(text_config.vocab_size, (batch, seq), device=device)
     return model, (), {name: tokens.clone() for name in ("input_ids", "labels") if name in inputs}
+
+
+def _check_setting(file: Path, key: str, present: object, value: object) -> None:
+    """Raise a `UsageError` if a value cannot stand for the one that a config has: of another kind, or far too large."""
+    number = (int, float)
+    kinds = next((kind for kind in (bool, number, str, list, dict) if isinstance(present, kind)), None)
+    # JSON's true is an int to Python, and null stands for a default in many entries.
+    fits = kinds is None or value is None or (isinstance(value, kinds) and isinstance(value, bool) == (kinds is bool))
+    if isinstance(present, int) and not isinstance(present, bool) and isinstance(value, float):
+        fits = False
+    if not fits:
+        raise UsageError(
+            f"--set {key}={value}: {file} has {key}={present!r} ({type(present).__name__}), and {value!r} is "
+            f"a {type(value).__name__}. Write a value of that kind."
+        )
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST_SIZE:
+        raise UsageError(
+            f"--set {key}={value}: no entry of a config is above {_LARGEST_SIZE:,}: sizes of tensors would overflow."
+        )
 
 
 def _check_memory(model: nn.Module, file: Path) -> None:

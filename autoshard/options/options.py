@@ -34,8 +34,8 @@ class Search:
     Attributes:
         method: `"auto"`, `"eliminate"`, `"alternate"` or `"ilp"`; or `"force"`, which keeps a memory limit by sharding
             the largest parameters (and recomputation) alone: a quicker search that finds slower plans, or none.
-        time_limit: seconds that the search may take, without capture. None stands for 30 s for a plan, 120 s for a
-            search of meshes and 240 s for a frontier.
+        time_limit: seconds that the search may take, without capture. None stands for 120 s for a plan or a
+            search of meshes, and 240 s for a frontier. A plan whose search it ended says so in `method`.
         effort: `"full"`, or `"fast"`: repeated layers always get equal plans, one problem is solved instead of several,
             a large one only by messages and segments (Rhino's O2), and the bound may be further off.
         work_limit: the solver's work limit for every problem, in its units of work. Unlike with `time_limit`, equal
@@ -281,7 +281,7 @@ class _EntryPoint:
         refused: options that it does not take.
     """
 
-    time_limit: float = 30.0
+    time_limit: float = 120.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
     refused: frozenset[str] = frozenset()
 

@@ -61,8 +61,8 @@ class TensorMeta:
         return True
 
 
-# Torch factors the transpose of a matrix that is contiguous, and the matrix itself otherwise. Autograd's formulas, which
-# a captured graph holds, ask the matrix which of the two it was.
+# Torch factors the transpose of a matrix that is contiguous, and the matrix itself otherwise. Autograd's formulas,
+# which a captured graph holds, ask the matrix which of the two it was.
 FACTORS_BY_LAYOUT = frozenset({"aten::_linalg_det", "aten::_linalg_slogdet", "aten::_linalg_solve_ex"})
 
 

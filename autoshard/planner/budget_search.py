@@ -84,7 +84,7 @@ class BudgetSearch:
             leanest = min(self.cheapest, self._forced_plan(1.0), key=lambda plan: plan.memory.peak)
             weights, levels, begin = peak_weights(leanest.held_bytes), _FORCED_LEVELS, None
         else:
-            leanest, weights = self._find_leanest()
+            leanest, weights = self.find_leanest()
             # The level at which all are forced is solved well; plans at low prices next to it may be slower and larger.
             levels, begin = 1 + _FORCED_LEVELS + _PRICED_LEVELS, 1 + _FORCED_LEVELS
         if leanest.memory.peak > self.limit:
@@ -111,7 +111,8 @@ class BudgetSearch:
         share = (level - 1 - _FORCED_LEVELS) / (_PRICED_LEVELS + 1)
         return self._priced_plan(weights, _MIN_STRENGTH * (_MEMORY_ONLY_STRENGTH / _MIN_STRENGTH) ** share)
 
-    def _find_leanest(self) -> tuple[CandidatePlan, np.ndarray]:
+    def find_leanest(self) -> tuple[CandidatePlan, np.ndarray]:
+        """Return the plan with the smallest peak that is found, and the weights of the moments of its peak."""
         plans: list[CandidatePlan] = []
 
         def solve(weights: np.ndarray) -> CandidatePlan | None:

@@ -391,6 +391,10 @@ class Planner(PlanningContext):
                 raise
             plan = self.best
             self.warn_of_interruption(plan.cost)
+        else:
+            if self.is_past_deadline and plan.cost > plan.lower_bound * (1 + 1e-9):
+                limit = f"time_limit={self.settings.time_limit:g} s"
+                plan = replace(plan, method=f"{plan.method}, ended by {limit}: a longer search may find a faster plan")
         with self.time_phase("account"):
             return self.describe(plan)
 
@@ -402,6 +406,11 @@ class Planner(PlanningContext):
             # A bound of the problem without a limit is one with it. The problems solved on the way are narrower.
             return replace(BudgetSearch(self, limit, cheapest, plan).run(), lower_bound=cheapest.lower_bound)
         return plan
+
+    def leanest(self) -> ShardingPlan:
+        """Return the plan with the smallest peak that is found, which shards all that it can."""
+        cheapest = self.solve(self.constraints)
+        return self.describe(BudgetSearch(self, 0, cheapest, cheapest).find_leanest()[0])
 
     def fastest(self, cheapest: CandidatePlan) -> CandidatePlan:
         """Return the plan with the shortest step that is found without a memory limit.

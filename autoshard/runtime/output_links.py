@@ -77,7 +77,8 @@ def link_outputs(histories: OutputHistories, outputs: Mapping[str, torch.Tensor]
     order = sorted((name for name in candidates if name in inner or candidates[name]), key=lambda n: len(candidates[n]))
     if not order:
         return {}
-    links, linked = _Links(), {}
+    links = _Links()
+    linked: dict[str, torch.Tensor] = {}
     # A leaf that takes part in every run of autograd that no `inputs` confine.
     probe = torch.empty(0, requires_grad=True)
     for name in order:

@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.capture.fake_module import check_parameters
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, Tangents
 from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph, build_program, split_again
 from autoshard.reshard.reductions import DeferredReduction
-from autoshard.runtime.calls import NewCall, PinsByName, PlacementsByName, Tangents, without_numbers
+from autoshard.runtime.calls import NewCall, PinsByName, PlacementsByName, without_numbers
 from autoshard.runtime.gradient_sums import GradientSums
 from autoshard.runtime.in_place_changes import check_constants
 from autoshard.runtime.optimizers import replace_in_optimizers

@@ -34,6 +34,13 @@ def is_alone(device_mesh: DeviceMesh) -> bool:
     return device_mesh.size() == 1 or dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND
 
 
+def process_rank() -> int:
+    """Return this process's rank in the world, one number also where it holds the tensors of all ranks."""
+    # From torch 2.14 on, `dist.get_rank` gives a number for each rank there, which is no key of a dict.
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.rank()
+
+
 def is_first_rank(device_mesh: DeviceMesh) -> bool:
     """Return True if this is the rank that decides for all of the mesh."""
     return all(coordinate == 0 for coordinate in device_mesh.get_coordinate() or ())
@@ -51,8 +58,8 @@ def gather_from_axis(device_mesh: DeviceMesh, axis: int | str, value: Value) -> 
 def gather_from_mesh(device_mesh: DeviceMesh, value: Value) -> dict[int, Value]:
     """Return the values of all ranks of the mesh, in the order of the ranks."""
     if is_alone(device_mesh):
-        return {dist.get_rank(): value}
-    ranks = [(dist.get_rank(), value)]
+        return {process_rank(): value}
+    ranks = [(process_rank(), value)]
     # Along each axis every rank passes on what it has from the axes before: no group of the whole mesh is needed.
     for axis in range(device_mesh.ndim):
         ranks = [pair for pairs in gather_from_axis(device_mesh, axis, ranks) for pair in pairs]
@@ -101,7 +108,7 @@ def on_all_ranks(device_mesh: DeviceMesh, make: Callable[[], Value]) -> Value:
     try:
         result = make()
     except Exception as error:
-        gather_from_mesh(device_mesh, (type(error).__name__, f"rank {dist.get_rank()}: {error}"))
+        gather_from_mesh(device_mesh, (type(error).__name__, f"rank {process_rank()}: {error}"))
         raise
     failures = gather_from_mesh(device_mesh, None).values()
     failure: tuple[str, str] | None = next(filter(None, failures), None)

@@ -298,8 +298,8 @@ def place_buffers(module: nn.Module, device_mesh: DeviceMesh) -> None:
     """Move the buffers of a module to this rank's device, with the numbers that they have on rank 0, as DDP does.
 
     A buffer that lies on the device already is filled in place. Another one, and one of inference mode, which can't be
-    changed outside of it, is replaced under all its names, as `module.to(device)` replaces buffers; tied ones stay tied.
-    Buffers on the meta device have no numbers yet: they are left to `materialize`.
+    changed outside of it, is replaced under all its names, as `module.to(device)` replaces buffers; tied ones stay
+    tied. Buffers on the meta device have no numbers yet: they are left to `materialize`.
     """
     placed: dict[Tensor, Tensor] = {}
     for owner in module.modules():

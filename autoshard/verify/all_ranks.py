@@ -14,6 +14,7 @@ from autoshard.capture.fake_module import DEVICE
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.program.build_program import PlannedGraph, build_program
 from autoshard.program.localize import ProgramTensor
+from autoshard.program.program_replay import COLLECTIVE_KINDS
 from autoshard.size import Sizes, at, evaluate
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
@@ -100,6 +101,13 @@ class TrainingOnAllRanks:
                 self._keep(result.border, result.value)
         returned = [result for result in results if result.border.kind == "output"]
         return _by_name(returned), _by_name(gradients)
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives that one step runs."""
+        halves = (self.halves.forward, self.halves.backward)
+        nodes = (node for half in halves if half is not None for node in half.graph.nodes)
+        return sum(node.target in COLLECTIVE_KINDS for node in nodes)
 
     def borders(self, kind: str) -> tuple[ProgramTensor, ...]:
         """Return the tensors at the border of the program: of kind "tangent", "gradient", "output", or "input": all

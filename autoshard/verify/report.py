@@ -80,6 +80,9 @@ class VerifyReport:
         rules: the strategies of rules of the user that `autoshard.patterns.check` refuses, of the plan or not.
         failure: the error for which the programs could not be made or run; empty if they ran.
         notes: what else explains a difference.
+        split: how many operators the plan splits.
+        operators_total: how many operators the step has.
+        collectives: how many collectives a step of the programs runs; 0 if they could not be made.
     """
 
     model: str
@@ -90,11 +93,19 @@ class VerifyReport:
     rules: tuple[Finding, ...] = ()
     failure: str = ""
     notes: tuple[str, ...] = ()
+    split: int = 0
+    operators_total: int = 0
+    collectives: int = 0
 
     @property
     def ok(self) -> bool:
-        """True if the programs ran, nothing differs by more than 1e-9, and no rule of the user is wrong."""
-        return not (self.failure or self.wrong or self.operators or self.rules)
+        """True if the programs ran and split something, nothing differs by more than 1e-9, and no rule is wrong."""
+        return self.proves and not (self.failure or self.wrong or self.operators or self.rules)
+
+    @property
+    def proves(self) -> bool:
+        """True if an operator was split or a collective ran; else every rank did what one device does."""
+        return bool(self.split or self.collectives)
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
@@ -120,7 +131,8 @@ class VerifyReport:
 
 def report_page(report: VerifyReport) -> Group:
     """Return the report for a terminal: a verdict, the differences by kind, and everything that is wrong."""
-    parts: list[RenderableType] = [Text(report.model, style="bold"), Text(_verdict(report)), Text("")]
+    parts: list[RenderableType] = [Text(report.model, style="bold"), Text(_verdict(report)), Text(_coverage(report))]
+    parts.append(Text(""))
     if report.differences:
         parts.append(_kind_table(report))
     if report.wrong:
@@ -153,6 +165,19 @@ def _verdict(report: VerifyReport) -> str:
         return f"{steps} on {ranks} {'differ' if several else 'differs'} from one device"
     rule = "; a rule is wrong, which may show on other meshes or plans" if report.rules else ""
     return f"{steps} on {ranks} {'equal' if several else 'equals'} one device{rule}"
+
+
+def _coverage(report: VerifyReport) -> str:
+    """Return what the comparison says something about."""
+    if report.proves or report.failure:
+        return (
+            f"{report.split} of {report.operators_total} operators split, {report.collectives} collectives in every "
+            f"step; the plan: {report.plan.method}"
+        )
+    return (
+        "No operator was split and no collective ran, so that nothing was proved: every rank did what one device does. "
+        "Pass a mesh of several ranks whose sizes divide those of the model, or a plan that shards something."
+    )
 
 
 def _kind_table(report: VerifyReport) -> Table:

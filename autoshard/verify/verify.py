@@ -17,6 +17,7 @@ from autoshard.capture.nodes import is_random
 from autoshard.errors import AutoshardError, InputError, PlanError
 from autoshard.options.options import OptionKeywords, Pipeline, collect_options
 from autoshard.options.target import Target
+from autoshard.patterns.strategy import WHOLE
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
 from autoshard.planner.module_planner import ModulePlanner
@@ -55,7 +56,8 @@ def verify(
 
     All ranks run in this process, on the CPU, operator by operator, in float64. No GPU and no process group is needed,
     and nothing is changed: a model is copied. The optimizer is stochastic gradient descent with a fixed rate. Random
-    operators are refused: the ranks draw other numbers than one device.
+    operators are refused: the ranks draw other numbers than one device. The report says how many operators were split
+    and how many collectives ran; a plan with none of both proves nothing, and the report is not `ok`.
 
     Args:
         model_or_factory: the model, in training or evaluation mode, with real parameters; or a function without
@@ -65,7 +67,8 @@ def verify(
         args, kwargs: of an example call, tensors of global shape; not with a function. Floating tensors are converted
             to float64.
         plan: the plan to verify, of this model at these shapes; by default the one that is made for the model in
-            float64, with these options. A plan of the model in another dtype fits as long as the model has no casts.
+            float64, with these options; where that one splits nothing, as at small sizes, one in which all parameters
+            are forced to be sharded. A plan of the model in another dtype fits as long as the model has no casts.
         steps: training steps, at least 1.
         **options: the fields of `autoshard.Options`, without `mp_policy`, `shares`, `compile` and
             `pipeline`; with a plan, those that it was made with.
@@ -91,7 +94,7 @@ def verify(
         call = planner.capture(args, kwargs, grad=torch.is_grad_enabled())
         _check_not_random(call.graph)
         if plan is None:
-            plan = planner.plan(call)
+            plan = _plan_that_splits(planner, call)
         else:
             _check_plan(plan, shape, call.graph)
     with default_float64(), torch.autocast("cpu", enabled=False):
@@ -116,6 +119,7 @@ class _Verification:
         self.plan = plan
         self.device = TrainingOnOneDevice(module, call.graph, args, kwargs)
         self.tangents = _tangents(call.graph)
+        self.collectives = 0  # of a step, once its program is made
         named: dict[str, Mapping[str, Tensor]] = {
             "parameter": dict(module.named_parameters(remove_duplicate=False)),
             "buffer": dict(module.named_buffers(remove_duplicate=False)),
@@ -162,10 +166,14 @@ class _Verification:
             rules,
             failure,
             tuple(_low_precision_notes(self.call.graph)),
+            _split_operators(planned),
+            len(planned.flow.rules.operators),
+            self.collectives,
         )
 
     def _differences(self, planned: PlannedGraph, steps: int) -> tuple[Difference, ...]:
         ranks = TrainingOnAllRanks(planned, self.tensors)
+        self.collectives = ranks.collectives
         worst: dict[tuple[str, str], float] = {}
 
         def compare(kind: str, held: Mapping[str, HeldTensor], expected: Mapping[str, Tensor]) -> None:
@@ -189,6 +197,21 @@ class _Verification:
             compare(kind, held, {name: tensor for name, tensor in named if name in held})
         found = (Difference(kind, name, value) for (kind, name), value in worst.items())
         return tuple(sorted(found, key=lambda each: (KINDS.index(each.kind), -each.relative)))
+
+
+def _plan_that_splits(planner: ModulePlanner, call: CapturedCall) -> ShardingPlan:
+    """Return the plan of a call; where it splits nothing, as that of a small model may, the one that shards most."""
+    plan = planner.plan(call)
+    # On one device, every operator is whole whatever the plan is.
+    if planner.mesh.size == 1 or (plan.collectives and any(choice.strategy != "whole" for choice in plan.choices)):
+        return plan
+    return call.planner_of(planner.target).leanest()
+
+
+def _split_operators(planned: PlannedGraph) -> int:
+    """Return how many operators the axes of the mesh split."""
+    choices = (planned.flow.decisions.choices[node.name] for node in planned.flow.rules.operators)
+    return sum(any(choice != WHOLE for choice in each) for each in choices)
 
 
 def _check_mesh_and_plan(mesh: MeshShape, plan: object) -> None:

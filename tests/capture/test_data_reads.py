@@ -252,24 +252,6 @@ def test_a_matrix_that_has_no_inverse_is_found_by_the_run(mesh: DeviceMesh) -> N
         module(X * 0, ~ALL)
 
 
-def likelihood(y: Tensor, mask: Tensor) -> Tensor:
-    student = torch.distributions.StudentT(y.exp() + 2, y, y.exp())
-    scale = torch.eye(6, dtype=y.dtype) * (y.square().sum() + 1)
-    joint = torch.distributions.MultivariateNormal(y, scale)
-    chosen = torch.distributions.Categorical(logits=y).log_prob(mask.long())
-    return student.log_prob(y.detach()).sum(1) + joint.log_prob(y.detach() + 1) + chosen
-
-
-def test_distributions_check_their_parameters_in_every_run(mesh: DeviceMesh) -> None:
-    module, plain = Model(likelihood), Model(likelihood)
-    plain.load_state_dict(module.state_dict())
-    parallel(module, mesh, X, ALL)
-    for found, wanted in zip(train(module, ALL), train(plain, ALL), strict=True):
-        assert relative_difference(found, wanted) <= TOLERANCE
-    with pytest.raises(ValueError, match=r"StudentT: a parameter or a value is outside .*test_data_reads"):
-        module(X * float("nan"), ALL)
-
-
 class Sizes(nn.Module):
     """A branch on a size that depends on numbers, beside a tensor."""
 

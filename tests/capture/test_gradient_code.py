@@ -323,3 +323,26 @@ def test_capture_leaves_functions_as_they_were() -> None:
     Reverse.apply(x, 3.0).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [-3.0, -3.0]
+
+
+class _CheckpointedNorm(nn.Module):
+    """Batch norm in a checkpoint, whose backward runs it again."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, dtype=torch.float64)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.3), nn.Tanh()).double()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.body, self.first(x), use_reentrant=self.reentrant)
+        return result.square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_batch_norm_in_a_checkpoint_updates_twice(reentrant: bool) -> None:
+    module, kwargs = _CheckpointedNorm(reentrant), {"x": torch.randn(6, 4, dtype=torch.float64)}
+    graph = capture(module, (), kwargs)
+    assert_same_step(graph, module, kwargs)
+    assert module.body[1].num_batches_tracked == 2
+    assert sum(output.kind == "mutation" for output in graph.outputs) == 3

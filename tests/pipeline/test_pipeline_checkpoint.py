@@ -102,6 +102,8 @@ def resumed_by_a_pipeline(plan: PipelinePlan, flat: str, in_groups: str) -> list
     pipeline = pipeline_of(module, inputs, plan)
     found = []
     for folder, options in ((flat, FLAT), (in_groups, None)):
+        # Where there are gradients, torch gives a new optimizer no state to load into.
+        pipeline.zero_grad()
         optimizer = resumed(pipeline, folder, options)
         found.append((held(pipeline, optimizer), train(pipeline, optimizer, inputs)))
     return found

@@ -556,3 +556,15 @@ def test_three_axes_are_planned_in_turn_where_the_tables_would_be_too_large(monk
     in_turn = plan_of(joint_graph("mlp"), mesh)
     assert in_turn.lower_bound <= together.cost * (1 + 1e-9)
     assert in_turn.cost >= together.lower_bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("seconds", "ended"), [(1e-9, True), (300.0, False)])
+def test_a_plan_whose_search_time_ended_says_so(seconds: float, ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small problem is solved at once, and proved: the bound of this one is as far off as that of a large one."""
+    search = Planner._search
+    monkeypatch.setattr(Planner, "_search", lambda *args: replace(search(*args), lower_bound=0.0))
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(8, 64)
+    plan = autoshard.plan(model, {"x": 2}, (x,), search=autoshard.Search(time_limit=seconds))
+    said = f"ended by time_limit={seconds:g} s: a longer search may find a faster plan"
+    assert (said in plan.method) == ended
+    assert (said in " ".join(str(plan).split())) == ended

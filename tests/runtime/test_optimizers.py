@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 
@@ -97,6 +98,14 @@ def every_other_optimizer_steps_on_shards() -> None:
     # The last refuses gradients that are not sparse, on one device, too.
     kinds -= {Optimizer, torch.optim.Adafactor, torch.optim.Rprop, torch.optim.SparseAdam}
     cases = [(kind, kind, {}) for kind in sorted(kinds, key=lambda kind: kind.__name__)]
+    forms = [("foreach", True), ("foreach", False), ("fused", True)]
+    cases += [
+        (kind, kind, {name: value})
+        for kind, _, _ in tuple(cases)
+        for name, value in forms
+        if name in inspect.signature(kind).parameters
+    ]
+    refused: dict[type[Optimizer], bool] = {}
     options = {"weight_decay": 0.1, "maximize": True, "d": 1.5, "eps": (1e-8, 1e-2)}
     cases += [(autoshard.Adafactor, torch.optim.Adafactor, given) for given in ({}, options)]
     for ours, theirs, given in cases:
@@ -111,12 +120,22 @@ def every_other_optimizer_steps_on_shards() -> None:
                 loss.backward()
                 return loss
 
-            for _ in range(3):
-                optimizer.step(closure)
+            try:
+                for _ in range(3):
+                    optimizer.step(closure)
+            except InputError as error:
+                # Named, where torch has no operator for it; nothing was changed.
+                text = str(error)
+                refused[kind] = not optimizer.state and f"{kind.__name__}(fused=True) can't step" in text
+                break
+        if ours in refused:
+            alone.load_state_dict(state)
         # Muon's products are in bfloat16, and round otherwise where they are summed over ranks.
         tolerance = 1e-2 if ours is torch.optim.Muon else 1e-9
         for name, expected in alone.named_parameters():
             torch.testing.assert_close(get_full(module, name), expected, rtol=tolerance, atol=tolerance, msg=f"{ours}")
+    assert set(refused) <= {torch.optim.SGD, torch.optim.Adagrad}
+    assert all(refused.values())
 
 
 def anomalies_are_found() -> None:

@@ -21,7 +21,8 @@ def _plan() -> autoshard.ShardingPlan:
 
 
 def _report(*differences: Difference, **fields: object) -> VerifyReport:
-    return VerifyReport("Model", _plan(), 1, differences, **fields)  # type: ignore[arg-type]
+    counts = {"split": 3, "operators_total": 5, "collectives": 2}
+    return VerifyReport("Model", _plan(), 1, differences, **counts | fields)  # type: ignore[arg-type]
 
 
 def test_a_difference_that_no_operator_explains_is_to_be_reported() -> None:

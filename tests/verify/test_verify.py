@@ -216,3 +216,27 @@ def test_plans_of_others_are_refused() -> None:
         autoshard.verify(nn.Linear(8, 4), {"x": 2}, (x,), plan=plan)
     with pytest.raises(PlanError):
         autoshard.verify(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), {"x": 2}, (x,), plan=plan)
+
+
+def test_a_plan_that_splits_nothing_is_replaced_by_one_that_does_and_given_proves_nothing() -> None:
+    """A small model on devices with slow links is best replicated: that plan would prove nothing."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    report = autoshard.verify(model, {"dp": 2}, (x,), steps=1)
+    assert report.ok
+    assert report.split
+    assert report.collectives
+    assert f"{report.split} of {report.operators_total} operators split, {report.collectives} collectives" in str(
+        report
+    )
+    replicated = autoshard.plan(model, {"dp": 2}, (x,))
+    assert not replicated.collectives
+    empty = autoshard.verify(model, {"dp": 2}, (x,), plan=replicated, steps=1)
+    assert not empty.ok
+    assert "nothing was proved" in str(empty)
+
+
+def test_one_rank_proves_nothing() -> None:
+    report = autoshard.verify(nn.Linear(4, 4), {"dp": 1}, (torch.randn(2, 4),), steps=1)
+    assert not report.ok
+    with pytest.raises(VerifyError, match="nothing was proved"):
+        report.raise_if_wrong()

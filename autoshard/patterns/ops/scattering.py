@@ -25,7 +25,7 @@ from autoshard.patterns.ops.indexing import (
 from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta, build
+from autoshard.patterns.rule import OpCall, Rule, build
 
 
 def append_spare(value: Any, dims: Sequence[int]) -> Any:
@@ -193,7 +193,7 @@ def _index_put(call: OpCall) -> Rule | None:
     """The dims of the index are contracted if values are added up, and stay whole if values overwrite."""
     dims, values = advanced_indexing(call), call.operands[-1]
     if dims is None:
-        return _put_number(call, values)
+        return None
     if len(values.shape) > len(dims.picked_dims):
         return None
     accumulate = call.arg("accumulate")
@@ -224,15 +224,6 @@ def _index_put(call: OpCall) -> Rule | None:
         # Padding of the indices points at what is there; what is added there must be padding too, and so be zero.
         fill={name: 0.0 for name in dims.index_names if name in added_dims} if accumulate else {},
     )
-
-
-def _put_number(call: OpCall, value: TensorMeta) -> Rule | None:
-    """One number in all places of a mask, which has the first dims of the target: every element is independent."""
-    (target, *masks), indices = call.operands[:-1], call.arg("indices")
-    if value.shape != () or len(indices) != 1 or masks[0].shape != target.shape[: len(masks[0].shape)]:
-        return None
-    dims = numbered_dims(target.shape)
-    return build(dims, [list(dims), list(dims)[: len(masks[0].shape)], []], [list(dims)], linear=[{0, 2}], uneven=True)
 
 
 @rule_maker("aten.put")

@@ -35,7 +35,7 @@ from autoshard.runtime.calls import describe_call
 from autoshard.runtime.gradient_sums import GradientSums
 from autoshard.runtime.module_runtime import Runtime
 from autoshard.runtime.program_maker import ProgramMaker
-from autoshard.runtime.rank_agreement import check_ranks_agree, on_all_ranks
+from autoshard.runtime.rank_agreement import check_ranks_agree, on_all_ranks, process_rank
 from autoshard.specs.axes import MeshShape
 
 # The end of an error about ranks whose calls differ.
@@ -116,7 +116,7 @@ def _rank_mesh(device_mesh: DeviceMesh, layout: PipelineMesh, rank: int) -> Devi
 def _column_group(device_mesh: DeviceMesh, layout: PipelineMesh) -> dist.ProcessGroup:
     """Return the group of this process and the processes that it receives from, one of every other pipeline rank."""
     axis_ranks = dist.get_process_group_ranks(device_mesh.get_group(layout.axis))
-    this_rank = dist.get_rank()
+    this_rank = process_rank()
     groups: list[dist.ProcessGroup] = []
     # The n-th process of a pipeline rank is in the n-th group; ranks with fewer processes have one in turn in it. Torch
     # names a group after its ranks and the number of groups that the process has, so a process that is not in a group

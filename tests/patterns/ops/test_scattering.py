@@ -102,13 +102,6 @@ CASES = {
         True,
         shards="d0 d1 d2 index0",
     ),
-    "index_put of a number by a mask": partial(assert_sound, aten.index_put.default, X, [X > 0], normal(), shards=ALL),
-    "index_put of a number by a mask of rows": partial(
-        assert_sound, aten.index_put.default, X, [X[..., 0] > 0], normal(), shards=ALL
-    ),
-    "index_put adding a number by a mask": partial(
-        assert_sound, aten.index_put.default, X, [X[..., 0] > 0], normal(), True, shards=ALL
-    ),
     "_unsafe_index_put of truths": partial(
         assert_sound, aten._unsafe_index_put.default, X > 0, [None, places(12, 4)], normal(4, 4, 6) > 0, shards=ALL
     ),
