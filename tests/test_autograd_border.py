@@ -115,7 +115,11 @@ def _assert_same(ours: Tensor | None, expected: Tensor | None, mesh: DeviceMesh,
     if ours is not None and expected is not None:
         found = _whole(ours, mesh)
         assert found.dtype == expected.dtype, what
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12, msg=lambda text: f"{what}: {text}")
+        # Gradients that are zero but for rounding stand beside others, as those of the biases of keys do.
+        scale = max(1e-3, float(expected.detach().abs().max()) if expected.numel() else 0.0)
+        torch.testing.assert_close(
+            found, expected.detach(), rtol=1e-9, atol=1e-9 * scale, msg=lambda text: f"{what}: {text}"
+        )
 
 
 def _loss(outputs: Sequence[Tensor]) -> Tensor:
