@@ -321,10 +321,6 @@ def _fake_key(leaf: Any) -> Any:
 # torch's samples with operands in column order, and with strides that a dim of length one makes ambiguous.
 _NEEDS_CONTIGUOUS = frozenset(
     {
-        aten._ctc_loss.Tensor,
-        aten._ctc_loss.default,
-        aten._ctc_loss_backward.Tensor,
-        aten._ctc_loss_backward.default,
         aten._weight_norm_interface.default,
         aten._weight_norm_interface_backward.default,
         aten.adaptive_max_pool3d_backward.default,

@@ -92,7 +92,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "nll_loss": lambda a: F.nll_loss(a.log_softmax(1), torch.arange(12).view(3, 4) % 4),
     "grid_sample": lambda a: F.grid_sample(a[None], a[None, :2, :, :2].tanh(), align_corners=False),
     "cdist": lambda a: torch.cdist(a, a + 1),
-    "ctc_loss": lambda a: F.ctc_loss(a.log_softmax(-1), torch.ones(4, 1, dtype=torch.long), (3,) * 4, (1,) * 4),
+    "ctc_loss": lambda a: F.ctc_loss(a.log_softmax(-1), torch.ones(4, 1).long(), (3,) * 4, (1,) * 4, reduction="sum"),
     "attention": lambda a: F.scaled_dot_product_attention(a[None], a[None], a[None]),
     "weight_norm": lambda a: torch._weight_norm(a, a.norm(dim=(1, 2), keepdim=True), 0),
 }
