@@ -321,6 +321,8 @@ def _fake_key(leaf: Any) -> Any:
 # torch's samples with operands in column order, and with strides that a dim of length one makes ambiguous.
 _NEEDS_CONTIGUOUS = frozenset(
     {
+        aten._weight_norm_interface.default,
+        aten._weight_norm_interface_backward.default,
         aten.adaptive_max_pool3d_backward.default,
         aten.fractional_max_pool2d_backward.default,
         aten.fractional_max_pool3d_backward.default,
