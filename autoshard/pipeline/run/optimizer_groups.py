@@ -73,7 +73,7 @@ def _with_other_ranks(
             "the optimizers of a pipeline's ranks have different numbers of parameter groups: "
             f"{', '.join(str(len(rank)) for rank in ranks)} by stage. A checkpoint has one list of groups. {_REMEDY}"
         )
-    shared = []
+    shared: list[dict[str, Any]] = []
     for index, held in enumerate(groups):
         options, names = zip(*(rank[index] for rank in ranks), strict=True)
         if differing := next((one for one in options if one != options[0]), None):
