@@ -13,7 +13,7 @@ from operator import is_, itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autoshard.capture._torch import FakeTensor, storage_of, traced_node
 from autoshard.capture.capture_errors import code_line, node_line
@@ -258,7 +258,8 @@ class Mutations:
     @contextlib.contextmanager
     def refusing(self, line: str = "") -> Iterator[None]:
         """Context in which a line runs code that steps run behind `forward`, and that may change no object."""
-        places = self._reachable.places
+        # Graphs write their own code when they first run.
+        places = [place for place in self._reachable.places if not isinstance(place.traced, fx.GraphModule)]
         before = [place.entries(place.traced) for place in places]
         yield
         for place, old in zip(places, before, strict=True):
