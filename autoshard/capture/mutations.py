@@ -259,7 +259,7 @@ class Mutations:
     def refusing(self, line: str = "") -> Iterator[None]:
         """Context in which a line runs code that steps run behind `forward`, and that may change no object."""
         # Graphs write their own code when they first run.
-        places = [place for place in self._reachable.places if not isinstance(place.traced, fx.GraphModule)]
+        places = [place for place in self._reachable.places if not isinstance(place.owner, fx.GraphModule)]
         before = [place.entries(place.traced) for place in places]
         yield
         for place, old in zip(places, before, strict=True):

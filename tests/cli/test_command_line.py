@@ -52,7 +52,7 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit) as stopped:
             runpy.run_module(module, run_name="__main__")
         assert stopped.value.code == 0
-        assert capsys.readouterr().out.startswith("autoshard 0.1.0 (torch ")
+        assert capsys.readouterr().out.startswith("autoshard 0.2.0 (torch ")
 
 
 def test_help_and_version_load_no_torch() -> None:
