@@ -61,7 +61,17 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _is_library(frame):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warning = category(message)
+    warning.__dict__[_OWN] = True
+    warnings.warn(warning, stacklevel=level)
+
+
+_OWN = "_is_of_autoshard"
+
+
+def is_own_warning(warning: Warning | str) -> bool:
+    """Return True for a warning of `warn_caller`, whose place is a line of the user's."""
+    return _OWN in getattr(warning, "__dict__", {})
 
 
 # Beside this package: what it is called through where an optimizer steps, a module runs, or a context is entered.

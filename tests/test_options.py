@@ -28,8 +28,8 @@ def test_options_can_not_be_changed() -> None:
 @pytest.mark.parametrize(
     ("door", "time_limit", "recompute", "shares"),
     [
-        ("plan", 30.0, "auto", "auto"),
-        ("parallelize", 30.0, "auto", "auto"),
+        ("plan", 120.0, "auto", "auto"),
+        ("parallelize", 120.0, "auto", "auto"),
         ("search", 120.0, "auto", None),
         ("frontier", 240.0, "none", None),
     ],

@@ -30,7 +30,7 @@ from autoshard.capture.returned_objects import leaves_by_path
 from autoshard.capture.survey import CallArguments, survey
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, is_own_warning
 from autoshard.names import group_names
 from autoshard.patterns.borrowed import batch_advice
 from autoshard.patterns.graph_rules import GraphRules
@@ -234,6 +234,10 @@ _MESH = MeshShape.of({"any": 2})
 _LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"
 
 
+def _is_note(entry: warnings.WarningMessage) -> bool:
+    return is_own_warning(entry.message) or entry.filename.startswith(_LIBRARY)
+
+
 def doctor(
     module: nn.Module,
     example_args: tuple[Any, ...] = (),
@@ -332,7 +336,7 @@ class _Examination:
             self._count_operators(path, graph)
         except AutoshardError as error:
             return error
-        self.notes |= {str(entry.message): None for entry in raised if entry.filename.startswith(_LIBRARY)}
+        self.notes |= {str(entry.message): None for entry in raised if _is_note(entry)}
         self.parts.append(path)
         return None
 
