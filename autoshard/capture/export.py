@@ -212,10 +212,10 @@ class _ForwardWatch:
         self.regions = Regions()
         self._gradients = GradientCode(self.calls)
         self._random = HostRandom(state.mutations)
-        state.hooks.unwatched = self._unwatched
+        state.hooks.pause_watches = self._pause_watches
 
     @contextlib.contextmanager
-    def _unwatched(self) -> Iterator[None]:
+    def _pause_watches(self) -> Iterator[None]:
         """Context in the midst of `forward` whose code is not watched."""
         watches = (self._state, self._gradients, self._random, self.reads)
         for watch in watches:

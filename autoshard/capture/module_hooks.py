@@ -160,7 +160,7 @@ class HookWatch:
         traced: the hooks that are part of `forward`.
 
     Attributes:
-        unwatched: returns a context in which nothing is watched or traced.
+        pause_watches: returns a context in which nothing is watched or traced.
         running: True while `forward` runs.
     """
 
@@ -172,7 +172,7 @@ class HookWatch:
         traced: Collection[Key],
     ) -> None:
         self._reachable, self._mutations, self._traced = reachable, mutations, traced
-        self.unwatched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.pause_watches: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.running = False
         self._seen: list[_Seen] = []
         self._in_forward: dict[Key, _Spot] = {}
@@ -210,7 +210,7 @@ class HookWatch:
         trial = _Trial()
         with contextlib.ExitStack() as stack:
             changed = stack.enter_context(self._reachable.undoing())
-            stack.enter_context(self.unwatched())
+            stack.enter_context(self.pause_watches())
             stack.enter_context(outside_modes())
             if fakes:
                 stack.enter_context(fakes[0].fake_mode)
@@ -277,17 +277,18 @@ class _Trial(TorchFunctionMode):
             with self:
                 result = spot.traced(module, *own)
             # What a hook computes with parameters is part of the program, which has them in shards.
-            only_looks = result is None and not any(isinstance(tensor, FakeTensor) for tensor, _ in self._known())
+            only_looks = result is None and not any(isinstance(tensor, FakeTensor) for tensor, _ in self._reads())
         except _GradientCodeError:
             only_looks = False
-        except Exception:  # it asks for numbers, or fails on one device, too
+        except Exception:
+            # It asks for numbers, or fails on one device, too: then the run on real tensors raises its error.
             only_looks = _returns_nothing(spot.hook)
-        changed = any(version_of(tensor) != version for tensor, version in (*given, *self._known()))
+        changed = any(version_of(tensor) != version for tensor, version in (*given, *self._reads()))
         self.made = list(map(weakref.ref, self._own.values()))
         self._own, self._read = {}, {}
         return only_looks and not changed
 
-    def _known(self) -> list[tuple[Tensor, int]]:
+    def _reads(self) -> list[tuple[Tensor, int]]:
         return list(self._read.values())
 
     def _copy(self, tensor: Tensor) -> Tensor:

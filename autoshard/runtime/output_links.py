@@ -28,7 +28,7 @@ _NEEDS_OTHER_OUTPUTS = (
 
 
 @dataclass(slots=True, eq=False)
-class _Links:
+class _CallLinks:
     """What the links of one call share.
 
     Attributes:
@@ -77,25 +77,25 @@ def link_outputs(histories: OutputHistories, outputs: Mapping[str, torch.Tensor]
     order = sorted((name for name in candidates if name in inner or candidates[name]), key=lambda n: len(candidates[n]))
     if not order:
         return {}
-    links = _Links()
+    links = _CallLinks()
     linked: dict[str, torch.Tensor] = {}
     # A leaf that takes part in every run of autograd that no `inputs` confine.
     probe = torch.empty(0, requires_grad=True)
     for name in order:
         ancestors = candidates[name]
-        output = _Link.apply(links, name, ancestors, probe, outputs[name], *(linked[each] for each in ancestors))
+        output = _OutputLink.apply(links, name, ancestors, probe, outputs[name], *(linked[each] for each in ancestors))
         linked[name] = output
         links.outputs[name] = weakref.ref(output), hooks_of(output) if name in inner else {}
     return linked
 
 
-class _Link(torch.autograd.Function):
+class _OutputLink(torch.autograd.Function):
     """An output with the outputs that it is computed from."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        links: _Links,
+        links: _CallLinks,
         name: str,
         ancestors: tuple[str, ...],
         probe: torch.Tensor,
@@ -108,7 +108,7 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        links: _Links = ctx.links
+        links: _CallLinks = ctx.links
         links.begin()
         own = _without(gradient, links.reported.pop(ctx.name, []))
         between = {} if own is None or not ctx.ancestors else _between(ctx, own)
@@ -131,7 +131,7 @@ def _without(gradient: torch.Tensor | None, reported: list[torch.Tensor]) -> tor
 
 def _between(ctx: Any, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the gradients for those ancestors of an output for which somebody asks."""
-    links: _Links = ctx.links
+    links: _CallLinks = ctx.links
     probe, program, *ancestors = (node for node, _ in ctx.next_functions)
     asked = [name for name in ctx.ancestors if links.is_watched(name)]
     is_certain = bool(asked)
