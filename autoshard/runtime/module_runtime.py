@@ -63,6 +63,7 @@ from autoshard.runtime.program_tensors import Location, find_tensors, local_inpu
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
 from autoshard.runtime.shards import place_buffers
 from autoshard.runtime.step import RunnableStep
+from autoshard.runtime.step_function import run_step
 from autoshard.size import Sizes, at
 
 # The end of an error about ranks whose calls differ.
@@ -549,7 +550,7 @@ class Runtime:
         tensors = local_inputs(step, sources, self.device_mesh)
         check_changes(step, sources)
         with _gradients_of(program):
-            results = program(tensors, sizes)
+            results = run_step(program, tensors, sizes)
         borders = list(zip(step.forward_outputs, results, strict=True))
         # Before anything is changed: flags that the capture took for granted, such as that all numbers are finite.
         served.graph.result.check([result for border, result in borders if border.kind == "output"])

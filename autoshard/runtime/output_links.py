@@ -17,7 +17,7 @@ import torch
 from autoshard.capture.output_history import OutputHistories
 from autoshard.errors import AutoshardError, InputError
 from autoshard.runtime._torch import graph_task, hooks_of, will_execute
-from autoshard.runtime.step import gradients_between, is_program
+from autoshard.runtime.step_function import gradients_between, is_program
 
 _NEEDS_OTHER_OUTPUTS = (
     "a gradient of {output} for {ancestors}, another output of the same call, is asked for (by retain_grad, a hook, or "

@@ -1,29 +1,24 @@
-"""Runs of a local step under autograd, from and to the tensors that the user knows."""
+"""A local step that is ready to run: its halves on tensors of this rank."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from autoshard.capture._torch import storage_of
 from autoshard.capture.nodes import base_of
 from autoshard.capture.output_history import OutputHistories
-from autoshard.capture.output_taps import TAP
-from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.program.split import Halves
 from autoshard.reshard.reductions import DeferredReduction
-from autoshard.runtime._torch import DTensorSpec, dtensor, dtensor_spec_of, is_view, local_tensors, per_rank
+from autoshard.runtime._torch import per_rank
 from autoshard.runtime.call_order import CallOrder
 from autoshard.runtime.gradient_sums import Accumulation, GradientSums, OpenSums
 from autoshard.runtime.rank_agreement import Seeds, coordinates_on
@@ -118,19 +113,6 @@ class RunnableStep:
             return self
         return replace(self, halves=self.split(True, None), compiled=True)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """Run the forward half under autograd, and return its local outputs in the order of the step.
-
-        Args:
-            tensors: for every input that is no tangent: DTensors for parameters, local tensors for the rest.
-            sizes: the call's dynamic sizes, if there are any.
-        """
-        if self.halves.backward is None:
-            with torch.no_grad():
-                return list(self.forward(self.local(tensors, sizes), sizes)[0])
-        histories = [_history(tensor) for tensor in tensors if tensor.requires_grad]
-        return list(_ProgramFunction.apply(self, sizes, histories, *tensors))
-
     def local(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         """Return the tensors as the program takes them: local, and padded where a dim does not divide."""
         pairs = zip(tensors, self.step.inputs, strict=False)
@@ -204,7 +186,7 @@ class RunnableStep:
     ) -> list[torch.Tensor]:
         """Return local gradients, in the order of the step; the list of saved tensors is emptied."""
         assert self.halves.backward is not None
-        return _run_graph(self.halves.backward, self.arguments(saved, tangents, sizes))
+        return run_graph(self.halves.backward, self.arguments(saved, tangents, sizes))
 
     def backward_of_inputs(
         self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
@@ -216,7 +198,7 @@ class RunnableStep:
         second_arguments = [arguments[place] for place in second.takes]
         first_arguments = [arguments[place] for place in first.takes]
         arguments.clear()
-        results = _run_graph(first.graph, first_arguments)
+        results = run_graph(first.graph, first_arguments)
         return dict(zip(first.makes, results, strict=False)), [*second_arguments, *results[len(first.makes) :]]
 
     def arguments(
@@ -235,7 +217,7 @@ class RunnableStep:
         return arguments
 
 
-def _run_graph(graph: Any, arguments: list[Any]) -> list[torch.Tensor]:
+def run_graph(graph: Any, arguments: list[Any]) -> list[torch.Tensor]:
     """Return the results of a graph; the list is emptied, so that arguments are freed after their last use."""
     with _without_autocast():
         if isinstance(graph, fx.GraphModule):
@@ -260,334 +242,6 @@ def _numbers(expressions: Sequence[sympy.Expr], sizes: Sizes) -> list[int | floa
     """Return the values of expressions at these sizes."""
     values = [evaluate(expression, sizes) for expression in expressions]
     return [int(value) if value.is_Integer else float(value) for value in values]
-
-
-class _ProgramFunction(torch.autograd.Function):
-    """The two halves as one differentiable operation on DTensor parameters and local inputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, program: RunnableStep, sizes: Sizes, histories: list[torch.Tensor], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        locals_ = program.local(tensors, sizes)
-        seed = program.ranks.seed(program.halves.draws)
-        outputs, saved = program.forward(locals_, sizes, seed)
-        outputs = _without_views(outputs)
-        ctx.program, ctx.sizes, ctx.seed, ctx.histories = program, sizes, seed, histories
-        # Gradients that do not arrive stay None: zeros would be computed with, and would make a `.grad` where there is
-        # none.
-        ctx.set_materialize_grads(False)
-        # Autograd refuses to run a backward whose saved tensors were changed since. An optimizer changes the DTensor
-        # of a parameter, and not the version of the local tensor in it, so DTensors of saved locals are saved, too.
-        held = {id(tensor) for tensor in saved}
-        pairs = zip(tensors, locals_, strict=True)
-        parameters = [tensor for tensor, local in pairs if isinstance(tensor, DTensor) and id(local) in held]
-        ctx.save_for_backward(*saved, *parameters)
-        ctx.count = len(saved)
-        ctx.specs = [dtensor_spec_of(tensor) if isinstance(tensor, DTensor) else None for tensor in tensors]
-        waits = program.later is not None or program.sums is not None
-        ctx.parameters = [tensor if waits and isinstance(tensor, DTensor) else None for tensor in tensors]
-        ctx.whole, ctx.versions = None, []
-        if program.general is not None or program.between is not None:
-            # These programs run forward again, from the inputs before the step: buffers may change.
-            former = program.step.former_values
-            inputs = zip(locals_, program.step.inputs, strict=False)
-            ctx.whole = [tensor.clone() if border.name in former else tensor for tensor, border in inputs]
-            ctx.versions = [(tensor, tensor._version) for tensor in tensors if isinstance(tensor, DTensor)]
-        tangents = {border.name for border in program.step.tangents}
-        plain = [
-            tensor
-            for tensor, border in zip(outputs, program.step.forward_outputs, strict=True)
-            if border.kind == "mutation"
-            or not (tensor.is_floating_point() or tensor.is_complex())
-            or (program.histories is not None and border.name not in program.histories.differentiable)
-            # The general program has a tangent for every output that requires a gradient.
-            or (program.general is None and border.name not in tangents)
-        ]
-        ctx.mark_non_differentiable(*plain)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        try:
-            with torch.no_grad():
-                results = _gradients(ctx, gradients)
-        except RuntimeError as error:
-            if ctx.program.order is not None:
-                ctx.program.order.raise_failure(error)
-            raise
-        # With create_graph=True.
-        if torch.is_grad_enabled():
-            results = _LastDerivative.apply(len(ctx.histories), *ctx.histories, *results)
-        return (None, None, None, *results)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
-        raise InputError(
-            "a parallelised module has no derivative in forward mode (torch.autograd.forward_ad, torch.func.jvp): its "
-            "programs are a forward and a backward. Take gradients by backward or torch.autograd.grad."
-        )
-
-
-class _LastDerivative(torch.autograd.Function):
-    """The identity of gradients, with an error for its derivative: autograd would take them for constants.
-
-    Its first arguments are the tensors that the gradients depend on, so that a derivative by these comes here.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, histories: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in tensors[histories:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
-        raise InputError(
-            "a gradient of a parallelised module is differentiated again (create_graph=True, as for a penalty on "
-            "gradients), and its programs hold first derivatives alone. Compute what depends on the gradient in "
-            "forward: there torch.autograd.grad(outputs, inputs, create_graph=True) is part of the step, and its loss "
-            "can be returned. If the gradient is meant as a constant, use gradient.detach()."
-        )
-
-
-def _without_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Detach outputs that are views, since autograd refuses to change views that a function returns in place."""
-    if not any(map(is_view, tensors)):
-        return list(tensors)
-    memory = [storage_of(local_tensors(tensor)[0]) for tensor in tensors]
-    # An output that shares memory with another one stays a view: the other's history would not know of a change.
-    return [
-        tensor.detach() if is_view(tensor) and memory.count(storage) == 1 else tensor
-        for tensor, storage in zip(tensors, memory, strict=True)
-    ]
-
-
-def _history(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the autograd history of this one that does not keep its memory alive."""
-    if tensor.is_leaf or tensor.ndim == 0 or isinstance(tensor, DTensor):
-        return tensor
-    return tensor.narrow(0, 0, 0).sum()
-
-
-def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return gradients of the tensors that a program was run with, from those of its outputs."""
-    program: RunnableStep = ctx.program
-    step = program.step
-    gradient_of_output = dict(zip((border.name for border in step.forward_outputs), gradients, strict=True))
-    expected = [border.name for border in step.tangents]
-    if program.accumulation is not None:
-        program.accumulation.forget_zeroed()
-    sums = program.sums if isinstance(program.sums, OpenSums) else None
-    # Parameters that take part in the sums alone get gradients, too.
-    summed = set() if sums is None else set(sums.names)
-    if any(gradient is not None and name not in expected for name, gradient in gradient_of_output.items()):
-        step, results = _differentiate_all(ctx, program, gradient_of_output)
-    else:
-        if program.general is not None and program.order is not None:
-            # Other ranks may be about to make the general program.
-            program.order.begin_known({})
-        saved = list(ctx.saved_tensors[: ctx.count])
-        # Frees them after their last use, unless the graph is to be kept.
-        ctx.maybe_clear_saved_tensors()
-        tangents = [gradient_of_output[name] for name in expected]
-        parameters = _ParameterGradients(program, ctx.parameters)
-        if program.later is None:
-            local_gradients = parameters.backward(saved, tangents, ctx.sizes)
-        else:
-            local_gradients, rest = program.backward_of_inputs(saved, tangents, ctx.sizes)
-            program.later.append(lambda: parameters.backward_of_parameters(rest))
-        results = {step.gradients[place].name: gradient for place, gradient in local_gradients.items()}
-    arrived = {name for name, gradient in gradient_of_output.items() if gradient is not None}
-    # Autograd leaves `.grad` as it is for None, where zeros would make it a tensor.
-    takes_part = summed | {name for name, sources in step.gradient_sources.items() if sources & arrived}
-    if sums is not None and not sums.is_last_backward:
-        _ParameterGradients(program, ctx.parameters).keep_sums(sums, takes_part)
-    elif program.accumulation is not None and not program.accumulation.active:
-        # Of other programs, or of this one where another program ran its backward.
-        program.accumulation.reduce_rest()
-    return [
-        _autograd_gradient(program, at(border, ctx.sizes), results[border.name], spec)
-        if border.name in results and border.name in takes_part
-        else None
-        for border, spec in zip(program.step.inputs, ctx.specs, strict=False)
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class _ParameterGradients:
-    """Gradients of the parameters of a program, some of which are computed and accumulated without autograd.
-
-    Gradients are named by their places among the step's gradients; `tensors` are the parameters among the inputs.
-    """
-
-    program: RunnableStep
-    tensors: Sequence[DTensor | None]
-
-    @torch.no_grad()
-    def backward(
-        self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
-    ) -> dict[int, torch.Tensor]:
-        """Run the backward half, and return the gradients that do not wait for further backwards."""
-        graph = self.program.halves.backward
-        assert graph is not None
-        arguments = self.program.arguments(saved, tangents, sizes)
-        return self._run(lambda: dict(enumerate(_run_graph(graph, arguments))), arguments)
-
-    @torch.no_grad()
-    def backward_of_parameters(self, kept: list[Any]) -> None:
-        """Run the second part of the backward half on its arguments."""
-        assert self.program.halves.parts is not None
-        _, second = self.program.halves.parts
-        self._accumulate(self._run(lambda: dict(zip(second.makes, _run_graph(second.graph, kept), strict=True)), kept))
-
-    def _run(self, run: Callable[[], dict[int, torch.Tensor]], arguments: list[Any]) -> dict[int, torch.Tensor]:
-        """Return the gradients of one run but those that are added up; the last run reduces these."""
-        reduction, sums = self.program.halves.reduction, self.program.sums
-        if reduction is None or sums is None:
-            return run()
-        if not sums.is_last_backward:
-            gradients = run()
-            sums.add([gradients.pop(place) for place in reduction.places])
-            return gradients
-        if sums.is_empty:
-            gradients = run()
-            return gradients | self._reduce([gradients[place] for place in reduction.places])
-        # Another graph runs instead, which takes the sums, too.
-        last, end = reduction.last, reduction.end
-        candidates = [*arguments, *sums.take()]
-        arguments.clear()
-        last_arguments = [candidates[place] for place in last.takes]
-        candidates.clear()
-        results = _run_graph(last.graph, last_arguments)
-        if end is not None:
-            pending = results[len(last.makes) :]
-
-            def await_rest() -> dict[int, torch.Tensor]:
-                return dict(zip(end.makes, _run_graph(end.graph, pending), strict=True))
-
-            if isinstance(sums, OpenSums):
-                return dict(zip(last.makes, results, strict=False)) | await_rest()
-            # Other stages of the rank compute while these reductions run.
-            sums.defer(lambda: self._accumulate(await_rest()))
-        return dict(zip(last.makes, results, strict=False))
-
-    def _reduce(self, gradients: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return gradients, reduced, in the order in which they are added up; the list is emptied."""
-        reduction = self.program.halves.reduction
-        assert reduction is not None
-        return dict(zip(reduction.places, _run_graph(reduction.alone, gradients), strict=True))
-
-    def keep_sums(self, sums: OpenSums, takes_part: Set[str]) -> None:
-        """Keep the sums to which a backward added gradients; a small parameter gets a gradient of zeros as witness."""
-        step, mesh, reduction = self.program.step, self.program.ranks.mesh, self.program.halves.reduction
-        assert reduction is not None
-        deferred = [step.gradients[place] for place in reduction.places]
-        deferred = [border for border in deferred if border.name in takes_part]
-        if not deferred:
-            return
-        smallest = min(deferred, key=lambda border: math.prod(border.local_shape(mesh)))
-        border, witness = self._parameters()[smallest.name]
-        if witness.grad is None:
-            # Here, since autograd would set it only behind all backwards of the pass.
-            zeros = torch.zeros(border.local_shape(mesh), dtype=border.dtype, device=self.program.ranks.device)
-            witness.grad = _autograd_gradient(self.program, border, zeros, dtensor_spec_of(witness))
-        sums.keep({border.name for border in deferred}, witness, lambda: self._reduce_sums(sums))
-
-    @torch.no_grad()
-    def _reduce_sums(self, sums: OpenSums) -> None:
-        """Reduce sums by themselves, and add them to `.grad`."""
-        names, step = set(sums.names), self.program.step
-        gradients = self._reduce(sums.take())
-        self._accumulate(
-            {place: gradient for place, gradient in gradients.items() if step.gradients[place].name in names}
-        )
-
-    def _parameters(self) -> dict[str, tuple[ProgramTensor, DTensor]]:
-        pairs = zip(self.program.step.inputs, self.tensors, strict=False)
-        return {border.name: (border, parameter) for border, parameter in pairs if parameter is not None}
-
-    @torch.no_grad()
-    def _accumulate(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Add gradients to `.grad` and run hooks, as the end of a backward does; each is freed after that."""
-        step = self.program.step
-        parameters = self._parameters()
-        for place in list(gradients):
-            border, parameter = parameters[step.gradients[place].name]
-            spec = dtensor_spec_of(parameter)
-            torch.autograd.backward([parameter], [_autograd_gradient(self.program, border, gradients.pop(place), spec)])
-
-
-def _differentiate_all(
-    ctx: Any, program: RunnableStep, gradient_of_output: dict[str, torch.Tensor | None]
-) -> tuple[LocalStep, dict[str, torch.Tensor]]:
-    """Return gradients where more than the loss is differentiated: the general program runs both halves."""
-    assert program.general is not None
-    _check_unchanged(ctx, "a gradient arrived for an output besides the loss")
-    general = program.general()
-    _, saved = general.forward(ctx.whole, ctx.sizes, ctx.seed)
-    gradients = general.backward(
-        list(saved), [gradient_of_output[border.name] for border in general.step.tangents], ctx.sizes
-    )
-    return general.step, dict(zip((border.name for border in general.step.gradients), gradients, strict=True))
-
-
-def _check_unchanged(ctx: Any, what: str) -> None:
-    """Raise an `InputError` if parameters were changed since the forward, which another program is to run again."""
-    assert ctx.whole is not None
-    if any(tensor._version != version for tensor, version in ctx.versions):
-        raise InputError(
-            f"{what}, and parameters were changed since the forward: they were modified by an inplace operation, such "
-            "as an optimizer's step. Call backward before it."
-        )
-
-
-def is_program(node: Any) -> bool:
-    """Return True for the node of autograd that is a run of a program."""
-    return isinstance(getattr(node, "program", None), RunnableStep)
-
-
-def gradients_between(ctx: Any, name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the gradients for outputs of a run, by name, of which others are computed, from that of one output.
-
-    Args:
-        ctx: the run, a node of autograd.
-        name: of the output.
-        gradient: of the output; whole.
-
-    Raises:
-        AutoshardError: there is no such program.
-    """
-    program: RunnableStep = ctx.program
-    if program.between is None:
-        raise InputError("outputs are not whole, or sizes are dynamic")
-    _check_unchanged(ctx, "a gradient of an output for another one is asked for")
-    with torch.no_grad():
-        between = program.between()
-        mesh, device = program.ranks.mesh, program.ranks.device
-        borders = [border for border in between.step.inputs if border.kind != "tangent"]
-        taps = [
-            torch.zeros(border.local_shape(mesh), dtype=border.dtype, device=device)
-            for border in borders[len(ctx.whole) :]
-        ]
-        _, saved = between.forward([*ctx.whole, *taps], ctx.sizes, ctx.seed)
-        tangents = [gradient if border.name == name else None for border in between.step.tangents]
-        results = between.backward(list(saved), tangents, ctx.sizes)
-    if torch.is_grad_enabled():
-        results = list(_LastDerivative.apply(len(ctx.histories) + 1, *ctx.histories, gradient, *results))
-    return {
-        border.name.removeprefix(TAP): result
-        for border, result in zip(between.step.gradients, results, strict=True)
-        if border.name.startswith(TAP)
-    }
-
-
-def _autograd_gradient(
-    program: RunnableStep, border: ProgramTensor, gradient: torch.Tensor | None, spec: DTensorSpec | None
-) -> torch.Tensor | None:
-    """Return a gradient as autograd takes it: without padding, and a DTensor of the spec of its parameter."""
-    if gradient is None:
-        return None
-    gradient = program.unpad(gradient, border)
-    return gradient if spec is None else dtensor(gradient, spec)
 
 
 @per_rank

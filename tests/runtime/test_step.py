@@ -13,6 +13,7 @@ from autoshard.planner.planning_problem import Constraints
 from autoshard.program.split import split
 from autoshard.runtime.shards import distribute
 from autoshard.runtime.step import Ranks, RunnableStep
+from autoshard.runtime.step_function import run_step
 from autoshard.specs.spec import Spec
 from tests import models
 from tests.runtime.meshes import per_rank, simulated_mesh
@@ -62,7 +63,7 @@ def test_a_program_takes_dtensors_and_hands_gradients_back_as_they_lie(size: int
             for border in step.inputs
             if border.kind != "tangent"
         ]
-        (loss,) = program(tensors, {})
+        (loss,) = run_step(program, tensors, {})
         loss.backward()
         module(**inputs).backward()
         for tensor, border in zip(tensors, step.inputs, strict=False):
