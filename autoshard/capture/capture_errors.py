@@ -124,6 +124,8 @@ _AROUND = (
     "torch.library.custom_op"
 )
 
+_LAYERS = f"{Path(str(torch.nn.__file__)).parent}{os.sep}"
+
 # Errors that Python itself raises, of which no library makes an answer to its user.
 _PYTHON_ERRORS = (
     *(AttributeError, NameError, TypeError, LookupError, ArithmeticError, AssertionError, RecursionError),
@@ -132,11 +134,14 @@ _PYTHON_ERRORS = (
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return True for an error that Python itself raised in code that is not the user's: of autoshard or of torch."""
+    """Return True for an error that Python itself raised in code that is not the user's: of autoshard or of torch.
+
+    Layers of `torch.nn` are the model's: what they raise, such as for shapes that do not fit, is raised on one device.
+    """
     if type(error).__module__ != "builtins" or not isinstance(error, _PYTHON_ERRORS):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return not frames or not is_users_file(frames[-1].filename)
+    return not frames or not (is_users_file(frames[-1].filename) or frames[-1].filename.startswith(_LAYERS))
 
 
 def fault_reason(error: BaseException) -> str:
