@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.programs import JOB
 from tests.workers import Workers
 
 hypothesis.settings.register_profile(
@@ -91,10 +93,15 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Every test begins with the same random state and default dtype, and leaves no process group behind."""
+    """Every test begins with the same random state and default dtype, and leaves no process group behind, nor the
+    variables of a job: libraries set them, and what a later test starts would take itself for a rank."""
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats the stack three times, for GPUs to come
     dtype = torch.get_default_dtype()
+    job = {name: os.environ[name] for name in JOB if name in os.environ}
     yield
+    for name in JOB:
+        os.environ.pop(name, None)
+    os.environ.update(job)
     torch.set_default_dtype(dtype)
     if dist.is_initialized():
         dist.destroy_process_group()

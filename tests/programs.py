@@ -23,6 +23,15 @@ SECONDS = 500.0
 """After which a program counts as hanging."""
 
 
+JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that tell a process that it is a rank of a job."""
+
+
+def _outside_jobs() -> dict[str, str]:
+    """The environment of a shell in which somebody types a command."""
+    return {name: value for name, value in os.environ.items() if name not in JOB}
+
+
 def run_by_command(file: Path, processes: int | None, folder: Path, *arguments: str) -> str:
     """What a program prints when its command starts it.
 
@@ -38,7 +47,7 @@ def run_by_command(file: Path, processes: int | None, folder: Path, *arguments: 
     done = subprocess.run(
         [sys.executable, *launcher, str(file), *arguments],
         cwd=folder,
-        env=os.environ | _settings(folder) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=_outside_jobs() | _settings(folder) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=SECONDS,
