@@ -54,6 +54,19 @@ class SymbolicNumbers:
         return symbolic_integer(self.env, value, number, small=True)
 
 
+def view_fake(mode: FakeTensorMode, op: Any, fake: FakeTensor, args: tuple[Any, ...], kwargs: Any) -> FakeTensor:
+    """Return a view of a fake tensor whose sizes, like the arguments, are plain numbers.
+
+    `mode` would ask a reference in Python what it can prove of the sizes, which takes fifty times as long as torch's
+    kernel for tensors without numbers.
+    """
+    # No mode of the caller may see it.
+    with torch._C._DisableTorchDispatch():
+        base = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+        view = op(base, *args, **kwargs)
+        return FakeTensor(mode, view, fake.device)
+
+
 def lazy_graph_module(graph: fx.Graph) -> fx.GraphModule:
     """Return a module of a graph, without code until it runs."""
     return _LazyGraphModule(torch.nn.Module(), graph)

@@ -17,7 +17,7 @@ from torch import fx
 
 from autoshard.capture.symbols import expression_of
 from autoshard.errors import PlanError
-from autoshard.program._torch import FakeTensorMode, SymbolicNumbers
+from autoshard.program._torch import FakeTensorMode, SymbolicNumbers, view_fake
 from autoshard.size import DynamicSize, Ratio, Sizes, is_dynamic, plain
 from autoshard.specs.axes import MeshShape, SharedAxis
 
@@ -223,8 +223,13 @@ class GraphEmitter:
         key = (op, _cache_key((args, kwargs), _fake_key))
         if key not in self._results:
             fakes = fx.node.map_aggregate((args, kwargs), _fake)
-            with self._mode, torch.no_grad():
-                self._results[key] = op(*fakes[0], **fakes[1])
+            operands, options = fakes[0], fakes[1]
+            with torch.no_grad():
+                if op in _VIEWS:
+                    self._results[key] = view_fake(self._mode, op, operands[0], operands[1:], options)
+                else:
+                    with self._mode:
+                        self._results[key] = op(*operands, **options)
         return self._results[key]
 
     def _item(self, node: fx.Node, index: int, val: Any) -> fx.Node | None:
@@ -274,6 +279,21 @@ class GraphEmitter:
     def is_contiguous(self, value: fx.Node) -> bool:
         """Return True if the value lies row-major in memory, by the strides of the fake tensor."""
         return bool(value.meta["val"].is_contiguous())
+
+
+# Most operators of a program, whose results are those of the kernels for tensors without numbers.
+_VIEWS = frozenset(
+    {
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+    }
+)
 
 
 def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

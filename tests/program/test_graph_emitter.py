@@ -37,6 +37,40 @@ def test_a_call_is_a_node_with_the_shape_that_it_makes(emit: GraphEmitter) -> No
     assert [node.op for node in emit.graph.nodes] == ["placeholder", "call_function"]
 
 
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.expand.default, [[5, 1, 4, 6]]),
+        (aten.permute.default, [[2, 0, 1]]),
+        (aten.select.int, [1, 2]),
+        (aten.slice.Tensor, [2, 1, 6, 2]),
+        (aten.slice.Tensor, [1]),
+        (aten.transpose.int, [0, 2]),
+        (aten.unsqueeze.default, [-1]),
+        (aten.view.default, [[1, 2, 2, -1]]),
+        (aten.view.default, [[4, 1, 6, 1]]),
+    ],
+)
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
+def test_views_lie_in_memory_as_those_of_real_tensors(
+    emit: GraphEmitter, op: Any, args: list[Any], order: tuple[int, ...]
+) -> None:
+    shape = tuple((1, 4, 6)[order.index(dim)] for dim in range(3))
+    real = torch.empty(shape, dtype=torch.bfloat16).permute(order)
+    node = emit.call(aten.permute.default, emit.placeholder("x", shape, torch.bfloat16), list(order))
+    try:
+        expected = op(real, *args)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            emit.call(op, node, *args)
+        return
+    fake = emit.call(op, node, *args).meta["val"]
+    assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (
+        expected.shape, expected.stride(), torch.bfloat16, torch.device("cpu"),
+    )  # fmt: skip
+    assert fake.fake_mode is emit.placeholder("y", (), torch.int64).meta["val"].fake_mode
+
+
 def test_several_results_are_nodes_of_their_own_and_none_stays_none(emit: GraphEmitter) -> None:
     x = emit.placeholder("x", (4, 6), torch.float32)
     normal, mean, scale = emit.call(aten.native_layer_norm.default, x, [6], None, None, 1e-5)

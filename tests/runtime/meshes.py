@@ -37,6 +37,7 @@ def simulated_mesh(**sizes: int) -> Iterator[DeviceMesh]:
         with (
             mock.patch.object(_c10d, "_local_broadcast_", _broadcast),
             mock.patch.object(LocalTensorMode, "__torch_dispatch__", _dispatch),
+            mock.patch.object(LocalTensor, "__torch_dispatch__", classmethod(_dispatch_on_tensor)),
             mock.patch.object(_local_tensor, "_for_each_rank_run_func", _run_for_each_rank),
             LocalTensorMode(mesh.size),
         ):
@@ -55,6 +56,8 @@ def _dispatch(
     """
     if mode._disable and not types:
         return func(*args, **(kwargs or {}))  # torch's own does the same, after a look through all arguments
+    if (answer := _layout_of_ranks(func, args)) is not None:
+        return answer
     exchanges = func.namespace == "_c10d_functional" and func is not torch.ops._c10d_functional.wait_tensor.default
     if not mode._disable and (exchanges or func is torch.ops.c10d.broadcast_.default):
 
@@ -70,6 +73,33 @@ def _dispatch(
 
 
 _dispatch_of_torch = LocalTensorMode.__torch_dispatch__
+
+
+def _dispatch_on_tensor(
+    cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Run an operator on tensors of ranks where no mode is active."""
+    answer = _layout_of_ranks(func, args)
+    return _dispatch_on_tensor_of_torch(func, types, args, kwargs) if answer is None else answer
+
+
+_dispatch_on_tensor_of_torch = LocalTensor.__torch_dispatch__
+_LAYOUT: dict[Any, Any] = {
+    torch.ops.aten.sym_size.default: Tensor.size,
+    torch.ops.aten.sym_stride.default: Tensor.stride,
+    torch.ops.aten.sym_storage_offset.default: Tensor.storage_offset,
+}
+
+
+def _layout_of_ranks(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return sizes, strides or the offset of a tensor that lies alike on all ranks; None for all other questions.
+
+    Every view is asked for them twice.
+    """
+    if (ask := _LAYOUT.get(func)) is None or not isinstance(args[0], LocalTensor):
+        return None
+    answers = {ask(tensor) for tensor in args[0]._local_tensors.values()}
+    return answers.pop() if len(answers) == 1 else None
 
 
 def _run_for_each_rank(
