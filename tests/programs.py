@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.workers import start
+from tests.workers import keep_what_is_imported, start
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 500.0
@@ -97,6 +97,7 @@ def _run(file: str, arguments: Sequence[str], environment: Mapping[str, str], fo
     os.chdir(folder)
     tempfile.tempdir = None  # what was imported may have asked for it
     torch.set_num_threads(1)
+    keep_what_is_imported()
     sys.argv = [file, *arguments]
     sys.path.insert(0, str(Path(file).parent))
     runpy.run_path(file, run_name="__main__")

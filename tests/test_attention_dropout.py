@@ -18,7 +18,7 @@ from autoshard.verify.float64 import Float64Mode, default_float64
 from tests import models
 from tests.random_plans import random_plan
 from tests.runtime.meshes import simulated_mesh
-from tests.training import fast_links, held_by_ranks, loss_of, outputs_of
+from tests.training import captured_as, fast_links, held_by_ranks, loss_of, outputs_of
 
 RATE = 0.25
 STEP = 1e-5
@@ -90,9 +90,10 @@ def test_planned_gradients_are_those_of_what_was_dropped(name: str, recompute: L
 @pytest.mark.parametrize("seed", range(2))
 def test_gradients_under_random_plans(seed: int) -> None:
     module, inputs = build("gpt")
-    plan = random_plan(capture(module, (), inputs), MeshShape.of({"a": 2, "b": 2}), seed, recompute=seed % 2)
+    graph = capture(module, (), inputs)
+    plan = random_plan(graph, MeshShape.of({"a": 2, "b": 2}), seed, recompute=seed % 2)
     with simulated_mesh(a=2, b=2) as mesh:
-        with Float64Mode():
+        with Float64Mode(), captured_as(graph):
             autoshard.parallelize(module, mesh, (), inputs, plan=plan)
         with default_float64():
             assert gradients_disagree(module, inputs) < 1e-7

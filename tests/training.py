@@ -9,9 +9,10 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster, Link
+from autoshard.planner import planning
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
 from autoshard.verify import differences
@@ -235,6 +237,20 @@ def joint_graph(name: str) -> JointGraph:
         return capture(module, (), inputs)
 
 
+@contextlib.contextmanager
+def captured_as(graph: JointGraph) -> Iterator[None]:
+    """Have `parallelize` take the graph that a plan was drawn for, rather than capture an equal module once more."""
+    fingerprint = graph.fingerprint
+
+    def known(module: nn.Module, *args: Any, **kwargs: Any) -> JointGraph:
+        assert graph.aliases.keys() >= dict(module.named_parameters()).keys()
+        return graph
+
+    with mock.patch.object(planning, "capture", known):
+        yield
+    assert graph.fingerprint == fingerprint
+
+
 def train_random_plan(
     name: str, mesh: Mapping[str, int], seed: int, steps: int = 1, *, planned_outputs: bool = False, **options: float
 ) -> Trace:
@@ -249,9 +265,10 @@ def train_random_plan(
         options: further options of `random_plan`.
     """
     module, inputs = build(name)
-    plan = random_plan(joint_graph(name), MeshShape.of(mesh), seed, planned_outputs=planned_outputs, **options)
+    graph = joint_graph(name)
+    plan = random_plan(graph, MeshShape.of(mesh), seed, planned_outputs=planned_outputs, **options)
     with simulated_mesh(**mesh) as device_mesh:
-        with Float64Mode():
+        with Float64Mode(), captured_as(graph):
             outputs = "planned" if planned_outputs else None
             autoshard.parallelize(module, device_mesh, (), inputs, plan=plan, output_placements=outputs)
         with default_float64():

@@ -95,8 +95,9 @@ def check(
     return [
         Finding(str(overload), str(mesh), describe(refined, choices, mesh), problem)
         for mesh in meshes
+        for held in [_OperandShards(operands, mesh)]
         for refined, choices in strategies(rule, mesh)
-        for problem in _problems(call, refined, choices, mesh, operands, draws)
+        for problem in _problems(call, refined, choices, mesh, held, draws)
     ]
 
 
@@ -149,16 +150,27 @@ def run_all_ranks(
     call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]
 ) -> list[Shards | None]:
     """Run a strategy on all ranks, of whole operands: the shards of every result by coordinate; None for no tensor."""
-    return _run(call, rule, choices, mesh, _shard_operands(rule, choices, mesh, operands), seed=0)
+    return _run(call, rule, choices, mesh, _OperandShards(operands, mesh).held(rule, choices), seed=0)
 
 
-def _shard_operands(rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]) -> list[PerRank]:
-    """The shards of every operand, by rank."""
-    held = []
-    for position, operand in enumerate(operands):
-        shards = shard_unevenly(operand, operand_spec(rule, choices, mesh, position), mesh)
-        held.append(PerRank(tuple(shards[coordinate] for coordinate in mesh.coordinates())))
-    return held
+class _OperandShards:
+    """Cuts the operands of a call for all ranks of a mesh; strategies that place an operand alike share its shards."""
+
+    def __init__(self, operands: Sequence[torch.Tensor], mesh: MeshShape) -> None:
+        self.operands = operands
+        self.mesh = mesh
+        self._known: dict[tuple[int, Spec], PerRank] = {}
+
+    def held(self, rule: Rule, choices: Choices) -> list[PerRank]:
+        """Return the shards of every operand, by rank."""
+        specs = (operand_spec(rule, choices, self.mesh, position) for position in range(len(self.operands)))
+        return [self._shards(*place) for place in enumerate(specs)]
+
+    def _shards(self, position: int, spec: Spec) -> PerRank:
+        if (position, spec) not in self._known:
+            shards = shard_unevenly(self.operands[position], spec, self.mesh)
+            self._known[position, spec] = PerRank(tuple(shards[place] for place in self.mesh.coordinates()))
+        return self._known[position, spec]
 
 
 def _run(
@@ -215,12 +227,12 @@ def _problems(
     rule: Rule,
     choices: Choices,
     mesh: MeshShape,
-    operands: Sequence[torch.Tensor],
+    operands: _OperandShards,
     draws: Draws,
 ) -> Iterator[str]:
     specs = [result_spec(rule, choices, mesh, position) for position in range(len(call.results))]
     try:
-        held = _shard_operands(rule, choices, mesh, operands)
+        held = operands.held(rule, choices)
         runs = [_run(call, rule, choices, mesh, held, seed) for seed in draws.seeds]
         if draws.random:
             yield from draws.problems(runs, specs, mesh)
@@ -228,7 +240,7 @@ def _problems(
     except Exception as error:  # whatever the operator raises on shards is what is wrong with the strategy
         yield f"the local program fails with {type(error).__name__}: {error}"
         return
-    tolerance = max((_tolerance(tensor.dtype) for tensor in operands), default=0.0)
+    tolerance = max((_tolerance(tensor.dtype) for tensor in operands.operands), default=0.0)
     for position, (shards, result) in enumerate(zip(runs[0], draws.whole[0], strict=True)):
         if shards is not None:
             problem = compare(shards, specs[position], mesh, result, tolerance)

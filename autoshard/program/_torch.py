@@ -54,17 +54,26 @@ class SymbolicNumbers:
         return symbolic_integer(self.env, value, number, small=True)
 
 
-def view_fake(mode: FakeTensorMode, op: Any, fake: FakeTensor, args: tuple[Any, ...], kwargs: Any) -> FakeTensor:
-    """Return a view of a fake tensor whose sizes, like the arguments, are plain numbers.
+def run_meta_kernel(mode: FakeTensorMode, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FakeTensor | None:
+    """Return the fake result of an operator on fake tensors of plain sizes; None where they lie on several devices.
 
-    `mode` would ask a reference in Python what it can prove of the sizes, which takes fifty times as long as torch's
-    kernel for tensors without numbers.
+    Torch's kernels for tensors without numbers take a tenth of the time that `mode` takes for the same answer: it asks
+    what can be proved of sizes, which may be symbols, and keeps a cache of its own.
     """
+    devices: set[torch.device] = set()
+
+    def without_numbers(argument: Any) -> Any:
+        if not isinstance(argument, FakeTensor):
+            return argument
+        devices.add(argument.device)
+        return torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device="meta")
+
     # No mode of the caller may see it.
     with torch._C._DisableTorchDispatch():
-        base = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
-        view = op(base, *args, **kwargs)
-        return FakeTensor(mode, view, fake.device)
+        operands: Any = fx.node.map_aggregate((args, kwargs), without_numbers)
+        if len(devices) > 1:
+            return None
+        return FakeTensor(mode, op(*operands[0], **operands[1]), devices.pop())
 
 
 def lazy_graph_module(graph: fx.Graph) -> fx.GraphModule:

@@ -17,9 +17,10 @@ from torch import fx
 
 from autoshard.capture.symbols import expression_of
 from autoshard.errors import PlanError
-from autoshard.program._torch import FakeTensorMode, SymbolicNumbers, view_fake
+from autoshard.program._torch import FakeTensorMode, SymbolicNumbers, run_meta_kernel
 from autoshard.size import DynamicSize, Ratio, Sizes, is_dynamic, plain
 from autoshard.specs.axes import MeshShape, SharedAxis
+from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten
 
@@ -223,13 +224,12 @@ class GraphEmitter:
         key = (op, _cache_key((args, kwargs), _fake_key))
         if key not in self._results:
             fakes = fx.node.map_aggregate((args, kwargs), _fake)
-            operands, options = fakes[0], fakes[1]
             with torch.no_grad():
-                if op in _VIEWS:
-                    self._results[key] = view_fake(self._mode, op, operands[0], operands[1:], options)
-                else:
+                made = run_meta_kernel(self._mode, op, *fakes) if op in _BY_META_KERNEL else None
+                if made is None:
                     with self._mode:
-                        self._results[key] = op(*operands, **options)
+                        made = op(*fakes[0], **fakes[1])
+            self._results[key] = made
         return self._results[key]
 
     def _item(self, node: fx.Node, index: int, val: Any) -> fx.Node | None:
@@ -281,17 +281,37 @@ class GraphEmitter:
         return bool(value.meta["val"].is_contiguous())
 
 
-# Most operators of a program, whose results are those of the kernels for tensors without numbers.
-_VIEWS = frozenset(
+# Operators that make most of a program, with one result each.
+_BY_META_KERNEL = frozenset(
     {
+        aten.add.Tensor,
+        aten.bmm.default,
+        aten.cat.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.div.Scalar,
+        aten.div.Tensor,
         aten.expand.default,
+        aten.index_select.default,
+        aten.mm.default,
+        aten.mul.Scalar,
+        aten.mul.Tensor,
+        aten.neg.default,
         aten.permute.default,
+        aten.reshape.default,
         aten.select.int,
         aten.slice.Tensor,
+        aten.sub.Tensor,
+        aten.sum.dim_IntList,
         aten.t.default,
         aten.transpose.int,
         aten.unsqueeze.default,
         aten.view.default,
+        collectives.all_gather_into_tensor.default,
+        collectives.all_reduce.default,
+        collectives.all_to_all_single.default,
+        collectives.reduce_scatter_tensor.default,
+        collectives.wait_tensor.default,
     }
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,14 +42,22 @@ class Float64Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        wide: list[Any] = [_wider(value) for value in args]
-        named: dict[str, Any] = {name: _wider(value) for name, value in (kwargs or {}).items()}
         function: Callable[..., Any] = torch.Tensor.double if func is torch.Tensor.float else func
-        return function(*wide, **named)
+        # Every call of torch comes through here, and hardly one names the dtype.
+        if _names_float32(args):
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        if not kwargs:
+            return function(*args)
+        if _names_float32(kwargs.values()):
+            kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        return function(*args, **kwargs)
 
 
-def _wider(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+def _names_float32(values: Iterable[Any]) -> bool:
+    for value in values:  # by identity: tensors compare element by element
+        if value is torch.float32:
+            return True
+    return False
 
 
 def widen(tensor: Tensor) -> Tensor:

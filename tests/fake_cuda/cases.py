@@ -26,8 +26,13 @@ PIPELINED = ("hf_gpt2", "hf_llama", "hf_qwen3")
 KERNELS = {0: {"line": HOPPER, "square": AMPERE, "cube": (EFFICIENT, MATH)}, 3: dict.fromkeys(MESHES, (MATH,))}
 """What GPUs prefer for attention, by rank and mesh: ranks must come to the same program all the same."""
 RANKS = tuple(KERNELS)  # on hosts of four devices or more, their devices have these numbers
-ALIKE = ("hf_opt", "hf_gemma", "hf_qwen3_moe", "hf_roberta", "hf_albert", "vgg", "wide_resnet")
-"""Models with the operators of GPT-2, Llama, Mixtral, BERT and ResNet."""
+ALIKE = (
+    *("hf_opt", "hf_gemma", "hf_qwen3_moe", "hf_roberta", "hf_albert", "vgg", "wide_resnet"),
+    *("hf_vit", "hf_clip", "hf_whisper", "gnmt"),
+)
+"""Models with the operators of GPT-2, Llama, Mixtral, BERT, ResNet, Swin and LSTM."""
+REPEATED = ("hf_gpt2", "hf_llama", "hf_bert")
+"""Models of several layers, which have the same operators: here they have one."""
 NAMES = tuple(name for name in MODELS if name not in ALIKE)
 
 
@@ -51,7 +56,9 @@ class Case:
 def build(model: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A model in bfloat16, a third of them in float32, on every mesh some; and the arguments of a call."""
     single = NAMES.index(model) // len(MESHES) % 3 == 2
-    module, inputs = models.ZOO[model](dtype=torch.float32 if single else torch.bfloat16)
+    module, inputs = models.ZOO[model](
+        dtype=torch.float32 if single else torch.bfloat16, **({"layers": 1} if model in REPEATED else {})
+    )
     return module, inputs
 
 

@@ -24,6 +24,7 @@ from autoshard.specs.axes import MeshShape
 from tests.fake_cuda.cases import Case, build, cases, pipelines
 from tests.random_plans import plan_of
 from tests.training import fast_links
+from tests.workers import keep_what_is_imported
 
 SECONDS = 2.0  # of search per axis
 SMALL = 340  # nodes of a graph whose decisions for two axes take a second or two
@@ -77,6 +78,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # operators without a rule
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    keep_what_is_imported()
     for write, made in ((write_plan, cases()), (write_pipeline_plan, pipelines())):
         for case in made:
             if not asked.models or case.model in asked.models:

@@ -41,6 +41,7 @@ from tests.fake_cuda.cases import KERNELS, WORLD, Case, build, cases, pipelines,
 from tests.kernels.choice import MATH
 from tests.program_lint import exposed_gathers, gathers, program_findings
 from tests.training import loss_of, outputs_of
+from tests.workers import keep_what_is_imported
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -157,6 +158,7 @@ def main(rank: int, folder: Path, *models: str) -> None:
     warnings.simplefilter("ignore")  # operators without a rule
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    keep_what_is_imported()
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     report: dict[str, Any] = {}
     for serve, made in ((run, cases(rank)), (run_pipeline, pipelines())):

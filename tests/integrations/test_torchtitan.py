@@ -270,7 +270,7 @@ def _run(job: Job) -> Result:
 
 
 JOBS = {
-    "llama3": Job("llama3.llama3_debugmodel", steps=3, parallelism=SHARDS),
+    "llama3": Job("llama3.llama3_debugmodel", layers=1, steps=3, parallelism=SHARDS),
     "deepseek_v3": Job("deepseek_v3.deepseek_v3_debugmodel_mtp", parallelism=SHARDS),
     "qwen3": Job("qwen3.qwen3_moe_debug", layers=1, parallelism=TENSOR),
     "bfloat16": Job(

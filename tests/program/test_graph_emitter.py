@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from autoshard.program._torch import FakeTensorMode
 from autoshard.program.graph_emitter import GraphEmitter, supports_layout
@@ -35,6 +36,71 @@ def test_a_call_is_a_node_with_the_shape_that_it_makes(emit: GraphEmitter) -> No
     assert emit.dtype(y) is torch.float64
     assert emit.device(y) == torch.device("cpu")
     assert [node.op for node in emit.graph.nodes] == ["placeholder", "call_function"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.add.Tensor, ["x", "x"]),
+        (aten.add.Tensor, ["x", "row"]),
+        (aten.bmm.default, ["x", "turned"]),
+        (aten.cat.default, [["x", "x"], 1]),
+        (aten.clone.default, ["x"]),
+        (aten.clone.default, ["part"]),
+        (aten.constant_pad_nd.default, ["x", [0, 2, 1, 0]]),
+        (aten.div.Scalar, ["x", 3]),
+        (aten.div.Tensor, ["x", "places"]),
+        (aten.index_select.default, ["x", 2, "places"]),
+        (aten.mm.default, ["row", "row"]),
+        (aten.mul.Scalar, ["places", 0.5]),
+        (aten.mul.Tensor, ["row", "turned"]),
+        (aten.neg.default, ["part"]),
+        (aten.reshape.default, ["x", [-1, 4]]),
+        (aten.sub.Tensor, ["x", "part"]),
+        (aten.sum.dim_IntList, ["x", [1], True]),
+        (aten.sum.dim_IntList, ["places", [0]]),
+    ],
+)
+def test_results_are_those_of_real_tensors_and_of_the_fake_mode(
+    emit: GraphEmitter, op: Any, args: list[Any], order: tuple[int, ...]
+) -> None:
+    x = torch.ones(4, 4, 4, dtype=torch.float32).permute(order)
+    reals = {"x": x, "turned": x.mT, "part": x[:, :, :1].expand(4, 4, 4), "row": x[0], "places": torch.arange(4)}
+
+    def emitted(name: str) -> Any:
+        node = emit.placeholder(name, reals[name].shape, reals[name].dtype)
+        with emit._mode:
+            layout = torch.empty_strided(reals[name].shape, reals[name].stride(), dtype=reals[name].dtype)
+        node.meta["val"] = layout
+        return node
+
+    def replaced(make: Any) -> list[Any]:
+        return pytree.tree_map(lambda leaf: make(leaf) if isinstance(leaf, str) else leaf, args)
+
+    fake = emit.call(op, *replaced(emitted)).meta["val"]
+    with emit._mode:
+        of_mode = op(*pytree.tree_map_only(fx.Node, lambda node: node.meta["val"], replaced(emitted)))
+    for expected in (op(*replaced(reals.__getitem__)), of_mode):
+        assert (fake.shape, fake.stride(), fake.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert fake.device == of_mode.device
+
+
+def test_results_of_collectives_are_those_of_the_fake_mode(emit: GraphEmitter) -> None:
+    x = emit.call(aten.permute.default, emit.placeholder("x", (4, 6), torch.bfloat16, torch.device("cuda:1")), [1, 0])
+    for op, args in (
+        (collectives.all_gather_into_tensor.default, [2, "gx"]),
+        (collectives.all_reduce.default, ["sum", "gx"]),
+        (collectives.all_to_all_single.default, [[4, 2], [1, 5], "gx"]),
+        (collectives.reduce_scatter_tensor.default, ["sum", 3, "gy"]),
+        (collectives.wait_tensor.default, []),
+    ):
+        fake = emit.call(op, x, *args).meta["val"]
+        with emit._mode:
+            expected = op(x.meta["val"], *args)
+        assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (
+            expected.shape, expected.stride(), torch.bfloat16, torch.device("cuda:1"),
+        ), op  # fmt: skip
 
 
 @pytest.mark.parametrize(

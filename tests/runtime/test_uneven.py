@@ -27,7 +27,7 @@ from tests.models.basic import Block, Mlp
 from tests.models.common import Model, fixed_seed
 from tests.random_plans import random_plan
 from tests.runtime.meshes import per_rank, simulated_mesh
-from tests.training import OF_ONE_LAYER, TOLERANCE, Trace, build, compare, fast_links, train
+from tests.training import OF_ONE_LAYER, TOLERANCE, Trace, build, captured_as, compare, fast_links, train
 from tests.workers import Workers
 
 Make = Callable[[], Model]
@@ -127,7 +127,8 @@ def at_random(make: Make, sizes: tuple[int, ...], seed: int, **options: Any) -> 
     """One step under a random plan, some operators of which run on padded shards."""
     outputs = "planned" if options.get("planned_outputs") else None
     plan = autoshard.ShardingPlan.from_json(uneven_plan(make, sizes, seed, **options).to_json())
-    return parallel(make, axes(sizes), 1, plan=plan, output_placements=outputs)
+    with captured_as(captured(make)):
+        return parallel(make, axes(sizes), 1, plan=plan, output_placements=outputs)
 
 
 @functools.cache

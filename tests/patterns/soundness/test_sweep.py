@@ -28,7 +28,7 @@ PARTS = 8
 MOST = 2
 """Calls checked of every operator; those that add a strategy are taken first come, first served."""
 
-SAMPLES = 8
+SAMPLES = 4
 """Of each entry of torch's database. docs/coverage.md is made of more, and of more calls."""
 
 
