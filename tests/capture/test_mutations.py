@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -192,3 +193,47 @@ def test_a_list_that_forward_looks_at_has_a_program_for_every_length() -> None:
         autoshard.parallelize(module, mesh, (X,), cluster=fast_links())
         for _ in range(4):
             _same([module(X), module.log], [alone(X), alone.log])
+
+
+class Monitor(threading.Thread):
+    """A thread that counts for itself, as the monitors of progress bars do."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.ticks = 0
+        self.asked, self.answered = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        while self.asked.wait():
+            self.asked.clear()
+            self.ticks += 1
+            self.answered.set()
+
+    def tick(self) -> None:
+        self.asked.set()
+        assert self.answered.wait(60.0)
+        self.answered.clear()
+
+
+MONITOR = Monitor()
+
+
+class Watched(nn.Module):
+    """Runs beside a thread that the code of its forward and its backward can reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.linear.register_full_backward_hook(lambda *_: MONITOR.tick())
+
+    def forward(self, x: Tensor) -> Tensor:
+        MONITOR.tick()
+        return self.linear(x).sum()
+
+
+def test_what_a_thread_changes_beside_a_call_is_not_of_the_call() -> None:
+    MONITOR.start()
+    ticks = MONITOR.ticks
+    graph = capture(Watched(), (torch.randn(4, 8, dtype=torch.float64),), {})
+    assert MONITOR.ticks > ticks
+    assert not graph.state.mutations
