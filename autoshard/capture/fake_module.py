@@ -214,8 +214,8 @@ def parameter_faults(module: nn.Module, *, one_device: bool = True) -> Iterator[
         )
 
 
-FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing"})
-"""Packages whose objects are not state of a model."""
+FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing", "tqdm"})
+"""Packages whose objects are not state of a model: torch itself shows a bar of tqdm while it traces."""
 
 MODULE_STATE = frozenset({"__dict__", "__class__", *vars(nn.Module())})
 """Attributes that every module has."""

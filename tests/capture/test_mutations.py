@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import autoshard
 from autoshard.capture.joint import capture
@@ -236,4 +237,24 @@ def test_what_a_thread_changes_beside_a_call_is_not_of_the_call() -> None:
     ticks = MONITOR.ticks
     graph = capture(Watched(), (torch.randn(4, 8, dtype=torch.float64),), {})
     assert MONITOR.ticks > ticks
+    assert not graph.state.mutations
+
+
+class Showing(nn.Module):
+    """Shows a bar of progress, which torch does too while it traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+        self.layers[0].register_full_backward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in tqdm(self.layers, disable=True):
+            x = layer(x)
+        return x.sum()
+
+
+def test_a_bar_of_progress_is_no_state_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm, "monitor", None)  # the first bar of a process makes it
+    graph = capture(Showing(), (torch.randn(4, 8, dtype=torch.float64),), {})
     assert not graph.state.mutations
