@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import autoshard
 from autoshard.runtime.shards import gather_full_tensor
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.verify.float64 import default_float64
 from tests import models
 from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links
@@ -231,9 +231,9 @@ def test_gradients_that_forward_enables_under_no_grad() -> None:
         check_border(module, {"x": torch.randn(6, WIDTH)}, mesh, [True], False)
 
 
-@pytest.mark.parametrize("name", ["gpt", "hf_gpt2", "hf_vit"])
-def test_models_of_the_zoo(name: str) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("gpt", 1), ("hf_gpt2", 2), ("hf_vit", 1)])
+def test_models_of_the_zoo(name: str, layers: int) -> None:
     with simulated_mesh(x=2) as mesh:
-        module, inputs = models.ALL[name](dtype=torch.float64, layers=1)
-        with Float64Mode():
+        module, inputs = models.ALL[name](dtype=torch.float64, layers=layers)
+        with default_float64():
             check_border(module.eval(), inputs, mesh, [True, False], True)

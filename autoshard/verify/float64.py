@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import functools
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ def default_float64() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+# By identity: tensors compare element by element.
+_IS_FLOAT32 = functools.partial(operator.is_, torch.float32)
 
 
 class Float64Mode(TorchFunctionMode):
@@ -44,20 +50,13 @@ class Float64Mode(TorchFunctionMode):
     ) -> Any:
         function: Callable[..., Any] = torch.Tensor.double if func is torch.Tensor.float else func
         # Every call of torch comes through here, and hardly one names the dtype.
-        if _names_float32(args):
+        if any(map(_IS_FLOAT32, args)):
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         if not kwargs:
             return function(*args)
-        if _names_float32(kwargs.values()):
+        if any(map(_IS_FLOAT32, kwargs.values())):
             kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
         return function(*args, **kwargs)
-
-
-def _names_float32(values: Iterable[Any]) -> bool:
-    for value in values:  # by identity: tensors compare element by element
-        if value is torch.float32:
-            return True
-    return False
 
 
 def widen(tensor: Tensor) -> Tensor:
