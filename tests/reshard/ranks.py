@@ -19,6 +19,7 @@ from autoshard.specs.spec import Spec
 from autoshard.specs.tensors import shard, unshard
 from tests.reshard._torch import FakeStore, LocalTensor, LocalTensorMode
 from tests.reshard.eager import EagerEmitter
+from tests.runtime.meshes import patched_local_tensors
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ class Ranks:
 
     def run(self, path: Path, whole: Tensor) -> Tensor:
         """The global tensor after the path, executed by all ranks from the definition of its source."""
+        held = self.scatter(whole, path.source)
         with LocalTensorMode(self.mesh.size):
-            value = lower(path, self.scatter(whole, path.source), self.emit, whole.dtype)
+            value = lower(path, held, self.emit, whole.dtype)
         return self.gather(value, path.target, path.shape)
 
 
@@ -75,6 +77,7 @@ def ranks(**sizes: int) -> Iterator[Ranks]:
             device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
             places = [torch.full((), device_mesh.get_local_rank(axis), dtype=torch.int64) for axis in range(mesh.ndim)]
             groups = [device_mesh.get_group(axis).group_name for axis in range(mesh.ndim)]
-        yield Ranks(mesh, device_mesh, EagerEmitter(mesh, groups, places))
+        with patched_local_tensors():
+            yield Ranks(mesh, device_mesh, EagerEmitter(mesh, groups, places))
     finally:
         dist.destroy_process_group()

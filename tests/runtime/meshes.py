@@ -29,16 +29,25 @@ from autoshard.specs.spec import Spec
 
 
 @contextmanager
+def patched_local_tensors() -> Iterator[None]:
+    """Context in which torch's tensors of all ranks take less time, and exchange what they hold."""
+    with (
+        mock.patch.object(_c10d, "_local_broadcast_", _broadcast),
+        mock.patch.object(LocalTensorMode, "__torch_dispatch__", _dispatch),
+        mock.patch.object(LocalTensor, "__torch_dispatch__", classmethod(_dispatch_on_tensor)),
+        mock.patch.object(_local_tensor, "_for_each_rank_run_func", _run_for_each_rank),
+    ):
+        yield
+
+
+@contextmanager
 def simulated_mesh(**sizes: int) -> Iterator[DeviceMesh]:
     """A mesh with these axes; every tensor made inside is one per rank."""
     mesh = MeshShape.of(sizes)
     dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
     try:
         with (
-            mock.patch.object(_c10d, "_local_broadcast_", _broadcast),
-            mock.patch.object(LocalTensorMode, "__torch_dispatch__", _dispatch),
-            mock.patch.object(LocalTensor, "__torch_dispatch__", classmethod(_dispatch_on_tensor)),
-            mock.patch.object(_local_tensor, "_for_each_rank_run_func", _run_for_each_rank),
+            patched_local_tensors(),
             LocalTensorMode(mesh.size),
         ):
             yield init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)

@@ -42,7 +42,7 @@ def test_no_plan_is_faster_or_leaner(name: str, cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), [("hf_llama", {"layers": 1}), ("resnet18", {})])
+@pytest.mark.parametrize(("name", "options"), [("hf_llama", {"layers": 1}), ("wide_resnet", {})])
 def test_no_plan_of_a_larger_model_is_faster_or_leaner(name: str, options: dict[str, int]) -> None:
     _check_bounds(name, options, slow_links())
 
