@@ -67,6 +67,11 @@ def _dispatch(
         return func(*args, **(kwargs or {}))  # torch's own does the same, after a look through all arguments
     if (answer := _layout_of_ranks(func, args)) is not None:
         return answer
+    if types and not mode._disable and all(kind is LocalTensor for kind in types):
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # nothing is under way
+        if func not in _LAYOUT and _is_plain(func):
+            return _run_for_each_rank(func, mode.ranks, args, kwargs or {})
     exchanges = func.namespace == "_c10d_functional" and func is not torch.ops._c10d_functional.wait_tensor.default
     if not mode._disable and (exchanges or func is torch.ops.c10d.broadcast_.default):
 
@@ -97,6 +102,7 @@ _LAYOUT: dict[Any, Any] = {
     torch.ops.aten.sym_size.default: Tensor.size,
     torch.ops.aten.sym_stride.default: Tensor.stride,
     torch.ops.aten.sym_storage_offset.default: Tensor.storage_offset,
+    torch.ops.aten.dim.default: Tensor.dim,
 }
 
 
