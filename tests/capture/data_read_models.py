@@ -111,10 +111,42 @@ def mask2former() -> ModelCall:
     return SquaredOutputsLoss(transformers.Mask2FormerForUniversalSegmentation(config), *names), _images()
 
 
+def encodec() -> ModelCall:
+    config = transformers.EncodecConfig(
+        hidden_size=16, num_filters=4, upsampling_ratios=[2, 2], num_lstm_layers=1, codebook_size=16, codebook_dim=16,
+        sampling_rate=64, target_bandwidths=[0.064, 0.128],
+    )  # fmt: skip
+    inputs = {"input_values": torch.randn(2, 1, 64, dtype=torch.float64), "bandwidth": 0.128}
+    return SquaredOutputsLoss(transformers.EncodecModel(config), "audio_values"), inputs
+
+
+def mimi() -> ModelCall:
+    config = transformers.MimiConfig(
+        hidden_size=16, num_filters=4, upsampling_ratios=[2, 2], codebook_size=16, codebook_dim=8, num_quantizers=3,
+        vector_quantization_hidden_dimension=8, upsample_groups=16, num_hidden_layers=1, intermediate_size=16,
+        num_attention_heads=2, num_key_value_heads=2, sampling_rate=64,
+    )  # fmt: skip
+    inputs = {"input_values": torch.randn(2, 1, 64, dtype=torch.float64)}
+    return SquaredOutputsLoss(transformers.MimiModel(config), "audio_values"), inputs
+
+
+def eomt() -> ModelCall:
+    config = transformers.EomtConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8, num_blocks=1,
+        num_queries=5, num_upscale_blocks=1, num_register_tokens=1, mlp_ratio=1,
+    )  # fmt: skip
+    model = transformers.EomtForUniversalSegmentation(config)
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32, dtype=torch.float64)}
+    return SquaredOutputsLoss(model, "masks_queries_logits", "class_queries_logits"), inputs
+
+
 MODELS: dict[str, Callable[[], ModelCall]] = {
     "DETR": detr,
     "RT-DETR": rt_detr,
     "Mask2Former": mask2former,
     "wav2vec2 with CTC": wav2vec2,
     "Qwen2-VL": qwen2_vl,
+    "EnCodec": encodec,
+    "Mimi": mimi,
+    "EoMT": eomt,
 }

@@ -271,6 +271,63 @@ def test_a_size_compared_with_a_tensor_is_refused_by_the_line() -> None:
         capture(Sizes(), (X,), {})
 
 
+class Padding(nn.Module):
+    """Sizes and branches from a buffer and from a tensor in an attribute, as in codecs of audio."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.register_buffer("stride", torch.tensor(4), persistent=False)
+        self.register_buffer("steps", torch.tensor(0))
+        self.limit = torch.tensor([0.5, 2.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        frames = torch.ceil((x.shape[-1] - self.stride + 1) / self.stride + 1).long()
+        padded = functional.pad(self.linear(x), (self.stride - 1, frames * self.stride - x.shape[-1]))
+        if self.limit[1] > self.stride or self.steps > 5:
+            padded = padded.tanh()
+        return padded[:, : padded.shape[1] - self.stride].square().mean()
+
+
+def same_as(plain: nn.Module, module: nn.Module) -> None:
+    for found, wanted in zip(train_alone(module), train_alone(plain), strict=True):
+        assert relative_difference(found, wanted) <= TOLERANCE
+
+
+def train_alone(module: nn.Module) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    module.zero_grad()
+    loss = module(X)
+    loss.backward()
+    return {"loss": held_by_ranks(loss.detach())}, {"gradient": held_by_ranks(module.linear.weight.grad)}
+
+
+def test_numbers_in_buffers_are_conditions_of_a_program() -> None:
+    module, plain = Padding(), Padding()
+    plain.load_state_dict(module.state_dict())
+    with simulated_mesh(a=2) as mesh:
+        parallel(module, mesh, X)
+        for _ in range(2):
+            same_as(plain, module)
+        assert programs(module) == 1
+        for one in (module, plain):
+            one.stride.data.fill_(1)  # unseen by version counters
+        same_as(plain, module)
+        assert programs(module) == 2
+        for one in (module, plain):
+            one.limit, one.stride = torch.tensor([0.0, 0.0]), torch.tensor(4)
+        for _ in range(4):  # the count of steps comes to more than five
+            same_as(plain, module)
+        assert programs(module) == 3
+
+
+def test_buffers_without_numbers_are_refused() -> None:
+    module = Padding()
+    module.register_buffer("stride", torch.empty((), dtype=torch.int64, device="meta"))
+    with pytest.raises(CaptureError, match=r"numbers in self.stride, which has none.*Make the module with real"):
+        capture(module, (X,), {})
+
+
 def test_examples_without_numbers_are_refused() -> None:
     for example in (ALL.to("meta"), capture(Model(bound), (X, ALL), {}).inputs[-2].node.meta["val"]):
         with pytest.raises(CaptureError, match=r"mask.all\(\).*input mask.*example of real tensors"):
@@ -360,10 +417,10 @@ def test_branches_on_data_do_not_serve_pipelines() -> None:
 def test_models_that_ask_for_numbers_train_as_on_one_device(name: str) -> None:
     with Float64Mode():
         alone, inputs = MODELS[name]()
-        expected = losses_and_gradients(alone, inputs)
-    with simulated_mesh(a=2) as mesh, Float64Mode():
         module, _ = MODELS[name]()
         module.load_state_dict(alone.state_dict())
+        expected = losses_and_gradients(alone, inputs)
+    with simulated_mesh(a=2) as mesh, Float64Mode():
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
         assert relative_difference(losses_and_gradients(module, inputs), expected) <= TOLERANCE
 
