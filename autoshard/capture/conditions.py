@@ -1,8 +1,8 @@
 """Numbers that Python reads while `forward` is captured: those in inputs, and those that `forward` counts with.
 
 A graph holds the branches that the example took. A call in which a value read from an input or a buffer differs needs
-another graph: a program reads the values again. Numbers that `forward` only counts with, and containers that it only fills,
-are no condition: stand-ins for them raise an error when they are read.
+another graph: a program reads the values again. Numbers that `forward` only counts with, and containers that it only
+fills, are no condition: stand-ins for them raise an error when they are read.
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import linecache
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributions import distribution
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -35,6 +36,9 @@ READS = (
     torch.is_nonzero,
 )
 """Functions that return the numbers in a tensor to Python."""
+
+# The file of the code that validates distributions.
+_DISTRIBUTION = str(distribution.__file__)
 
 _BOOL_CONVERSIONS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 
@@ -69,6 +73,7 @@ class DataReads(TorchFunctionMode):
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{read: partial(self._number, read) for read in READS},
             torch._assert: self._assert,
+            torch._is_all_true: self._validate,
             Tensor.unsqueeze_: self._unsqueeze,
             Tensor.__getitem__: self._item,
             Tensor.__setitem__: self._set_item,
@@ -119,6 +124,13 @@ class DataReads(TorchFunctionMode):
             traced = traced_node(tensor)
             if traced is not None:
                 yield traced[0], (name, numbers_of(self._examples.get(name)))
+
+    def _copy_or_none(self, tensor: object) -> fx.Node | None:
+        """Return the program's node for a tensor as `_copy` does; None also where the example has no numbers."""
+        try:
+            return self._copy(tensor)
+        except NoNumbersError:
+            return None
 
     def _read(self, copy: fx.Node) -> Tensor:
         """Return the value of a node of the program, which becomes a condition of the graph."""
@@ -182,6 +194,24 @@ class DataReads(TorchFunctionMode):
             # In a carrier: torch.export would report a plain AssertionError as a failure of its own.
             raise ModelError(AssertionError(message))
 
+    def _validate(self, valid: Tensor) -> Tensor | bool:
+        """Answer that the arguments of a distribution, or a sample, are valid, which every run checks."""
+        caller = sys._getframe(1)
+        while caller.f_back is not None and caller.f_code.co_name == "__torch_function__":
+            caller = caller.f_back
+        copy = self._copy_or_none(valid)
+        # What is computed from constants alone is answered once and for all.
+        if caller.f_code.co_filename != _DISTRIBUTION or (copy is not None and self.program.is_fixed(copy)):
+            return torch._is_all_true(valid)
+        what = type(caller.f_locals.get("self")).__name__
+        message = (
+            f"{what} of torch.distributions: a parameter or a value does not satisfy its constraint. On one device, "
+            "the error names both"
+        )
+        check = RuntimeCheck(running_line(), True, message, ValueError)
+        self.assumptions.append((valid.detach().all(), check))
+        return True
+
     def _unsqueeze(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # torch.export does not come to an end where an input is changed by `unsqueeze_`.
         traced = traced_node(tensor)
@@ -200,10 +230,7 @@ class DataReads(TorchFunctionMode):
 
     def _positions(self, mask: Tensor) -> Tensor | None:
         """Return indices of non-zero elements, as many as in the example; None where their number is not known."""
-        try:
-            copy = self._copy(mask)
-        except NoNumbersError:
-            copy = None  # torch makes the size a symbol; capture refuses it only if something depends on it
+        copy = self._copy_or_none(mask)  # without, torch makes the size a symbol, which is refused if anything needs it
         if copy is None:
             return None
         count = int(self._read(self.program.call(aten.count_nonzero.default, copy)))
@@ -250,10 +277,9 @@ class DataReads(TorchFunctionMode):
     def _repeat_interleave(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         repeats = args[0] if args else kwargs.get("repeats", tensor)
         if isinstance(repeats, Tensor) and repeats.ndim == 1 and repeats.shape[0] != 1 and "output_size" not in kwargs:
-            with contextlib.suppress(NoNumbersError):
-                copy = self._copy(repeats)
-                if copy is not None:
-                    kwargs["output_size"] = int(self._read(self.program.call(aten.sum.default, copy)))
+            copy = self._copy_or_none(repeats)
+            if copy is not None:
+                kwargs["output_size"] = int(self._read(self.program.call(aten.sum.default, copy)))
         return torch.repeat_interleave(tensor, *args, **kwargs)
 
     def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:

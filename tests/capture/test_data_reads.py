@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributions import Categorical, Normal, StudentT
 from torch.nn import functional
 
 import autoshard
@@ -235,6 +236,25 @@ def test_a_branch_on_activations_that_leaves_anything_else_is_checked_by_every_r
     with pytest.raises(InputError, match=r"asks for numbers .* answer False"):
         module(X * float("nan"), ALL)
     assert not SEEN
+
+
+def likelihood(y: Tensor, mask: Tensor) -> Tensor:
+    scale = y.exp() if mask.all() else y - y
+    kinds = (Normal(y, scale), StudentT(y.exp() + 2, y, scale), Categorical(logits=y), Normal(0.0, 1.0))
+    return torch.cat([kind.log_prob((y.detach()[:, :1] > 0).to(y.dtype)) for kind in kinds], 1)
+
+
+def test_distributions_are_validated_by_every_run(mesh: DeviceMesh) -> None:
+    module, plain = Model(likelihood), Model(likelihood)
+    plain.load_state_dict(module.state_dict())
+    parallel(module, mesh, X, ALL)
+    for found, wanted in zip(train(module, ALL), train(plain, ALL), strict=True):
+        assert relative_difference(found, wanted) <= TOLERANCE
+    for x, mask in ((X, SOME), (X * float("nan"), ALL)):
+        with pytest.raises(ValueError, match=r"satisfy the constraint"):
+            plain(x, mask)
+        with pytest.raises(ValueError, match=r"Normal of torch.distributions: .*constraint.*kinds = \(Normal"):
+            module(x, mask)
 
 
 def solve(y: Tensor, mask: Tensor) -> Tensor:
