@@ -361,7 +361,8 @@ class GradientCode(TorchFunctionMode):
         if args and id(args[0]) in self._data and _changes_first(func):
             raise CaptureError(
                 f"{running_line()} changes the numbers of a tensor that has a gradient, unseen by autograd. Compute a "
-                "new tensor, or change a buffer."
+                "new tensor (weight.clamp(...), not weight.data.clamp_(...)), or switch the line off and change the "
+                "parameter between steps, behind the optimizer's: with torch.no_grad(): weight.clamp_(...)."
             )
         if self._is_watched_leaf(args) and _changes_first(func):
             raise CaptureError(
