@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import _is_all_true as is_all_true  # by which torch.distributions validates
 from torch import fx
 from torch._dynamo.callback import callback_handler  # tells when Dynamo reads code
 from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
@@ -88,6 +89,7 @@ __all__ = [
     "UserError",
     "free_unbacked_symbols",
     "function_modes",
+    "is_all_true",
     "is_lazy",
     "pytree",
     "symbolic",

@@ -16,7 +16,7 @@ from torch.distributions import distribution
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
+from autoshard.capture._torch import FakeTensor, OpOverload, is_all_true, outside_functions, pytree, traced_node
 from autoshard.capture.call_layout import RuntimeCheck
 from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
 from autoshard.capture.conditions import HeldTensor, InputProgram, NoNumbersError, numbers_of
@@ -73,7 +73,7 @@ class DataReads(TorchFunctionMode):
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{read: partial(self._number, read) for read in READS},
             torch._assert: self._assert,
-            torch._is_all_true: self._validate,
+            is_all_true: self._validate,
             Tensor.unsqueeze_: self._unsqueeze,
             Tensor.__getitem__: self._item,
             Tensor.__setitem__: self._set_item,
@@ -202,7 +202,7 @@ class DataReads(TorchFunctionMode):
         copy = self._copy_or_none(valid)
         # What is computed from constants alone is answered once and for all.
         if caller.f_code.co_filename != _DISTRIBUTION or (copy is not None and self.program.is_fixed(copy)):
-            return torch._is_all_true(valid)
+            return is_all_true(valid)
         what = type(caller.f_locals.get("self")).__name__
         message = (
             f"{what} of torch.distributions: a parameter or a value does not satisfy its constraint. On one device, "
