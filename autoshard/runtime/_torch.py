@@ -94,12 +94,12 @@ def data_of(tensor: Tensor) -> Tensor:
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
     """Return the `.grad` of a tensor whose class has a `grad` of its own."""
-    return Tensor.grad.__get__(tensor)  # type: ignore[attr-defined,no-any-return]
+    return Tensor.grad.__get__(tensor)  # type: ignore[union-attr,no-any-return]
 
 
 def set_gradient(tensor: Tensor, value: Tensor | None) -> None:
     """Set the `.grad` of a tensor whose class has a `grad` of its own."""
-    Tensor.grad.__set__(tensor, value)  # type: ignore[attr-defined]
+    Tensor.grad.__set__(tensor, value)  # type: ignore[union-attr]
 
 
 def shares_memory(one: DTensor, other: DTensor) -> bool:

@@ -39,13 +39,13 @@ class PlacedTensor(DTensor):
     """A `DTensor` that is changed as one device changes a tensor; see the module."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _run(_effect_of(func), func, args, kwargs or {})
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The tensor outside of autograd, which shares its memory; set to a whole tensor or a `DTensor`."""
         return _torch.data_of(self)
 
@@ -54,7 +54,7 @@ class PlacedTensor(DTensor):
         _assign(self, value)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The gradient, a placed tensor, too: rows of it may be set to zero, and noise added to it."""
         gradient = _torch.gradient_of(self)
         if type(gradient) is DTensor:
@@ -71,9 +71,9 @@ class PlacedTensor(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedTensor:
         if id(self) in memo or not self.is_leaf:
-            return super().__deepcopy__(memo)  # type: ignore[no-any-return,no-untyped-call]
+            return super().__deepcopy__(memo)
         # Torch copies the memory of the wrapper, which is none, where the shard begins within other memory.
-        memo[id(self)] = copied = placed(self.detach().clone())
+        memo[id(self)] = copied = placed(self.detach().clone())  # type: ignore[arg-type]
         state = {key: value for key, value in self.__dict__.items() if key != _SOURCE}
         copied.__dict__.update(copy.deepcopy(state, memo))
         copied.requires_grad = self.requires_grad
@@ -274,8 +274,8 @@ def _run_on_whole_tensors(effect: _Effect, func: Any, args: Sequence[Any], kwarg
 def _check_shape(func: Any, tensor: DTensor, whole: Tensor) -> None:
     if whole.shape != tensor.shape:
         raise InputError(
-            f"{_name_of_operator(func)} gave {_name_of(tensor)} the shape {tuple(whole.shape)}; it has the shape {tuple(tensor.shape)}, "
-            "and nothing was changed."
+            f"{_name_of_operator(func)} gave {_name_of(tensor)} the shape {tuple(whole.shape)}; it has the shape "
+            f"{tuple(tensor.shape)}, and nothing was changed."
         )
 
 

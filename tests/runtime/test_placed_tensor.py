@@ -129,6 +129,21 @@ CHANGES: dict[str, Change] = {
 }
 
 
+def _zero_rows(weight: Tensor) -> None:
+    weight[:2].zero_()
+    weight[5] *= 2
+
+
+GRADIENT_CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "rows": lambda weight: _zero_rows(weight.grad),
+    "noise": lambda weight: weight.grad.add_(torch.randn_like(weight.grad)),
+    "data": lambda weight: setattr(weight.grad, "data", weight.grad.data.clamp(-0.5, 0.5)),
+    "mask": lambda weight: weight.grad.mul_(torch.ones(6, 5, dtype=torch.float64).tril()),
+    "another one": lambda weight: setattr(weight, "grad", weight.detach() * 2),
+    "none": lambda weight: delattr(weight, "grad"),
+}
+
+
 class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -200,6 +215,28 @@ def refuse_and_change_nothing(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_what_no_program_could_take_is_refused(two: Workers, name: str) -> None:
     two.run(refuse_and_change_nothing, name)
+
+
+def change_gradients_as_one_device_does() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    for name, change in GRADIENT_CHANGES.items():
+        for place, placement in PLACEMENTS.items():
+            holder, alone = Holder(), Holder()
+            place_parameters(holder, {"weight": Spec.of(placement)}, mesh)
+            for weight in (holder.weight, alone.weight):
+                for _ in range(2):
+                    weight.square().sum().backward()
+                    torch.manual_seed(3)
+                    change(weight)
+                optimizer = torch.optim.SGD([weight], lr=0.1)
+                nn.utils.clip_grad_norm_([weight], 1.0)
+                optimizer.step()
+            whole = gather_full_tensor(holder.weight)
+            torch.testing.assert_close(whole, alone.weight.detach(), rtol=1e-9, atol=1e-12, msg=f"{name}: {place}")
+
+
+def test_gradients_are_changed_as_on_one_device(two: Workers) -> None:
+    two.run(change_gradients_as_one_device_does)
 
 
 class Net(nn.Module):
