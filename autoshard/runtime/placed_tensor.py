@@ -100,13 +100,21 @@ def place_parameters(module: nn.Module, placements: Mapping[str, Spec], device_m
 
 
 @torch.no_grad()
-def replicate_buffers(module: nn.Module) -> None:
-    """Make buffers that were computed from parameters, such as masks of pruning, whole on every rank, in place."""
+def make_state_whole(module: nn.Module) -> None:
+    """Make whole what users computed from parameters and gave to the module, since programs read it so.
+
+    Buffers, such as masks of pruning, are replicated in place. Attributes become plain tensors, but those that autograd
+    recorded, whose gradients no program has.
+    """
     for buffer in module.buffers():
         if isinstance(buffer, DTensor) and not Spec(tuple(buffer.placements)).is_replicated:
             mesh, replicated = buffer.device_mesh, Spec.all_replicated(buffer.device_mesh.ndim)
             whole = wrap(_whole(buffer), mesh, replicated, buffer.shape, buffer.dtype)
             _torch.set_local_tensor(buffer, local_of(whole), _torch.dtensor_spec_of(whole))
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, DTensor) and not value.requires_grad:
+                setattr(part, name, _whole(value))
 
 
 def placed(tensor: DTensor) -> PlacedTensor:

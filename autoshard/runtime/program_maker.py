@@ -28,7 +28,7 @@ from autoshard.runtime.calls import NewCall, PinsByName, PlacementsByName, witho
 from autoshard.runtime.gradient_sums import GradientSums
 from autoshard.runtime.in_place_changes import check_constants
 from autoshard.runtime.optimizers import replace_in_optimizers
-from autoshard.runtime.placed_tensor import place_parameters, replicate_buffers
+from autoshard.runtime.placed_tensor import make_state_whole, place_parameters
 from autoshard.runtime.rank_agreement import (
     HostGroups,
     Seeds,
@@ -172,7 +172,7 @@ class ProgramMaker:
             programs: those of the call's signature in other states of the module, by the fingerprints of their graphs.
             input_pins: the placements of inputs in the program, as far as they are known.
         """
-        replicate_buffers(self.module)
+        make_state_whole(self.module)
         captured = on_all_ranks(self.device_mesh, lambda: self._capture(call, input_pins))
         graph = captured.graph
         # Before planning: a module that alternates between two states would be planned at every change.

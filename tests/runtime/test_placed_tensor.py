@@ -244,8 +244,11 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.table, self.up, self.down = nn.Embedding(14, 8, padding_idx=3), nn.Linear(8, 12), nn.Linear(12, 7)
+        self.scale: Tensor | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
+        if self.scale is not None:
+            return self.down(self.up(self.table(ids)).tanh() * self.scale).square().mean()
         return self.down(self.up(self.table(ids)).tanh()).square().mean()
 
 
@@ -278,6 +281,7 @@ def _save_and_load(net: Net) -> None:
 
 
 BETWEEN_CALLS: dict[str, Callable[[Net], object]] = {
+    "an attribute": lambda net: setattr(net, "scale", net.up.bias.detach() * 2),
     "reset": _reset,
     "vector": _assign_all,
     "average": _step_and_average,
