@@ -132,6 +132,14 @@ class JointGraph:
         return tuple(item.name for item in self.inputs if item.kind == "tangent")
 
     @property
+    def outputs_beside_loss(self) -> tuple[str, ...]:
+        """Names of the outputs that are returned beside a loss, a scalar that is differentiated; empty without one."""
+        outputs, losses = self.tensor_outputs, set(self.tangent_outputs)
+        if not losses or any(outputs[name].meta["val"].ndim for name in losses if name in outputs):
+            return ()
+        return tuple(name for name in outputs if name not in losses)
+
+    @property
     def gradient_sources(self) -> dict[str, frozenset[str]]:
         """Names of the outputs whose tangents a gradient depends on, by the name of its parameter or input."""
         sources = self._sources([item for item in self.inputs if item.kind == "tangent"])

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 import autoshard
 from autoshard.cli.arguments import UsageError, Verbs, add_verb, check_output, console, parse_mesh, print_line
 from autoshard.cli.plan_files import Plan, plan_tables, read_plan
-from autoshard.cli.planning import add_memory, add_options, planning_keywords
+from autoshard.cli.planning import add_memory, add_options, planning_keywords, print_outputs_left
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 
@@ -45,6 +45,7 @@ def _simulate(options: argparse.Namespace) -> None:
         raise UsageError(f"--picture {options.picture}: name a file that ends in .svg.")
     plan = _plan_of(options)
     console().print(*_tables(plan))
+    print_outputs_left(plan, options)
     # Written last: what is printed is of use even where a plan has no calls to draw.
     if options.trace is not None:
         plan.trace(options.trace)

@@ -20,7 +20,7 @@ from autoshard.cli.arguments import (
     usage_errors,
 )
 from autoshard.cli.plan_files import read_plan
-from autoshard.cli.planning import add_memory, add_options, add_pipeline, planning_keywords
+from autoshard.cli.planning import add_memory, add_options, add_pipeline, planning_keywords, print_outputs_left
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.errors import HintError
 from autoshard.options import Pipeline
@@ -88,6 +88,7 @@ def _why(options: argparse.Namespace) -> int:
             alternative = autoshard.why_not(plan, asked, module, args, kwargs, requests=requests, **keywords)
         else:
             made = autoshard.plan(module, mesh, args, kwargs, **keywords)
+            print_outputs_left(made, options)
             alternative = made.why_not(asked) if isinstance(made, ShardingPlan) else made.why_not(asked, **requests)
     except HintError as error:
         raise UsageError(str(error)) from error

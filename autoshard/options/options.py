@@ -16,7 +16,7 @@ from autoshard.names import suggestion
 from autoshard.units import parse_bytes
 
 Hints = Mapping[str, Any]
-Placements = Mapping[str, Any] | Literal["planned"] | None
+Placements = Mapping[str, Any] | Literal["planned", "auto"] | None
 """Globs over names of outputs -> placements, as `autoshard.options.placements` reads them."""
 Shares = Mapping[str, Sequence[int]]
 """Name of one mesh axis -> the shares of its ranks, in proportion to one another."""
@@ -162,8 +162,9 @@ class Options:
         input_placements: for local inputs, globs over their names -> placements, such as `{"mask": Replicate()}` or
             `{"x": {"tp": Shard(1)}}`; see docs/hints.md. Axes that are left open are as by default: the first dim of
             the inputs with the batch's size is split over the data axes, and all else is whole.
-        output_placements: None: as `outputs` says; `"planned"`: as they lie, as DTensors; or globs over names of
-            outputs -> placements, in which these come back as DTensors, or as local tensors with `outputs="local"`.
+        output_placements: None: as `outputs` says; `"planned"`: as they lie, as DTensors; `"auto"`: outputs that come
+            beside a loss (a scalar that is differentiated) as they lie, as DTensors where they are sharded, and all
+            outputs whole where there is no loss, or in a pipeline; or globs over names of outputs -> placements, in which these come back as DTensors, or as local tensors with `outputs="local"`.
             Axes that are left open are whole, with `outputs="local"` rows on the data axes.
         accumulate: backwards for every step of the optimizer, all but the last of which run in `autoshard.no_sync`. The
             predicted step is one run, with its part of the reductions; memory counts the sums of the runs before, most
@@ -300,7 +301,7 @@ _ENTRY_POINTS = {
         {"shares": None},
         frozenset(
             {
-                *("inputs", "outputs", "data_axes", "example_inputs", "input_placements", "output_placements"),
+                *("inputs", "outputs", "data_axes", "example_inputs", "input_placements"),
                 *("dynamic", "shares", "accumulate", "compile"),
             }
         ),
@@ -380,14 +381,14 @@ def _check_boundary(options: Options) -> None:
         value = getattr(options, name)
         if value not in ("global", "local"):
             raise PlanError(f'{name}={value!r}: choose "global" ({meaning}) or "local" (its rows).')
-    planned = options.output_placements == "planned"
-    if isinstance(options.output_placements, str) and not planned:
+    named = isinstance(options.output_placements, str)
+    if named and options.output_placements not in ("planned", "auto"):
         raise PlanError(
-            f'output_placements={options.output_placements!r}: pass "planned" or a mapping of output names.'
+            f'output_placements={options.output_placements!r}: pass "planned", "auto" or a mapping of output names.'
         )
-    if planned and options.outputs == "local":
+    if named and options.outputs == "local":
         raise PlanError(
-            'outputs="local" and output_placements="planned": local tensors do not tell how they lie. Name the outputs '
+            f'outputs="local" and output_placements="{options.output_placements}": local tensors do not tell how they lie. Name the outputs '
             "that are not to be rows, and how they lie, or leave one of the two out."
         )
     if options.inputs == "global":

@@ -250,6 +250,8 @@ def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float
         options["shares"] = {axis: list(counts) for axis, counts in target.shares.items()}
     if target.options.accumulate > 1:
         options["accumulate"] = target.options.accumulate
+    if planner.constraints.planned_outputs:
+        options["output_placements"] = "planned"
     return replace(
         plan,
         timings={"capture": capture_seconds, **plan.timings},

@@ -34,6 +34,7 @@ KIND_NAMES = {
     "optimizer": "optimizer",
     "buffer": "buffers",
     "input": "inputs",
+    "output": "outputs",
     "saved": "saved activations",
     "gathered": "gathered copies",
     "communication": "communication",

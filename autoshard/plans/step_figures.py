@@ -14,7 +14,10 @@ from autoshard.plans.plan_text import KIND_NAMES
 from autoshard.units import byte_unit, format_bytes, format_seconds, second_unit
 
 # What is held for the whole step lies at the bottom, so that the rest is seen to grow and shrink.
-_STACK = ("parameter", "optimizer", "buffer", "input", "gradient", "saved", "gathered", "communication", "temporary")
+_STACK = (
+    *("parameter", "optimizer", "buffer", "input"),
+    *("gradient", "output", "saved", "gathered", "communication", "temporary"),
+)
 _MOMENTS = 2000  # moments of the memory that are drawn: about two a pixel
 _NEAR = 0.25  # part of a limit that a peak must reach for the limit to be drawn: else the memory would be a flat line
 _SPANS = 4000  # bars of one row of a timeline: more are slow to move
