@@ -42,7 +42,7 @@ def search(
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    option: str = "mini-time",
+    option: Option = "mini-time",
     pipelines: bool | str = True,
     **keywords: Unpack[OptionKeywords],
 ) -> SearchResult:
@@ -107,7 +107,7 @@ class SearchOptions:
         MeshError, PlanError: an option is not valid.
     """
 
-    option: str
+    option: Option
     devices: int
     pipelines: bool | str = True
 
@@ -153,7 +153,7 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
     candidates, notes = _search_counts(request, options)
     candidates = tuple(_remembering(candidate, request, captures) for candidate in candidates)
     return SearchResult(
-        option=options.option,  # type: ignore[arg-type]
+        option=options.option,
         cluster=target.cluster.name,
         memory_limit=limit,
         candidates=candidates,
