@@ -69,10 +69,10 @@ def test_types_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     cache = ["--cache-dir", str(ROOT / ".mypy_cache")]
     output, errors, _ = api.run([*options, *cache, "--python-executable", sys.executable, str(file)])
     assert not errors
-    assert f"{file}:" in output, output
     shown: dict[int, list[str]] = {}
     for line in output.splitlines():
-        match = re.match(rf"{re.escape(str(file))}:(\d+): (\w+): (.*)", line)
+        # From the cache, the messages of a file have the path of an earlier run.
+        match = re.match(r".*program\.py:(\d+): (\w+): (.*)", line)
         if match and not (match[2] == "note" and "Revealed" not in match[3]):
             shown.setdefault(int(match[1]), []).append(match[3] if match[2] == "note" else "error")
     for number, line in enumerate(PROGRAM.splitlines(), 1):
