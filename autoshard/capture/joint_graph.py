@@ -91,6 +91,7 @@ class JointGraph:
         state: the flags, numbers, submodules and hooks that the graph depends on, the changes of these by a call, and
             the conditions on the numbers in inputs.
         histories: the autograd state that one device gives to the outputs.
+        model: the name of the module's class.
     """
 
     graph_module: fx.GraphModule
@@ -105,6 +106,7 @@ class JointGraph:
     recomputed: tuple[str, ...] = ()
     state: PythonState = field(default_factory=PythonState)
     histories: OutputHistories = field(default_factory=OutputHistories)
+    model: str = ""
 
     @property
     def graph(self) -> fx.Graph:

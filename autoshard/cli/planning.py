@@ -7,6 +7,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
 import autoshard
 from autoshard.cli.arguments import (
     UsageError,
@@ -60,6 +63,7 @@ def add_plan(verbs: Verbs) -> None:
     add_mesh(parser)
     add_memory(parser)
     add_options(parser)
+    add_dtypes(parser)
     _add_accumulate(parser)
     add_pipeline(parser)
     _add_files(parser, "the plan")
@@ -80,6 +84,7 @@ def add_fits(verbs: Verbs) -> None:
     add_mesh(parser)
     add_memory(parser, required=True)
     add_options(parser)
+    add_dtypes(parser)
     _add_accumulate(parser)
     add_pipeline(parser)
 
@@ -100,6 +105,7 @@ def add_compare(verbs: Verbs) -> None:
     add_mesh(parser)
     add_memory(parser)
     add_options(parser)
+    add_dtypes(parser)
     parser.add_argument(
         "--baseline",
         action="append",
@@ -132,6 +138,7 @@ def add_search(verbs: Verbs) -> None:
     parser.add_argument("--no-pipelines", action="store_true", help="only meshes without a pipeline")
     add_memory(parser)
     add_options(parser)
+    add_dtypes(parser)
     add_pipeline(parser, axis=False)
     _add_files(parser, "the search and its best plan")
 
@@ -153,6 +160,7 @@ def add_frontier(verbs: Verbs) -> None:
         "--gaps", type=int, default=4, metavar="N", help="widest gaps between plans to search; default: 4"
     )
     add_options(parser)
+    add_dtypes(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all plans to write")
     parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the frontier to write")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help=f"picture to write: {', '.join(_PLOTS)}")
@@ -204,6 +212,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_dtypes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of mixed precision."""
+    group = parser.add_argument_group("mixed precision")
+    text = "dtype that parameters and inputs are cast to for the compute, such as bfloat16; default: none"
+    group.add_argument("--param-dtype", metavar="DTYPE", help=text)
+    text = "dtype in which gradients are reduced, such as float32; default: that of the compute"
+    group.add_argument("--reduce-dtype", metavar="DTYPE", help=text)
+
+
+def _mixed_precision(options: argparse.Namespace) -> MixedPrecisionPolicy | None:
+    """Return the policy that the options of `add_dtypes` ask for; None without any."""
+    dtypes: dict[str, torch.dtype] = {}
+    for name in ("param_dtype", "reduce_dtype"):
+        text = getattr(options, name, None)
+        if text is not None:
+            dtype = getattr(torch, text, None)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                option = f"--{name.replace('_', '-')} {text}"
+                raise UsageError(f"{option}: name a floating dtype of torch, such as bfloat16.")
+            dtypes[name] = dtype
+    return MixedPrecisionPolicy(**dtypes) if dtypes else None
+
+
 def add_pipeline(parser: argparse.ArgumentParser, *, axis: bool = True) -> None:
     """Add the options of pipelines."""
     group = parser.add_argument_group("pipelines")
@@ -236,6 +267,9 @@ def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, A
         # A comparison has a default of its own, and a saved plan records what it was made with.
         elif function != "compare" and getattr(options, "plan", None) is None:
             keywords["output_placements"] = "auto"
+        policy = _mixed_precision(options)
+        if policy is not None:
+            keywords["mp_policy"] = policy
         if hints:
             keywords["hints"] = hints
         pipeline = {name: getattr(options, name, None) for name in ("axis", "schedule", "microbatches", "virtual")}

@@ -205,10 +205,11 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def cards(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Return the key figures at the head of a page: label, value, and a note below it."""
+def cards(figures: Iterable[tuple[str, str, str]], alarms: Container[str] = ()) -> str:
+    """Return the key figures at the head of a page: label, value, and a note below it; red where it is an alarm."""
     items = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>"
+        f"<div{' class=alarm' if label in alarms else ''}><dt>{escape(label)}</dt><dd>{escape(value)}</dd>"
+        f"<dd class=note>{escape(note)}</dd></div>"
         for label, value, note in figures
     )
     return f'<dl class="cards">{items}</dl>'
@@ -244,7 +245,9 @@ def text_cell(text: str) -> str:
 
 def code_cell(text: str, css_class: str = "") -> str:
     """Return a cell of a name."""
-    return f"<td><code{f' class={css_class}' if css_class else ''}>{escape(text)}</code></td>"
+    # A name that is too long for its line breaks behind a dot, and not inside of a word.
+    name = escape(text).replace(".", ".<wbr>")
+    return f"<td><code{f' class={css_class}' if css_class else ''}>{name}</code></td>"
 
 
 def number_cell(text: str) -> str:

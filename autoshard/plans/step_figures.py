@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from autoshard.memory.footprint import KINDS
+from autoshard.names import index_of
 from autoshard.plans.html import Figure, View
 from autoshard.plans.plan_data import Decision, PlanContents
 from autoshard.plans.plan_text import KIND_NAMES
@@ -373,8 +374,14 @@ def _place(span: Span) -> tuple[str, str]:
 def layer_of(module: str) -> str:
     """Return the path of the layer that a module is in: up to its first index, or its first two names."""
     parts = module.split(".")
-    index = next((place for place, part in enumerate(parts) if part.isdigit()), min(1, len(parts) - 1))
+    index = next((place for place, part in enumerate(parts) if index_of(part)), min(1, len(parts) - 1))
     return ".".join(parts[: index + 1])
+
+
+def _short_name(layer: str) -> str:
+    """Return the last name of a layer; with the name before it where it is a number, which says nothing alone."""
+    parts = layer.split(".")
+    return ".".join(parts[-2 if parts[-1].isdigit() else -1 :])
 
 
 def _layer_bars(plan: PlanContents, second: float) -> Iterator[dict[str, Any]]:
@@ -394,6 +401,6 @@ def _layer_bars(plan: PlanContents, second: float) -> Iterator[dict[str, Any]]:
                 [(start, end) for start, end, _ in part],
                 second,
                 [f"<b>{layer or '(root)'}</b><br>{format_seconds(end - start)}" for start, end, layer in part],
-                [layer.rpartition(".")[2] for *_, layer in part],
+                [_short_name(layer) for *_, layer in part],
             )
             yield trace | {"showlegend": False}
