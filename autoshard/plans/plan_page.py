@@ -109,9 +109,11 @@ def step_bar(plan: PlanContents) -> str:
         ("compute slower beside communication", expenses.slowdown, "var(--alarm)"),
         ("waits for the host, copies", expenses.other, "var(--update)"),
     ]
-    # Rounding may leave a part a little below zero.
+    # Flex factors are nanoseconds, for below a sum of 1 they leave room. Rounding may leave a part a little below zero.
     shown = [(name, seconds, colour) for name, seconds, colour in parts if seconds > 1e-4 * expenses.step_seconds]
-    bar = "".join(f'<span style="flex: {seconds:.9f}; background: {colour}"></span>' for _, seconds, colour in shown)
+    bar = "".join(
+        f'<span style="flex: {1e9 * seconds:.0f}; background: {colour}"></span>' for _, seconds, colour in shown
+    )
     legend = "".join(
         f'<span><i style="background: {colour}"></i>{escape(name)} {format_seconds(seconds)}</span>'
         for name, seconds, colour in shown

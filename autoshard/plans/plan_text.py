@@ -84,11 +84,10 @@ def summary(plan: PlanContents) -> tuple[tuple[str, str], ...]:
     """Return label and value of every line at the head of a plan; lines without a value are left out."""
     on = f" on cluster {plan.cluster}" if plan.cluster else ""
     subject = dict(plan.subject)
-    device = subject.pop("device", "")
     made = made_text(subject.pop("made on", ""), plan.versions)
     lines = (
         *subject.items(),
-        ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}{f': {device}' if device and on else ''}"),
+        ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}"),
         ("predicted step", f"{format_seconds(plan.step_seconds)}{_communication(plan)}"),
         ("throughput", throughput_text(plan)),
         ("optimizer's update", format_seconds(plan.update_seconds) if plan.update_seconds else ""),

@@ -105,6 +105,23 @@ def test_plan_of_a_config(folder: Path) -> None:
     assert set(plan.input_placements) == {"input_ids", "labels"}
 
 
+@pytest.mark.usefixtures("folder")
+def test_mixed_precision_and_what_a_plan_was_made_for_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    dtypes = ["--param-dtype", "bfloat16", "--reduce-dtype", "float32"]
+    assert main(["plan", "planned_models:scored", "--mesh", "dp=2", "--effort", "fast", *dtypes]) == 0
+    lines = {line[:20].strip(): line[20:].strip() for line in capsys.readouterr().out.splitlines() if line[:1] == " "}
+    assert lines["model"] == "Scored, 262,656 parameters in float32"
+    assert lines["inputs"] == "x 65536x512 float32 (batch 65536)"
+    assert lines["precision"] == "parameters cast to bfloat16, gradients reduced in float32"
+    assert (lines["optimizer"], lines["device"]) == ("adamw", "H100 SXM5 80GB")
+    assert f"autoshard {autoshard.__version__}, torch {torch.__version__}" in lines["made on"]
+    # Products of 512 columns: two for the forward half, and one gradient, since the input needs none.
+    work = 4 * 65536 * 512 * 512
+    rate, _, used = lines["throughput"].partition(" samples per second, ")
+    seconds = 65536 / float(rate.replace(",", ""))
+    assert float(used.split("%")[0]) == pytest.approx(100 * work / 2 / seconds / 989e12, rel=0.02)
+
+
 @pytest.mark.parametrize(
     "verb",
     [
@@ -186,6 +203,8 @@ PLAN = ("plan", "planned_models:make")
         ((*PLAN, "--mesh", "dp=2", "--memory", "70"), "the amount of memory '70' has no unit"),
         ((*PLAN, "--mesh", "dp=2", "--memory", "much"), "'much' is not an amount of memory"),
         ((*PLAN, "--mesh", "dp=2", "--optimizer", "adamm"), "adamm"),
+        ((*PLAN, "--mesh", "dp=2", "--param-dtype", "bf61"), "--param-dtype bf61: name a floating dtype of torch"),
+        ((*PLAN, "--mesh", "dp=2", "--reduce-dtype", "int8"), "--reduce-dtype int8: name a floating dtype of torch"),
         ((*PLAN, "--mesh", "dp=2", "--time-limit", "-1"), "time_limit=-1.0: it must be above zero"),
         (
             (*PLAN, "--mesh", "dp=2", "-o", "no/folder/plan.json"),
