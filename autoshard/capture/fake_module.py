@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -213,8 +214,8 @@ def parameter_faults(module: nn.Module, *, one_device: bool = True) -> Iterator[
         )
 
 
-FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing"})
-"""Packages whose objects are not state of a model."""
+FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing", "tqdm"})
+"""Packages whose objects are not state of a model: torch itself shows a bar of tqdm while it traces."""
 
 MODULE_STATE = frozenset({"__dict__", "__class__", *vars(nn.Module())})
 """Attributes that every module has."""
@@ -238,8 +239,13 @@ _MOST = 20_000  # objects that are looked at, and functions
 
 
 def is_object(value: object) -> bool:
-    """Return True if a value is an object of the user's code that has attributes."""
-    return type(value).__module__.split(".")[0] not in FOREIGN and isinstance(getattr(value, "__dict__", None), dict)
+    """Return True if a value is an object of the user's code that has attributes.
+
+    A thread is none: it changes itself beside a call, such as the monitor of tqdm, and the call does not.
+    """
+    if isinstance(value, threading.Thread) or type(value).__module__.split(".")[0] in FOREIGN:
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict)
 
 
 @dataclass(slots=True, eq=False)

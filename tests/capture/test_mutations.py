@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import autoshard
 from autoshard.capture.joint import capture
@@ -192,3 +194,67 @@ def test_a_list_that_forward_looks_at_has_a_program_for_every_length() -> None:
         autoshard.parallelize(module, mesh, (X,), cluster=fast_links())
         for _ in range(4):
             _same([module(X), module.log], [alone(X), alone.log])
+
+
+class Monitor(threading.Thread):
+    """A thread that counts for itself, as the monitors of progress bars do."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.ticks = 0
+        self.asked, self.answered = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        while self.asked.wait():
+            self.asked.clear()
+            self.ticks += 1
+            self.answered.set()
+
+    def tick(self) -> None:
+        self.asked.set()
+        assert self.answered.wait(60.0)
+        self.answered.clear()
+
+
+MONITOR = Monitor()
+
+
+class Watched(nn.Module):
+    """Runs beside a thread that the code of its forward and its backward can reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.linear.register_full_backward_hook(lambda *_: MONITOR.tick())
+
+    def forward(self, x: Tensor) -> Tensor:
+        MONITOR.tick()
+        return self.linear(x).sum()
+
+
+def test_what_a_thread_changes_beside_a_call_is_not_of_the_call() -> None:
+    MONITOR.start()
+    ticks = MONITOR.ticks
+    graph = capture(Watched(), (torch.randn(4, 8, dtype=torch.float64),), {})
+    assert MONITOR.ticks > ticks
+    assert not graph.state.mutations
+
+
+class Showing(nn.Module):
+    """Shows a bar of progress, which torch does too while it traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+        self.layers[0].register_full_backward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in tqdm(self.layers, disable=True):
+            x = layer(x)
+        return x.sum()
+
+
+def test_a_bar_of_progress_is_no_state_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm, "monitor", None)  # the first bar of a process makes it
+    graph = capture(Showing(), (torch.randn(4, 8, dtype=torch.float64),), {})
+    assert not graph.state.mutations
