@@ -232,7 +232,9 @@ def _mixed_precision(options: argparse.Namespace) -> MixedPrecisionPolicy | None
                 option = f"--{name.replace('_', '-')} {text}"
                 raise UsageError(f"{option}: name a floating dtype of torch, such as bfloat16.")
             dtypes[name] = dtype
-    return MixedPrecisionPolicy(**dtypes) if dtypes else None
+    if not dtypes:
+        return None
+    return MixedPrecisionPolicy(param_dtype=dtypes.get("param_dtype"), reduce_dtype=dtypes.get("reduce_dtype"))
 
 
 def add_pipeline(parser: argparse.ArgumentParser, *, axis: bool = True) -> None:
