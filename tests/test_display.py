@@ -117,6 +117,11 @@ def test_other_parts_are_refused() -> None:
 
 
 def test_long_names_break_behind_dots() -> None:
-    text = plain([NameText("model.layers.3.self_attn.q_proj.weight")], 16)
-    assert text.splitlines() == ["model.layers.3.", "self_attn.", "q_proj.weight"]
-    assert plain([NameText("short.name")], 16) == "short.name"
+    def shown(width: int) -> list[str]:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(overflow="fold")
+        table.add_row(NameText("model.layers.3.self_attn.q_proj.weight"))
+        return plain([table], width).splitlines()
+
+    assert shown(16) == ["model.layers.3.", "self_attn.", "q_proj.weight"]
+    assert shown(60) == ["model.layers.3.self_attn.q_proj.weight"]

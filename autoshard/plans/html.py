@@ -245,9 +245,7 @@ def text_cell(text: str) -> str:
 
 def code_cell(text: str, css_class: str = "") -> str:
     """Return a cell of a name."""
-    # A name that is too long for its line breaks behind a dot, and not inside of a word.
-    name = escape(text).replace(".", ".<wbr>")
-    return f"<td><code{f' class={css_class}' if css_class else ''}>{name}</code></td>"
+    return f"<td><code{f' class={css_class}' if css_class else ''}>{escape(text)}</code></td>"
 
 
 def number_cell(text: str) -> str:
