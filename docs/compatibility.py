@@ -22,23 +22,30 @@ HEAD = """\
 # Compatibility
 
 autoshard is written for Python 3.11 and later, and torch 2.13 and later. Its tests run on the versions in
-`constraints.txt`, on CPU devices over gloo. With a newer torch than 2.13 it works as far as the table tells, and warns
+`constraints.txt`, on CPU devices over gloo. With a newer torch than 2.14 it works as far as the table tells, and warns
 once, at the first capture. Older releases are not allowed, since tests fail on them:
 
-| torch | Python | tests | result |
-|---|---|---|---|
-| 2.14.1 | 3.11 | 408 of capture, and the private names | 26 failed, 25 of them for one reason, which was mended since |
-| 2.13.0 | 3.11 | all | pass |
-| 2.12.0 | not noted | 1350: capture, specs, reshards, programs, the runtime, pipelines | 9 failed |
-| 2.11.0 | not noted | 202: programs, some of capture and reshards, the public functions | 6 failed |
+| torch | Python | tests | passed | skipped | failed | date |
+|---|---|---|--:|--:|--:|---|
+| 2.14.1 | 3.11 | `tests/quick.txt` | 2144 | 0 | 1 | 2026-11-27 |
+| 2.14.1 | 3.11 | `tests/capture` | 966 | 0 | 4 | 2026-11-27 |
+| 2.14.1 | 3.11 | `tests/runtime` | 363 | 0 | 0 | 2026-11-27 |
+| 2.13.0 | 3.11 | all: what `make test` runs | | | 0 | not counted on this day |
+| 2.12.0 | 3.12 | that torch has the private names | 9 | 0 | 0 | 2026-11-27 |
+| 2.11.0 | 3.12 | `tests/quick.txt` | 2127 | 0 | 16 | 2026-11-27 |
 
-What fails with 2.14.1: one test of capture, attention in an `autograd.Function`, where one of two calls was found as
-attention. Of the 25 tests that were mended, 9 have been run again, and pass; programs, the runtime and pipelines have
-not been run. What fails with 2.12: pipeline stages without parameters, whose missing gradients torch's schedules
-refuse; a Llama with a dynamic length, and a forward that differentiates in forward mode, which `torch.export` refuses;
-and tests that compare lists and messages with torch's, which are others there. Five of the six with 2.11, and some of
-the nine with 2.12, were of an option that is gone; they have not been counted again. To try a release, run `make
-test-torch TORCH=2.14.1`: it makes an environment for the release, and runs the tests in it.
+What failed with 2.14.1: the one of the quick list is a search that ran out of time on a busy machine, and passes alone.
+The four of capture were mended since, and pass with what else their files hold; the others were not run again. The
+rest of the suite (pipelines, command line, integrations, and what the quick list leaves out of patterns and planning)
+has not been run with it, nor any release with Python 3.13.
+
+What fails with 2.11: an optimizer whose state lies otherwise than a parameter that was placed anew by factors (torch
+refuses to redistribute it; two tests, and one that compares paths with torch's); products in eight bits with scales by
+row or in lists, which CPUs lack there (four); the memory of optimizers without `foreach` (five), and Adafactor with it
+(one); a `torch.Generator` in `forward`, which is refused in torch's words (one); and the search that failed with 2.14
+on that day, which was not run again (one). One, of pipelines with two neighbouring stages on a rank, was mended since,
+and passes. To try a release, run `make test-torch TORCH=2.14.1`: it makes an environment for the release, and runs the
+tests in it.
 
 ## All-gathers over gloo may end a process
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
 import torch
+from torch import _is_all_true as is_all_true  # by which torch.distributions validates
 from torch import fx
 from torch._dynamo.callback import callback_handler  # tells when Dynamo reads code
 from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
@@ -30,7 +32,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,  # a tensor with a device, and no numbers
     FakeTensorMode,
 )
+from torch.autograd import Function
+from torch.autograd.function import FunctionMeta  # where attributes of functions are looked up
 from torch.autograd.function import _SingleLevelFunction as FunctionBase  # whose `apply` all functions end up in
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # no public name yet
 from torch.export import _trace as export_trace  # which follows assignments to buffers of the root module
 from torch.export.graph_signature import InputKind, TensorArgument
@@ -64,16 +69,17 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._sympy import functions as symbolic  # what torch writes where sizes are divided
 from torch.utils._sympy.numbers import int_oo  # no limit of a size
-from torch.utils.checkpoint import (
-    _checkpoint_without_reentrant_generator,  # what a checkpoint does before its function, and after it
-)
+
+try:  # what a checkpoint does before its function, and after it: torch 2.14 calls a function below the older one
+    from torch.utils.checkpoint import _checkpoint_without_reentrant_generator_impl as checkpoint_parts
+except ImportError:
+    from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpoint_parts
 
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "FunctionBase",
     "GradAOTOutput",
     "GuardOnDataDependentSymNode",
     "InputKind",
@@ -88,6 +94,7 @@ __all__ = [
     "UserError",
     "free_unbacked_symbols",
     "function_modes",
+    "is_all_true",
     "is_lazy",
     "pytree",
     "symbolic",
@@ -261,10 +268,135 @@ def symbolic_conditions(
     return ranges, tuple(env.replace(guard.expr) for guard in env.guards)
 
 
-def apply_function(function: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Apply a `torch.autograd.Function`, also while `FunctionBase.apply` is patched."""
-    # The patch is an attribute of `FunctionBase`; torch's own method is that of its base class.
-    return super(FunctionBase, function).apply(*args, **kwargs)  # type: ignore[misc]
+_applied: ContextVar[type | None] = ContextVar("autoshard_applied_function", default=None)
+
+
+def apply_function(function: type[Function], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Apply a `torch.autograd.Function`, also in `applying_functions_by`."""
+    token = _applied.set(function)
+    try:
+        # The patches are attributes of `FunctionBase` and `Function`; torch's own method is that of their base class.
+        return super(FunctionBase, function).apply(*args, **kwargs)  # type: ignore[misc]
+    finally:
+        _applied.reset(token)
+
+
+@contextlib.contextmanager
+def applying_functions_by(apply: Callable[..., Any]) -> Iterator[None]:
+    """Context in which `function.apply(...)` of a `torch.autograd.Function` becomes `apply(function, ...)`."""
+
+    def enter(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        # A transform of torch.func applies a function of its own in the place of this one, which is seen here, too.
+        return apply_function(function, args, kwargs) if transforms_active() else apply(function, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attribute_patch(FunctionBase, "apply", classmethod(apply)))
+        # Up to torch 2.13, `Function.apply` is Python code that calls the method of its base class. Then it is that of
+        # the engine, which code holds under names of its own (`relu = ReLU.apply`): no patch of a method is seen there.
+        if not isinstance(vars(Function).get("apply"), classmethod):
+            stack.enter_context(attribute_patch(Function, "apply", classmethod(enter)))
+            stack.enter_context(attribute_patch(FunctionMeta, "__getattribute__", _lookup(apply)))
+        yield
+
+
+def _lookup(apply: Callable[..., Any]) -> Callable[[type, str], Any]:
+    """Return the lookup of attributes of functions with which the engine's `apply` runs `apply(function, ...)`."""
+    stand_ins: dict[type, type[Function]] = {}  # in whose place the engine looks up all that it needs before forward
+    set_ups: dict[type, Any] = {}  # what it looks up behind forward
+
+    def look_up(function: type, name: str) -> Any:
+        if function is _applied.get():
+            return type.__getattribute__(function, name)
+        # The engine asks for this when it begins, and nobody else does.
+        if name == "_backward_cls":
+            stand_ins[function] = _stand_in(function, apply)
+        if name == "setup_context" and function in set_ups:
+            return set_ups.pop(function)
+        found = type.__getattribute__(stand_ins.get(function, function), name)
+        if name == "forward" and function in stand_ins:
+            # While forward runs, others look up what the function itself has.
+            stand_in = stand_ins.pop(function)
+            if _has_setup(function):
+                return _before(found, lambda: set_ups.update({function: stand_in.setup_context}))
+        return found
+
+    return look_up
+
+
+def _before(run: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    """Return a function that runs `run`, and `then` behind it."""
+
+    def both(*args: Any) -> Any:
+        result = run(*args)
+        then()
+        return result
+
+    return both
+
+
+def _has_setup(function: type) -> bool:
+    return type.__getattribute__(function, "setup_context") is not FunctionBase.setup_context
+
+
+def _stand_in(function: type, apply: Callable[..., Any]) -> type[Function]:
+    """Return a function whose forward is `apply(function, ...)`, and whose backward is that of what it returns."""
+    enabled = torch.is_grad_enabled()
+    inputs: list[Any] = []
+    edges: list[GradientEdge | None] = []
+    without: list[torch.Tensor] = []  # results without a gradient
+
+    def run(*args: Any) -> Any:
+        # The engine turns gradients off, unseen by modes: they see nothing here, either.
+        with _unseen_gradients(enabled):
+            result = apply(function, *args)
+        results = result if isinstance(result, tuple) else (result,)
+        pairs = [(each, isinstance(each, torch.Tensor) and each.requires_grad) for each in results]
+        inputs[:] = args
+        with torch._C.DisableTorchFunction():
+            # The engine gives the results a new history behind this.
+            edges[:] = [get_gradient_edge(each) if has else None for each, has in pairs]
+        without[:] = [each for each in results if isinstance(each, torch.Tensor) and not each.requires_grad]
+        return result
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        result = run(*args)
+        ctx.mark_non_differentiable(*without)
+        return result
+
+    def set_up(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(*without)
+
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        known = [(edge, each) for edge, each in zip(edges, gradients, strict=True) if edge and each is not None]
+        wanted = [isinstance(each, torch.Tensor) and each.requires_grad for each in inputs]
+        found = iter(
+            torch.autograd.grad(
+                [edge for edge, _ in known],
+                [each for each, is_ in zip(inputs, wanted, strict=True) if is_],
+                [gradient for _, gradient in known],
+                retain_graph=True,
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+        )
+        return tuple(next(found) if is_ else None for is_ in wanted)
+
+    methods: dict[str, Any] = {"backward": backward}
+    methods |= {"forward": run, "setup_context": set_up} if _has_setup(function) else {"forward": forward}
+    return type(function.__name__, (Function,), {name: staticmethod(each) for name, each in methods.items()})
+
+
+@contextlib.contextmanager
+def _unseen_gradients(enabled: bool) -> Iterator[None]:
+    """Context with gradients on or off, in graphs that are traced, too."""
+    before = torch.is_grad_enabled()
+    try:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(enabled)
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
 
 
 def is_tracing() -> bool:
@@ -346,7 +478,7 @@ def without_checkpoints(region: Callable[[], contextlib.AbstractContextManager[N
         with region():
             yield
 
-    with attribute_patch(checkpoint, _checkpoint_without_reentrant_generator.__name__, plain):
+    with attribute_patch(checkpoint, checkpoint_parts.__name__, plain):
         yield
 
 

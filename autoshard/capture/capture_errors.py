@@ -30,13 +30,40 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 # A frame of the text that torch.export keeps of a node's stack.
 _TRACED = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
-MIXTURE_ADVICE = (
-    "experts that each take their own tokens: sort the tokens by expert and multiply by "
-    'torch.nn.functional.grouped_mm (Hugging Face: experts_implementation="grouped_mm"), or run every expert on all '
-    "tokens as one batched product (torch.einsum) and weight the results by the router; both have rules that split "
-    "the experts"
+# What takes the place of code that depends on numbers that `forward` computes, by words in the line.
+_NUMBERS_ADVICE = (
+    (
+        r"expert|router|routed|\bmoe\b",
+        "experts that each take their own tokens: which experts are hit depends on the router. Sort the "
+        "tokens by expert and multiply by torch.nn.functional.grouped_mm, or run every expert on all tokens as one "
+        "batched product (torch.einsum) and weight the results by the router, with zeros for tokens of others; both "
+        "have rules that split the experts. In models of Hugging Face that have it, experts_implementation="
+        '"grouped_mm" does so; in others, replace the module of the experts before autoshard.parallelize',
+    ),
+    (r"^(if|elif|while|assert)\b| if .* else ", "a branch: compute both ways and choose by torch.where"),
+    (
+        r"\.max\(|\.sum\(|\.amax\(|length|\bsize|arange|\.shape|aten\.item",
+        "sizes that forward computes: give the tensor a size that is known before (pad to the longest that may come, "
+        "and mask what is behind the end), or compute the lengths outside of forward and pass them as an input or a "
+        "plain Python argument, of which each value has a program of its own",
+    ),
+    (
+        r"\[|aten\.index|nonzero|masked_select|unique|where\(",
+        "picking elements by a computed mask: keep the whole tensor, and choose by torch.where or multiply by the mask",
+    ),
 )
-"""What takes the place of a loop over experts, which asks which tokens are whose."""
+
+
+def numbers_advice(line: str, operator: str = "") -> str:
+    """Return advice for a line of the user's, and its operator, where something depends on computed numbers."""
+    code = line.partition(" (")[2].removesuffix(")")
+    # The line may only call the function that is meant: then the operator says more.
+    for text in (code, operator):
+        for words, advice in _NUMBERS_ADVICE:
+            if re.search(words, text, re.IGNORECASE):
+                return f"For {advice}"
+    return "Compute both ways and choose by torch.where, or use an operator of fixed size"
+
 
 # Words in the text of an error, and advice; the first entry that fits is given.
 _ADVICE = (
@@ -46,9 +73,8 @@ _ADVICE = (
     ),
     (
         ("data-dependent", "Could not guard", "unbacked", "torch.cond", ".item()", "control flow"),
-        "the graph must not depend on the numbers in a tensor, nor on drawn ones. Compute both ways and choose by "
-        "torch.where, hoist the branch or the draw out of forward, or pass the value as a plain Python argument. For "
-        f"{MIXTURE_ADVICE}",
+        "the graph must not depend on numbers that forward computes, nor on drawn ones. {numbers}. Or hoist the branch "
+        "or the draw out of forward, and pass the value as a plain Python argument",
     ),
     (
         ("Constraints violated",),
@@ -95,9 +121,10 @@ _ADVICE = (
 )
 
 
-def advice_for(text: str) -> str | None:
-    """Return advice on an error of this text; None where there is none."""
-    return next((advice for words, advice in _ADVICE if any(word in text for word in words)), None)
+def advice_for(text: str, line: str = "") -> str | None:
+    """Return advice on an error of this text at a line of the user's; None where there is none."""
+    advice = next((advice for words, advice in _ADVICE if any(word in text for word in words)), None)
+    return None if advice is None else advice.replace("{numbers}", numbers_advice(line))
 
 
 def capture_error(model: str, error: BaseException) -> CaptureError:
@@ -109,8 +136,8 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
         # The first line names no size; a list with one item per dynamic size follows.
         items = [line.strip(" -") for line in text.splitlines() if line.startswith("  - ")]
         reason = " ".join([reason.split("!")[0] + ":", *items])
-    advice = advice_for(text)
-    if advice is None and is_fault(error):
+    advice = advice_for(text, where)
+    if is_fault(error) and (advice is None or not _is_meant(error)):
         return CaptureError(f"{model} could not be captured as one graph{where}: {fault_reason(error)}")
     what = f"What to do: {advice}" if advice else f"If the module runs with these arguments on one device, {_AROUND}"
     return CaptureError(
@@ -142,6 +169,13 @@ def is_fault(error: BaseException) -> bool:
         return False
     frames = traceback.extract_tb(error.__traceback__)
     return not frames or not (is_users_file(frames[-1].filename) or frames[-1].filename.startswith(_LAYERS))
+
+
+def _is_meant(error: BaseException) -> bool:
+    """Return True for an error of Python's that code raised on purpose, or that tells of arguments of `forward`."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    line = (last[0].line or "") if last else ""
+    return line.startswith(("raise ", "assert ")) or "forward()" in str(error)
 
 
 def fault_reason(error: BaseException) -> str:

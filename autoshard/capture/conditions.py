@@ -1,8 +1,8 @@
 """Numbers that Python reads while `forward` is captured: those in inputs, and those that `forward` counts with.
 
-A graph holds the branches that the example took. A call in which a value read from an input differs needs another
-graph: a program reads the values again. Numbers that `forward` only counts with, and containers that it only fills,
-are no condition: stand-ins for them raise an error when they are read.
+A graph holds the branches that the example took. A call in which a value read from an input or a buffer differs needs
+another graph: a program reads the values again. Numbers that `forward` only counts with, and containers that it only
+fills, are no condition: stand-ins for them raise an error when they are read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,45 @@ _MAX_VALUES = 16
 
 
 class NoNumbersError(Exception):
-    """The code reads numbers of an input, by its name, that the example does not have."""
+    """The code reads numbers of an input, by its name, or of a `HeldTensor`, which do not exist."""
+
+    def __init__(self, source: str | HeldTensor) -> None:
+        super().__init__(str(source))
+        self.source = source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensor:
+    """A buffer of the user's module, or a tensor in one of its attributes.
+
+    Attributes:
+        path: the expression by which a user writes it, such as `self.encoder.stride`.
+        table: of the module that holds it.
+        name: its key in `table`.
+    """
+
+    path: str
+    table: Mapping[str, Any]
+    name: str
+
+    def __str__(self) -> str:
+        return self.path
+
+    @property
+    def tensor(self) -> Tensor:
+        """The present tensor, which may have become another one."""
+        held: Tensor = self.table[self.name]
+        return held
+
+    def numbers(self) -> Tensor | None:
+        """Return the present tensor; None if it has no numbers."""
+        with outside_functions():  # code in `forward` sees the fake one in its place
+            return numbers_of(self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A value that Python read from the numbers in inputs.
+    """A value that Python read from the numbers in inputs and buffers.
 
     Attributes:
         line: the user's line, such as `model.py:12 (if mask.all():)`.
@@ -47,29 +80,34 @@ class Reading:
 
 @dataclass(slots=True, eq=False)
 class Conditions:
-    """The values that a captured graph depends on, read from the numbers in its inputs.
+    """The values that a captured graph depends on, read from the numbers in its inputs and in what the module holds.
 
     Attributes:
-        inputs: names of the inputs that are read, in the order of the program's arguments.
+        inputs: what is read, in the order of the program's arguments: inputs by name, and tensors of the module.
         readings: the values in the example.
         program: from these inputs to flags, one for each reading: True if the value is that of the example.
     """
 
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[str | HeldTensor, ...] = ()
     readings: tuple[Reading, ...] = ()
     program: fx.GraphModule | None = None
     _device: torch.device = DEVICE
+    # The numbers of all that the module holds when the values were last those of the example.
+    _numbers: list[Tensor] | None = None
 
     def flags(self, tensors: Mapping[str, Tensor]) -> list[bool]:
         """Return one flag per reading: True if a call with these inputs has the value of the example."""
         if self.program is None:
             return []
-        passed = [tensors[name].detach() for name in self.inputs]
+        sources = [tensors[source] if isinstance(source, str) else source.tensor for source in self.inputs]
+        passed = [tensor.detach() for tensor in sources]
         inputs = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in passed]
         # Without numbers there is no answer, and the graph is not known to be right.
         if any(tensor.is_meta for tensor in inputs):
             return [False] * len(self.readings)
-        self._move(inputs[0].device)
+        device = inputs[0].device
+        self._move(device)
+        inputs = [tensor.to(device) for tensor in inputs]
         with torch.no_grad(), outside_functions():
             # Stacked, all flags come from the device with one synchronisation.
             flags: list[bool] = torch.stack(self.program(*inputs)).tolist()
@@ -77,7 +115,15 @@ class Conditions:
 
     def hold(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return True if a call with these inputs would be captured as the same graph."""
-        return all(self.flags(tensors))
+        # Every call asks, and the numbers in buffers hardly ever change: to compare them takes no program.
+        held = [source.tensor for source in self.inputs if isinstance(source, HeldTensor)]
+        only_held = len(held) == len(self.inputs) and not any(tensor.is_meta for tensor in held)
+        numbers = _join(held) if held and only_held else None
+        if numbers is not None and self._numbers is not None and _are_equal(numbers, self._numbers):
+            return True
+        holds = all(self.flags(tensors))
+        self._numbers = numbers if holds else None
+        return holds
 
     def changes(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         """Yield, for lines whose values differ in a call with these inputs, subject and predicate of an error."""
@@ -112,10 +158,26 @@ def check_conditions(known: Sequence[Conditions]) -> None:
     for line, texts in values.items():
         if len(texts) >= _MAX_VALUES:
             raise InputError(
-                f"{line} takes a value from the numbers in an input, and each needs a program of its own: there are "
-                f"{len(texts)} for inputs of these shapes. Keep the number in a tensor (torch.where for a branch, a "
-                "fixed size with a mask for a size), or take it out of forward and pass inputs of few values."
+                f"{line} takes a value from the numbers in an input or a buffer, and each needs a program of its own: "
+                f"there are {len(texts)} for inputs of these shapes. Keep the number in a tensor (torch.where for a "
+                "branch, a fixed size with a mask for a size), or take it out of forward and pass inputs of few values."
             )
+
+
+def _join(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the numbers of all tensors in one copy per device and dtype, to compare them at once."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().reshape(-1))
+    return [torch.cat(group) for group in groups.values()]
+
+
+def _are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Return True if two results of `_join` have the same numbers."""
+    return len(first) == len(second) and all(
+        one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+        for one, other in zip(first, second, strict=True)
+    )
 
 
 class InputProgram:
@@ -125,10 +187,16 @@ class InputProgram:
 
     Args:
         inputs: names and tensors of the example, by the nodes that stand for them; None for a tensor without numbers.
+        held: the tensors of the user's module, by the identity of the fake ones that stand for them.
     """
 
-    def __init__(self, inputs: Mapping[fx.Node, tuple[str, Tensor | None]]) -> None:
-        self._inputs = inputs
+    def __init__(
+        self,
+        inputs: Mapping[fx.Node, tuple[str | HeldTensor, Tensor | None]],
+        held: Mapping[int, HeldTensor] | None = None,
+    ) -> None:
+        self._inputs = dict(inputs)
+        self._held = held or {}
         self._constants: dict[str, Tensor] = {}
         self._graph = fx.Graph()
         self._values: dict[fx.Node, Any] = {}
@@ -137,7 +205,7 @@ class InputProgram:
         self._readings: list[Reading] = []
         self._read: set[fx.Node] = set()
         self._fixed: set[fx.Node] = set()  # computed from constants alone
-        self._named: dict[str, fx.Node] = {}
+        self._named: dict[str | HeldTensor, fx.Node] = {}
 
     def _sources(self, node: fx.Node, root: nn.Module) -> list[fx.Node] | None:
         """Return the nodes that a node is computed from, in order; None if not from inputs and constants alone."""
@@ -162,7 +230,11 @@ class InputProgram:
         if node.op == "placeholder":
             return node in self._inputs
         if node.op == "get_attr":
-            return _constant(getattr(root, str(node.target), None)) is not None
+            value = getattr(root, str(node.target), None)
+            held = self._held.get(id(value))
+            if held is not None:
+                self._inputs[node] = held, held.numbers()
+            return held is not None or _constant(value) is not None
         if node.op != "call_function":
             return False
         if not isinstance(node.target, OpOverload):
@@ -231,7 +303,7 @@ class InputProgram:
         self._flags.append(self._graph.call_function(_is_same, (copy, self._graph.get_attr(name))))
 
     def _copy_node(self, node: fx.Node, root: nn.Module, copies: Mapping[fx.Node, fx.Node], changes: bool) -> fx.Node:
-        if node.op == "placeholder":
+        if node in self._inputs:
             name, value = self._inputs[node]
             assert value is not None
             copy = self._input(name, value)
@@ -253,7 +325,7 @@ class InputProgram:
         args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
         return self.call(node.target, *args, **kwargs)
 
-    def _input(self, name: str, value: Tensor) -> fx.Node:
+    def _input(self, name: str | HeldTensor, value: Tensor) -> fx.Node:
         if name not in self._named:
             # Placeholders come first in a graph, and an input may be read late.
             with self._graph.inserting_before(next(iter(self._graph.nodes), None)):
@@ -299,6 +371,11 @@ _CAST = operators_under_autocast("CPU")
 def _is_same(now: Tensor, value: Tensor) -> Tensor:
     """Return a flag: True if two tensors have the same shape and numbers."""
     return (now == value).all() if now.shape == value.shape else torch.zeros((), dtype=torch.bool, device=now.device)
+
+
+def numbers_of(tensor: object) -> Tensor | None:
+    """Return a tensor of the caller's that has numbers; None for a fake one, one on the meta device, or a shard."""
+    return tensor if type(tensor) is Tensor and not tensor.is_meta else None
 
 
 def _constant(held: object) -> Tensor | None:

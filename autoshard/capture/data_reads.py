@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import linecache
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributions import distribution
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
+from autoshard.capture._torch import FakeTensor, OpOverload, is_all_true, outside_functions, pytree, traced_node
 from autoshard.capture.call_layout import RuntimeCheck
 from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
-from autoshard.capture.conditions import InputProgram, NoNumbersError
+from autoshard.capture.conditions import HeldTensor, InputProgram, NoNumbersError, numbers_of
 from autoshard.capture.nodes import closure, is_random
 from autoshard.errors import CaptureError
 
@@ -35,11 +37,14 @@ READS = (
 )
 """Functions that return the numbers in a tensor to Python."""
 
+# The file of the code that validates distributions.
+_DISTRIBUTION = str(distribution.__file__)
+
 _BOOL_CONVERSIONS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 
 
 class DataReads(TorchFunctionMode):
-    """Mode in which `forward` reads numbers of its inputs from the example.
+    """Mode in which `forward` reads numbers of its inputs from the example, and of buffers from the module.
 
     Such reads are those of branches, Python numbers, and sizes of results. Each is a condition of the graph. A read of
     a flag that the graph computes has the answer that all ordinary numbers give, if there is one, and is a check of
@@ -51,7 +56,7 @@ class DataReads(TorchFunctionMode):
 
     Attributes:
         assumptions: flags in the graph under construction, tensors of one element, which every run has to check.
-        program: what is read from inputs.
+        program: what is read from inputs and buffers.
         running: True while `forward` runs; the mode answers no other code.
     """
 
@@ -68,6 +73,7 @@ class DataReads(TorchFunctionMode):
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{read: partial(self._number, read) for read in READS},
             torch._assert: self._assert,
+            is_all_true: self._validate,
             Tensor.unsqueeze_: self._unsqueeze,
             Tensor.__getitem__: self._item,
             Tensor.__setitem__: self._set_item,
@@ -78,7 +84,7 @@ class DataReads(TorchFunctionMode):
             torch.where: self._where,
             torch.tensor: self._tensor,
             **{function: partial(self._call_data_dependent, function) for function in _DATA_DEPENDENT},
-            **{function: partial(self._call_factory, function) for function in _FACTORIES},
+            **{function: partial(self._call_with_sizes, function, first) for function, first in _WITH_SIZES.items()},
             **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), self._repeat_interleave),
             **{function: partial(self._call_decomposition, *how) for function, how in _WITH_ERRORS.items()},
         }
@@ -89,9 +95,22 @@ class DataReads(TorchFunctionMode):
         handler = self._handlers.get(func) if self.running else None
         return (handler or func)(*args, **(kwargs or {}))
 
-    def begin(self, inputs: Mapping[str, Tensor]) -> None:
-        """Begin to answer the reads of a call, given the tensors that it takes by name."""
-        self.program = InputProgram(dict(self._nodes(inputs)))
+    def begin(self, inputs: Mapping[str, Tensor], held: Iterable[tuple[Tensor, HeldTensor]] = ()) -> None:
+        """Begin to answer the reads of a call.
+
+        Args:
+            inputs: the tensors that it takes, by name.
+            held: fake buffers, and tensors in attributes, with those of the user's module.
+        """
+        nodes: dict[fx.Node, tuple[str | HeldTensor, Tensor | None]] = dict(self._nodes(inputs))
+        untraced = {}
+        for fake, each in held:
+            traced = traced_node(fake)
+            if traced is None:
+                untraced[id(fake)] = each
+            else:
+                nodes[traced[0]] = each, each.numbers()
+        self.program = InputProgram(nodes, untraced)
         self.assumptions, self.running = [], True
 
     def _copy(self, tensor: object) -> fx.Node | None:
@@ -104,9 +123,14 @@ class DataReads(TorchFunctionMode):
         for name, tensor in inputs.items():
             traced = traced_node(tensor)
             if traced is not None:
-                example = self._examples.get(name)
-                has_numbers = type(example) is Tensor and not example.is_meta
-                yield traced[0], (name, example if has_numbers else None)
+                yield traced[0], (name, numbers_of(self._examples.get(name)))
+
+    def _copy_or_none(self, tensor: object) -> fx.Node | None:
+        """Return the program's node for a tensor as `_copy` does; None also where the example has no numbers."""
+        try:
+            return self._copy(tensor)
+        except NoNumbersError:
+            return None
 
     def _read(self, copy: fx.Node) -> Tensor:
         """Return the value of a node of the program, which becomes a condition of the graph."""
@@ -119,6 +143,12 @@ class DataReads(TorchFunctionMode):
         try:
             return self._copy(tensor)
         except NoNumbersError as error:
+            if isinstance(error.source, HeldTensor):
+                raise CaptureError(
+                    f"{running_line()} asks for the numbers in {error}, which has none: it is on the meta device, or a "
+                    "DTensor. Make the module with real buffers, or take the branch or the number out of forward: keep "
+                    "it as a plain Python number."
+                ) from error
             raise CaptureError(
                 f"{running_line()} asks for the numbers in the input {error}, and the example has none, or not all of "
                 'them: it is fake, on the meta device, a DTensor, or the shard of inputs="local". Give an example of '
@@ -164,6 +194,24 @@ class DataReads(TorchFunctionMode):
             # In a carrier: torch.export would report a plain AssertionError as a failure of its own.
             raise ModelError(AssertionError(message))
 
+    def _validate(self, valid: Tensor) -> Tensor | bool:
+        """Answer that the arguments of a distribution, or a sample, are valid, which every run checks."""
+        caller = sys._getframe(1)
+        while caller.f_back is not None and caller.f_code.co_name == "__torch_function__":
+            caller = caller.f_back
+        copy = self._copy_or_none(valid)
+        # What is computed from constants alone is answered once and for all.
+        if caller.f_code.co_filename != _DISTRIBUTION or (copy is not None and self.program.is_fixed(copy)):
+            return is_all_true(valid)
+        what = type(caller.f_locals.get("self")).__name__
+        message = (
+            f"{what} of torch.distributions: a parameter or a value does not satisfy its constraint. On one device, "
+            "the error names both"
+        )
+        check = RuntimeCheck(running_line(), True, message, ValueError)
+        self.assumptions.append((valid.detach().all(), check))
+        return True
+
     def _unsqueeze(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # torch.export does not come to an end where an input is changed by `unsqueeze_`.
         traced = traced_node(tensor)
@@ -182,10 +230,7 @@ class DataReads(TorchFunctionMode):
 
     def _positions(self, mask: Tensor) -> Tensor | None:
         """Return indices of non-zero elements, as many as in the example; None where their number is not known."""
-        try:
-            copy = self._copy(mask)
-        except NoNumbersError:
-            copy = None  # torch makes the size a symbol; capture refuses it only if something depends on it
+        copy = self._copy_or_none(mask)  # without, torch makes the size a symbol, which is refused if anything needs it
         if copy is None:
             return None
         count = int(self._read(self.program.call(aten.count_nonzero.default, copy)))
@@ -196,10 +241,16 @@ class DataReads(TorchFunctionMode):
         """Return an index with positions in place of masks."""
         indices: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
+            if isinstance(part, slice):
+                part = slice(*map(self._bound, (part.start, part.stop, part.step)))
             is_mask = isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) and part.ndim > 0
             positions = self._positions(part) if is_mask else None
             indices += [part] if positions is None else positions.unbind(1)
         return tuple(indices) if isinstance(index, tuple) or len(indices) > 1 else indices[0]
+
+    def _bound(self, bound: Any) -> Any:
+        """Return a bound of a slice, which may be a tensor, as an integer."""
+        return self._number(Tensor.__index__, bound) if isinstance(bound, FakeTensor) and _is_integer(bound) else bound
 
     def _item(self, tensor: Tensor, index: Any) -> Tensor:
         return tensor[self._indices(index)]
@@ -226,10 +277,9 @@ class DataReads(TorchFunctionMode):
     def _repeat_interleave(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         repeats = args[0] if args else kwargs.get("repeats", tensor)
         if isinstance(repeats, Tensor) and repeats.ndim == 1 and repeats.shape[0] != 1 and "output_size" not in kwargs:
-            with contextlib.suppress(NoNumbersError):
-                copy = self._copy(repeats)
-                if copy is not None:
-                    kwargs["output_size"] = int(self._read(self.program.call(aten.sum.default, copy)))
+            copy = self._copy_or_none(repeats)
+            if copy is not None:
+                kwargs["output_size"] = int(self._read(self.program.call(aten.sum.default, copy)))
         return torch.repeat_interleave(tensor, *args, **kwargs)
 
     def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -240,11 +290,15 @@ class DataReads(TorchFunctionMode):
         stacked = torch.stack([row.detach() for row in rows])
         return stacked.to(kwargs.get("dtype") or stacked.dtype).requires_grad_(kwargs.get("requires_grad", False))
 
-    def _call_factory(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Call a function that makes a tensor, of sizes or steps that may be passed as tensors."""
-        read = partial(self._number, Tensor.item)
-        first = 1 if function in _LIKE_FACTORIES else 0
-        sizes = pytree.tree_map_only(FakeTensor, read, (args[first:], kwargs))
+    def _call_with_sizes(self, function: Callable[..., Any], first: int, *args: Any, **kwargs: Any) -> Any:
+        """Call a function whose arguments, from the first one on that is given, are sizes: these may be tensors."""
+        # Factories read all tensors that they get; others may take some as operands.
+        reads_all = function in _FACTORIES
+        sizes = pytree.tree_map_only(
+            FakeTensor,
+            lambda size: self._number(Tensor.item, size) if reads_all or _is_integer(size) else size,
+            (args[first:], kwargs),
+        )
         return function(*args[:first], *sizes[0], **sizes[1])
 
     def _call_data_dependent(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -284,12 +338,24 @@ _DATA_DEPENDENT = (
     *(torch.bincount, Tensor.bincount),
 )
 
-_LIKE_FACTORIES = (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
-# Functions that make tensors of sizes that may be passed as tensors.
-_FACTORIES = (
-    *(torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.linspace),
-    *_LIKE_FACTORIES,
-)
+# Functions that make tensors of sizes that may be passed as tensors; and how many operands come before these.
+_FACTORIES: dict[Any, int] = {
+    **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.linspace), 0),
+    **dict.fromkeys((Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full), 1),
+}
+# Those, and functions that take sizes, steps or places beside operands.
+_WITH_SIZES: dict[Any, int] = {
+    **_FACTORIES,
+    **dict.fromkeys((torch.reshape, Tensor.reshape, Tensor.view, Tensor.expand, Tensor.repeat, Tensor.unfold), 1),
+    **dict.fromkeys((torch.tile, Tensor.tile, torch.unflatten, Tensor.unflatten, torch.roll, Tensor.roll), 1),
+    **dict.fromkeys((torch.narrow, Tensor.narrow, torch.split, Tensor.split, torch.topk, Tensor.topk), 1),
+    **dict.fromkeys((functional.pad, functional.interpolate), 1),
+}
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return tensor.ndim == 0 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
 
 # Functions that raise an error for some numbers, and their forms that return it in a second result.
 _WITH_ERRORS: dict[Any, tuple[Callable[..., Any], str]] = {

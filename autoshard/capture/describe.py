@@ -31,7 +31,7 @@ from autoshard.capture._torch import (
     free_unbacked_symbols,
     pytree,
 )
-from autoshard.capture.capture_errors import MIXTURE_ADVICE, node_place, shape_error
+from autoshard.capture.capture_errors import node_line, node_place, numbers_advice, shape_error
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fake_module import fake_like
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
@@ -64,8 +64,8 @@ def check_sizes(graph: fx.Graph) -> None:
             if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
         ):
             raise CaptureError(
-                f"{node_place(node, 'has a size or value that depends on the numbers in a tensor')}. Use an operator "
-                f"of fixed size, such as torch.where in place of boolean indexing. For {MIXTURE_ADVICE}."
+                f"{node_place(node, 'has a size or value that depends on numbers that forward computes')}. "
+                f"{numbers_advice(node_line(node), str(node.target))}."
             )
 
 

@@ -259,7 +259,7 @@ class _ForwardWatch:
         self.assigned.begin()
         self._gradients.begin()
         self._random.begin()
-        self.reads.begin(call_tensors(state.twin, args, kwargs))
+        self.reads.begin(call_tensors(state.twin, args, kwargs), state.held_tensors())
         passed = find_objects(args, kwargs)
         state.begin()
         try:

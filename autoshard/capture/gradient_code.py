@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard.capture._torch import (
-    FunctionBase,
     apply_function,
+    applying_functions_by,
     attribute_patch,
     engine_entry,
     function_modes,
@@ -361,7 +361,8 @@ class GradientCode(TorchFunctionMode):
         if args and id(args[0]) in self._data and _changes_first(func):
             raise CaptureError(
                 f"{running_line()} changes the numbers of a tensor that has a gradient, unseen by autograd. Compute a "
-                "new tensor, or change a buffer."
+                "new tensor (weight.clamp(...), not weight.data.clamp_(...)), or switch the line off and change the "
+                "parameter between steps, behind the optimizer's: with torch.no_grad(): weight.clamp_(...)."
             )
         if self._is_watched_leaf(args) and _changes_first(func):
             raise CaptureError(
@@ -531,7 +532,7 @@ def _interception(mode: GradientCode) -> Iterator[None]:
     torch_enter = saved_tensors_hooks.__enter__
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_checkpoints(mode.in_checkpoint))
-        stack.enter_context(attribute_patch(FunctionBase, "apply", classmethod(apply)))
+        stack.enter_context(applying_functions_by(apply))
         stack.enter_context(attribute_patch(saved_tensors_hooks, "__enter__", enter))
         stack.enter_context(attribute_patch(torch.inference_mode, "__enter__", _enter_inference))
         stack.enter_context(attribute_patch(torch.inference_mode, "__exit__", _leave_inference))

@@ -173,10 +173,13 @@ class HostRandom:
             yield kind, name, value
             yield random, name, partial(value, shared)
         yield np.random, "default_rng", self._generator
+        shared_numpy = np.random.random.__self__  # type: ignore[attr-defined]
         for name in dir(np.random):
             function = getattr(np.random, name)
-            if isinstance(getattr(function, "__self__", None), np.random.RandomState) and not name.endswith("_state"):
-                yield np.random, name, self._wrap_numpy(name, function)
+            is_method = isinstance(getattr(function, "__self__", None), np.random.RandomState)
+            # Some are functions around a method, which have no generator of their own.
+            if (is_method or name in ("seed", "sample", "ranf")) and not name.endswith("_state"):
+                yield np.random, name, self._wrap_numpy(name, function, shared_numpy)
         for owner in (torch, torch.random, torch.cuda):
             for name in _SEEDS:
                 if hasattr(owner, name):
@@ -188,9 +191,7 @@ class HostRandom:
             raise _refusal(running_line())
         return _default_rng(seed)
 
-    def _wrap_numpy(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        generator = function.__self__  # type: ignore[attr-defined]
-
+    def _wrap_numpy(self, name: str, function: Callable[..., Any], generator: object) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if name == "seed":
                 self._note_seed(generator, args[0] if args else kwargs.get("seed"))

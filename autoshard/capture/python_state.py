@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_patch, storage_of, without_root_buffers
 from autoshard.capture.call_layout import Attribute
 from autoshard.capture.capture_errors import running_line
-from autoshard.capture.conditions import Conditions
+from autoshard.capture.conditions import Conditions, HeldTensor
 from autoshard.capture.fake_module import (
     DEPTH,
     FOREIGN,
@@ -79,7 +79,7 @@ class PythonState:
         mutations: the changes that a call makes.
         counters: paths of numbers that the call reads and changes, and of containers that it fills.
         are_counters_unread: True if stand-ins for them were not read: nothing depends on them.
-        conditions: the numbers in inputs that the graph depends on.
+        conditions: the numbers in inputs and buffers that the graph depends on.
         hooks: the hooks that a call registers.
         observed: the calls of hooks that only look.
     """
@@ -218,6 +218,15 @@ class StateWatch:
         self.running = True
         self.hooks.begin()
         self._hooked = {(id(part), table, key) for part, table, key, _ in self._hooks()}
+
+    def held_tensors(self) -> Iterator[tuple[Tensor, HeldTensor]]:
+        """Yield the buffers of the twin, and tensors in its attributes, with those of the user's module."""
+        for part in self._parts.values():
+            tables = (part.fake._buffers, part.original._buffers), (vars(part.fake), vars(part.original))
+            for fakes, originals in tables:
+                for name, fake in fakes.items():
+                    if isinstance(fake, Tensor) and isinstance(originals.get(name), Tensor):
+                        yield fake, HeldTensor(f"{part.text}.{name}", originals, name)
 
     def _hooks(self) -> Iterator[tuple[_WatchedModule, str, int, Callable[..., Any]]]:
         """Yield the hooks of submodules; the hooks of the root run around the program."""

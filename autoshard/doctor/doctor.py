@@ -306,7 +306,7 @@ class _Examination:
                 self._add(_problem("", failure))
             return
         for line in lines.findings:
-            self._add(CaptureProblem(line.module, line.where, line.what, advice_for(line.what) or ""))
+            self._add(CaptureProblem(line.module, line.where, line.what, advice_for(line.what, line.where) or ""))
         # Parts that can be captured show their operators even if the whole cannot.
         self._examine_children("", module, lines.calls)
         if failure is not None and not self._is_reported(failure):

@@ -60,7 +60,9 @@ class Decisions:
                 ),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PlanError(f"the plan's decisions cannot be read ({error}): was the file edited?") from error
+            # What Python says of a missing key or a wrong type tells a user nothing.
+            reason = f" ({error})" if isinstance(error, ValueError) else ""
+            raise PlanError(f"the plan's decisions cannot be read{reason}: was the file edited?") from error
 
 
 def _choices(name: str, choices: Any) -> Choices:

@@ -51,8 +51,10 @@ class MultiPeerStage(PipelineStage):
         return self._route_messages(super().get_bwd_send_ops(bwd_chunk_id), self._sends.get(-1))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # Torch up to 2.12 exchanges messages before the first step, in pairs of neighbours.
-        return [] if self._sends else super()._get_init_p2p_neighbors_ops()  # type: ignore[no-any-return]
+        # Torch up to 2.12 exchanges messages before the first step, in pairs of neighbours. Neighbours on one rank need
+        # none, and gloo has none from a rank to itself.
+        pairs = [] if self._sends else super()._get_init_p2p_neighbors_ops()
+        return [op for op in pairs if op.group_peer != self.group_rank]
 
     @property
     def is_paired(self) -> bool:

@@ -20,6 +20,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 # Mesh, placements, shape and strides of a DTensor: its public constructors compute them anew, in six times the time.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.multiprocessing.reductions import StorageWeakRef  # the identity of a tensor's memory
+
+# Both have a list of the classes that functions on lists of tensors take, in which torch puts DTensor at its import.
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -80,6 +85,34 @@ def set_local_tensor(tensor: DTensor, local: Tensor, spec: DTensorSpec) -> None:
     """Give a DTensor other contents, of the same global shape, dtype and device; hooks and identity stay."""
     tensor._local_tensor = local
     tensor._spec = spec
+
+
+def data_of(tensor: Tensor) -> Tensor:
+    """Return the `.data` of a tensor whose class has a `data` of its own."""
+    return Tensor.data.__get__(tensor)  # type: ignore[attr-defined,no-any-return]
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """Return the `.grad` of a tensor whose class has a `grad` of its own."""
+    return Tensor.grad.__get__(tensor)  # type: ignore[union-attr,no-any-return]
+
+
+def set_gradient(tensor: Tensor, value: Tensor | None) -> None:
+    """Set the `.grad` of a tensor whose class has a `grad` of its own."""
+    Tensor.grad.__set__(tensor, value)  # type: ignore[union-attr]
+
+
+def shares_memory(one: DTensor, other: DTensor) -> bool:
+    """Return True if the shards of two DTensors lie in the same memory."""
+    pairs = zip(local_tensors(one._local_tensor), local_tensors(other._local_tensor), strict=True)
+    return all(StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()) for a, b in pairs)
+
+
+def allow_foreach(kind: type[DTensor]) -> None:
+    """Let optimizers and the clipping of gradients take lists of a class of DTensors, as they take DTensors."""
+    for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if kind not in known:
+            known.append(kind)
 
 
 def copy_all(targets: list[Tensor], values: list[Tensor]) -> None:

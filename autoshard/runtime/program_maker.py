@@ -28,6 +28,7 @@ from autoshard.runtime.calls import NewCall, PinsByName, PlacementsByName, witho
 from autoshard.runtime.gradient_sums import GradientSums
 from autoshard.runtime.in_place_changes import check_constants
 from autoshard.runtime.optimizers import replace_in_optimizers
+from autoshard.runtime.placed_tensor import make_state_whole, place_parameters
 from autoshard.runtime.rank_agreement import (
     HostGroups,
     Seeds,
@@ -36,7 +37,7 @@ from autoshard.runtime.rank_agreement import (
     is_first_rank,
     on_all_ranks,
 )
-from autoshard.runtime.shards import check_fits, place_buffers, replace_parameters
+from autoshard.runtime.shards import check_fits, place_buffers
 from autoshard.runtime.step import Ranks, RunnableStep
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
@@ -158,7 +159,7 @@ class ProgramMaker:
         """Place all parameters whole on every rank, until the first call is planned."""
         check_parameters(self.module)
         whole = Spec.all_replicated(self.mesh.ndim)
-        replace_parameters(self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh)
+        place_parameters(self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh)
         self.module.sharding_plan = None  # type: ignore[assignment]
 
     def make(
@@ -171,6 +172,7 @@ class ProgramMaker:
             programs: those of the call's signature in other states of the module, by the fingerprints of their graphs.
             input_pins: the placements of inputs in the program, as far as they are known.
         """
+        make_state_whole(self.module)
         captured = on_all_ranks(self.device_mesh, lambda: self._capture(call, input_pins))
         graph = captured.graph
         # Before planning: a module that alternates between two states would be planned at every change.
@@ -282,7 +284,7 @@ class ProgramMaker:
     def _place(self, decided: ShardingPlan) -> None:
         whole = Spec.all_replicated(self.mesh.ndim).placements
         specs = {name: Spec.of(*decided.placements.get(name, whole)) for name, _ in self.module.named_parameters()}
-        replace_parameters(self.module, specs, self.device_mesh)
+        place_parameters(self.module, specs, self.device_mesh)
         self.placed = dict(decided.placements)
         self.module.sharding_plan = decided  # type: ignore[assignment]
 
@@ -301,7 +303,7 @@ class ProgramMaker:
         before = WeakTensorKeyDictionary({named[name]: name for name in plain})
         # References to old parameters would make `replace_in_optimizers` find an owner of each.
         del named
-        replace_parameters(self.module, specs, self.device_mesh)
+        place_parameters(self.module, specs, self.device_mesh)
         for name in plain:
             place_buffers(self.module.get_submodule(name.rpartition(".")[0]), self.device_mesh)
         replace_in_optimizers({old: self.module.get_parameter(name) for old, name in before.items()})

@@ -264,6 +264,8 @@ def _spec_of(
 def parameter_like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """Return `tensor` as a parameter with the attributes and hooks of another, frozen if that is."""
     placed = nn.Parameter(tensor, parameter.requires_grad)
+    if isinstance(parameter, DTensor):
+        placed.__class__ = parameter.__class__
     placed.__dict__.update(parameter.__dict__)
     for hook in _torch.gradient_hooks(parameter):
         placed.register_hook(hook)

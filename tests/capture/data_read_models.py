@@ -111,10 +111,79 @@ def mask2former() -> ModelCall:
     return SquaredOutputsLoss(transformers.Mask2FormerForUniversalSegmentation(config), *names), _images()
 
 
+def encodec() -> ModelCall:
+    config = transformers.EncodecConfig(
+        hidden_size=16, num_filters=4, upsampling_ratios=[2, 2], num_lstm_layers=1, codebook_size=16, codebook_dim=16,
+        sampling_rate=64, target_bandwidths=[0.064, 0.128],
+    )  # fmt: skip
+    inputs = {"input_values": torch.randn(2, 1, 64, dtype=torch.float64), "bandwidth": 0.128}
+    return SquaredOutputsLoss(transformers.EncodecModel(config), "audio_values"), inputs
+
+
+def mimi() -> ModelCall:
+    config = transformers.MimiConfig(
+        hidden_size=16, num_filters=4, upsampling_ratios=[2, 2], codebook_size=16, codebook_dim=8, num_quantizers=3,
+        vector_quantization_hidden_dimension=8, upsample_groups=16, num_hidden_layers=1, intermediate_size=16,
+        num_attention_heads=2, num_key_value_heads=2, sampling_rate=64,
+    )  # fmt: skip
+    inputs = {"input_values": torch.randn(2, 1, 64, dtype=torch.float64)}
+    return SquaredOutputsLoss(transformers.MimiModel(config), "audio_values"), inputs
+
+
+def eomt() -> ModelCall:
+    config = transformers.EomtConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8, num_blocks=1,
+        num_queries=5, num_upscale_blocks=1, num_register_tokens=1, mlp_ratio=1,
+    )  # fmt: skip
+    model = transformers.EomtForUniversalSegmentation(config)
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32, dtype=torch.float64)}
+    return SquaredOutputsLoss(model, "masks_queries_logits", "class_queries_logits"), inputs
+
+
+_SERIES: dict[str, Any] = {
+    "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 16,
+    "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "dropout": 0.0,
+    "attention_dropout": 0.0, "activation_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    "use_cache": False,
+}  # fmt: skip
+
+
+def _series() -> dict[str, Tensor]:
+    shapes = {"past_values": (2, 10), "past_time_features": (2, 10, 1), "future_values": (2, 4)}
+    shapes |= {"future_time_features": (2, 4, 1)}
+    inputs = {name: torch.randn(*shape, dtype=torch.float64) for name, shape in shapes.items()}
+    return {**inputs, "past_observed_mask": torch.ones(2, 10, dtype=torch.float64)}
+
+
+def time_series() -> ModelCall:
+    config = transformers.TimeSeriesTransformerConfig(**_SERIES)
+    return transformers.TimeSeriesTransformerForPrediction(config).double(), _series()
+
+
+def informer() -> ModelCall:
+    return transformers.InformerForPrediction(transformers.InformerConfig(**_SERIES)).double(), _series()
+
+
+def big_bird() -> ModelCall:
+    config = transformers.BigBirdConfig(
+        vocab_size=48, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, block_size=4,
+        num_random_blocks=1, attention_type="block_sparse", sep_token_id=3,
+    )  # fmt: skip
+    tokens = torch.randint(3, 48, (2, 48))
+    return transformers.BigBirdForMaskedLM(config).double(), {"input_ids": tokens, "labels": tokens}
+
+
 MODELS: dict[str, Callable[[], ModelCall]] = {
     "DETR": detr,
     "RT-DETR": rt_detr,
     "Mask2Former": mask2former,
     "wav2vec2 with CTC": wav2vec2,
     "Qwen2-VL": qwen2_vl,
+    "EnCodec": encodec,
+    "Mimi": mimi,
+    "EoMT": eomt,
+    "Time Series Transformer": time_series,
+    "Informer": informer,
+    "BigBird": big_bird,
 }

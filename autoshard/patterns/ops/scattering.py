@@ -193,7 +193,7 @@ def _index_put(call: OpCall) -> Rule | None:
     """The dims of the index are contracted if values are added up, and stay whole if values overwrite."""
     dims, values = advanced_indexing(call), call.operands[-1]
     if dims is None:
-        return None
+        return _put_by_mask(call)
     if len(values.shape) > len(dims.picked_dims):
         return None
     accumulate = call.arg("accumulate")
@@ -224,6 +224,25 @@ def _index_put(call: OpCall) -> Rule | None:
         # Padding of the indices points at what is there; what is added there must be padding too, and so be zero.
         fill={name: 0.0 for name in dims.index_names if name in added_dims} if accumulate else {},
     )
+
+
+def _put_by_mask(call: OpCall) -> Rule | None:
+    """Where a mask picks the places and all of them get the same values, every element is written by itself."""
+    indices, (target, *_, values) = call.arg("indices"), call.operands
+    masks = [place for place, index in enumerate(indices) if index is not None]
+    if len(masks) != 1 or indices[masks[0]].dtype is not torch.bool:
+        return None
+    (first,) = masks
+    sizes = numbered_dims(target.shape)
+    names = list(sizes)
+    end = first + len(indices[first].shape)
+    # What the mask picks is one dim, whose size is not known: all values have to be the same along it.
+    picked: list[str | None] = [*names[:first], None, *names[end:]]
+    aligned = picked[len(picked) - len(values.shape) :]
+    if end == first or any(size != 1 for size, name in zip(values.shape, aligned, strict=True) if name is None):
+        return None
+    value_dims = [[] if size == 1 or name is None else name for size, name in zip(values.shape, aligned, strict=True)]
+    return build(sizes, [names, names[first:end], value_dims], [names], linear=[{0, 2}])
 
 
 @rule_maker("aten.put")

@@ -152,9 +152,33 @@ def test_linear_sets(op: Any, args: tuple[Any, ...], linear: list[set[int]]) -> 
     assert [set(operands) for operands in bound(op, *args)[1].linear] == linear
 
 
-def test_putting_by_a_mask_has_no_rule() -> None:
-    call = call_of(aten.index_put.default, (X, [X > 0], torch.tensor(1.0)), {}, X)
-    assert rule_for(call) is None
+PUT = partial(assert_sound, aten.index_put.default)
+SOME_ROWS, SOME_COLUMNS = torch.arange(X.shape[0]) % 3 > 0, torch.arange(X.shape[1]) % 3 > 0
+PUT_BY_MASKS = {
+    "a number": partial(PUT, X, [X > 0], torch.tensor(1.0), shards="d0 d1 d2"),
+    "a number, added": partial(PUT, X, [X > 0], normal(1), True, shards="d0 d1 d2"),
+    "one for all rows": partial(PUT, X, [SOME_ROWS], normal(1, *X.shape[1:]), shards="d0 d1 d2"),
+    "a row": partial(PUT, X, [SOME_ROWS], normal(X.shape[2]), shards="d0 d1 d2"),
+    "in the middle": partial(PUT, X, [None, SOME_COLUMNS], normal(X.shape[0], 1, X.shape[2]), True, shards="d0 d1 d2"),
+    "first dims": partial(PUT, X, [X[:, :, 0] > 0], normal(X.shape[2]), shards="d0 d1 d2"),
+    "nowhere": partial(PUT, X, [X > 99], torch.tensor(1.0), shards="d0 d1 d2"),
+}
+
+
+@pytest.mark.parametrize("name", PUT_BY_MASKS)
+def test_the_same_values_put_by_a_mask(name: str) -> None:
+    PUT_BY_MASKS[name]()
+
+
+def test_other_values_put_by_masks_have_no_rule() -> None:
+    """Which value a place gets depends on the places before it; two masks are paired."""
+    count = int(SOME_COLUMNS.sum())
+    assert count > 1
+    for indices, values in (
+        ([None, SOME_COLUMNS], normal(count, 1)),
+        ([places(X.shape[0], count), SOME_COLUMNS], torch.tensor(1.0)),
+    ):
+        assert rule_for(call_of(aten.index_put.default, (X, indices, values), {}, X)) is None
 
 
 MASK = X > 0.3

@@ -1,0 +1,370 @@
+"""Parameters in shards that users may change between calls as they change them on one device.
+
+A `PlacedTensor` is the `DTensor` of a parameter, or one computed from it. Its class sees what operators are run on it,
+since a `DTensor` loses four kinds of changes, or does them wrongly, without a word:
+
+* `p.data = value` reaches the wrapper of a `DTensor`, not the shard. Here the shard is replaced.
+* Random numbers are drawn by each rank for its shard. Here they are drawn for the whole tensor, as one device draws
+  them, and each rank keeps its part; the numbers of the first rank hold.
+* A view that cuts a sharded dim, such as `p[3]`, is a copy. Here it knows its source: what is written to the view is
+  written to the source, and each use of the view reads the source again.
+* In-place operators that do not go element by element (`tril_`, `index_fill_`, `p[rows] = value`, `out=p`), and those
+  with plain tensors among their arguments, are run on the whole tensor.
+
+All other operators run as torch has them: meanwhile, the tensors have the class `DTensor`. All ranks make the same
+changes in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import InputError
+from autoshard.runtime import _torch
+from autoshard.runtime.shards import cut, fill, from_first_rank, gather_full_tensor, local_of, replace_parameters, wrap
+from autoshard.specs.spec import Spec
+
+
+class PlacedTensor(DTensor):
+    """A `DTensor` that is changed as one device changes a tensor; see the module."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(_effect_of(func), func, args, kwargs or {})
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor outside of autograd, which shares its memory; set to a whole tensor or a `DTensor`."""
+        return _torch.data_of(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _assign(self, value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, a placed tensor, too: rows of it may be set to zero, and noise added to it."""
+        gradient = _torch.gradient_of(self)
+        if type(gradient) is DTensor:
+            placed(gradient)
+        return gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _torch.set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _torch.set_gradient(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedTensor:
+        if id(self) in memo or not self.is_leaf:
+            return super().__deepcopy__(memo)
+        # Torch copies the memory of the wrapper, which is none, where the shard begins within other memory.
+        memo[id(self)] = copied = placed(self.detach().clone())  # type: ignore[arg-type]
+        state = {key: value for key, value in self.__dict__.items() if key != _SOURCE}
+        copied.__dict__.update(copy.deepcopy(state, memo))
+        copied.requires_grad = self.requires_grad
+        copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Files have torch's own class.
+        with _as_dtensors([self]):
+            return self.__reduce_ex__(protocol)
+
+
+_torch.allow_foreach(PlacedTensor)
+
+_NAME, _SOURCE = "_autoshard_name", "_autoshard_source"
+
+
+def place_parameters(module: nn.Module, placements: Mapping[str, Spec], device_mesh: DeviceMesh) -> None:
+    """Place every parameter of a module by `replace_parameters`, as a placed tensor that knows its name."""
+    replace_parameters(module, placements, device_mesh)
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            placed(parameter).__dict__[_NAME] = name
+
+
+@torch.no_grad()
+def make_state_whole(module: nn.Module) -> None:
+    """Make whole what users computed from parameters and gave to the module, since programs read it so.
+
+    Buffers, such as masks of pruning, are replicated in place. Attributes become plain tensors, but those that autograd
+    recorded, whose gradients no program has.
+    """
+    for buffer in module.buffers():
+        if isinstance(buffer, DTensor) and not Spec(tuple(buffer.placements)).is_replicated:
+            mesh, replicated = buffer.device_mesh, Spec.all_replicated(buffer.device_mesh.ndim)
+            whole = wrap(_whole(buffer), mesh, replicated, buffer.shape, buffer.dtype)
+            _torch.set_local_tensor(buffer, local_of(whole), _torch.dtensor_spec_of(whole))
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, DTensor) and not value.requires_grad:
+                setattr(part, name, _whole(value))
+
+
+def placed(tensor: DTensor) -> PlacedTensor:
+    """Make a `DTensor` a placed tensor, in place, and return it."""
+    tensor.__class__ = PlacedTensor
+    return tensor  # type: ignore[return-value]
+
+
+def _name_of_operator(func: Any) -> str:
+    return str(func.overloadpacket.__name__)
+
+
+def _name_of(tensor: Tensor) -> str:
+    name = tensor.__dict__.get(_NAME)
+    return f"a parameter of shape {tuple(tensor.shape)}" if name is None else f"the parameter {name}"
+
+
+class _as_dtensors:  # noqa: N801
+    """Give placed tensors the class `DTensor` for a while, whose operators torch has."""
+
+    def __init__(self, tensors: Sequence[DTensor]) -> None:
+        self._tensors = tensors
+
+    def __enter__(self) -> None:
+        for tensor in self._tensors:
+            tensor.__class__ = DTensor
+
+    def __exit__(self, *failure: object) -> None:
+        for tensor in self._tensors:
+            tensor.__class__ = PlacedTensor
+
+
+def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arguments, and the elements of lists among them: no operator nests tensors deeper."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    """What an operator does to its arguments.
+
+    Attributes:
+        draws: True if it draws random numbers.
+        writes: the places of the arguments that it writes, and their names.
+        is_elementwise: True if it writes every element by itself.
+        is_view: True if its results share memory with the first argument.
+        reshapes: True if it changes the shape of an argument in place.
+    """
+
+    draws: bool
+    writes: tuple[tuple[int, str], ...]
+    is_elementwise: bool
+    is_view: bool
+    reshapes: bool
+
+    def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the arguments that the operator writes."""
+        values = (args[place] if place < len(args) else kwargs.get(name) for place, name in self.writes)
+        return list(_leaves(tuple(values), {}))
+
+
+# Operators that write every element by itself, which torch has no tag for; lists of tensors are written likewise.
+_ELEMENTWISE = ("copy_", "zero_", "fill_", "_foreach_", "_fused_", "_amp_foreach_")
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _effect_of(func: Any) -> _Effect:
+    schema, tags, name = func._schema, func.tags, func._schema.name.partition("::")[2]
+    aliases = [(k, each.name, each.alias_info) for k, each in enumerate(schema.arguments) if each.alias_info]
+    writes = tuple((k, argument) for k, argument, alias in aliases if alias.is_write)
+    return _Effect(
+        draws=torch.Tag.nondeterministic_seeded in tags,
+        writes=writes,
+        is_elementwise=not any(each.is_out for each in schema.arguments)
+        and (torch.Tag.pointwise in tags or name.startswith(_ELEMENTWISE)),
+        is_view=not writes and bool(aliases),
+        reshapes=torch.Tag.inplace_view in tags and name != "detach_",
+    )
+
+
+def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator on placed tensors."""
+    # One loop, by exact classes: fused optimizers have five tensors a parameter among their arguments.
+    tensors, views, plain = [], [], []
+    for leaf in _leaves(args, kwargs):
+        kind = type(leaf)
+        if kind is PlacedTensor:
+            tensors.append(leaf)
+            if _SOURCE in leaf.__dict__:
+                views.append(leaf)
+        elif kind is not DTensor and isinstance(leaf, Tensor) and leaf.ndim:
+            plain.append(leaf)
+    if effect.reshapes:
+        raise InputError(
+            f"{_name_of_operator(func)} changes the shape of {_name_of(tensors[0])} in place, which a parallelised "
+            "module can't follow. Change numbers only, or change the shape before autoshard.parallelize."
+        )
+    for view in views:
+        _read_again(view)
+    # What autograd records stays refused beside plain tensors: their gradients would meet in backward.
+    is_mixed = bool(plain) and not (torch.is_grad_enabled() and any(one.requires_grad for one in (*tensors, *plain)))
+    if effect.draws or is_mixed or (effect.writes and not effect.is_elementwise):
+        result = _run_on_whole_tensors(effect, func, args, kwargs)
+    else:
+        try:
+            with _as_dtensors(tensors):
+                result = func(*args, **kwargs)
+        except RuntimeError:
+            if not effect.is_view:
+                raise
+            # A view that torch refuses where a sharded dim is cut, or one that a tensor does not have.
+            result = _run_on_whole_tensors(effect, func, args, kwargs)
+    if effect.writes:
+        for view in views:
+            _write_to_source(view)
+        return result
+    return _placed_results(effect, func, args, kwargs, result)
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    """Return the whole tensor, in memory of its own; sums of parts are added up."""
+    if Spec(tuple(tensor.placements)).partial_axes:
+        with _as_dtensors([tensor] if isinstance(tensor, PlacedTensor) else []):
+            replicated = Spec.all_replicated(tensor.device_mesh.ndim).placements
+            return local_of(tensor.redistribute(tensor.device_mesh, replicated)).clone()
+    return gather_full_tensor(tensor)
+
+
+def _run_on_whole_tensors(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator on whole tensors, and keep this rank's parts of what it writes and returns."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    originals = {id(leaf): leaf for leaf in leaves if isinstance(leaf, DTensor)}
+    wholes = {key: _whole(tensor) for key, tensor in originals.items()}
+    whole_args, whole_kwargs = pytree.tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], structure)
+    result = func(*whole_args, **whole_kwargs)
+    model = next(iter(originals.values()))
+
+    def drawn(whole: Tensor) -> Tensor:
+        return from_first_rank(whole, model.device_mesh) if effect.draws else whole
+
+    written = {id(leaf) for leaf in effect.written(args, kwargs)}
+    for key in written & set(originals):
+        _check_shape(func, originals[key], wholes[key])
+    for key, tensor in originals.items():
+        if key in written:
+            fill(tensor, drawn(wholes[key]))
+    original_of = {id(whole): originals[key] for key, whole in wholes.items()}
+
+    plain = {id(leaf) for leaf in leaves if id(leaf) not in originals}
+
+    def wrap_result(value: Tensor) -> Tensor:
+        if id(value) in original_of or id(value) in plain:
+            return original_of.get(id(value), value)
+        like = value.shape == model.shape and not Spec(tuple(model.placements)).partial_axes
+        spec = Spec(tuple(model.placements)) if like else Spec.all_replicated(model.device_mesh.ndim)
+        return wrap(cut(drawn(value), model.device_mesh, spec), model.device_mesh, spec, value.shape, value.dtype)
+
+    return pytree.tree_map_only(Tensor, wrap_result, result)
+
+
+def _check_shape(func: Any, tensor: DTensor, whole: Tensor) -> None:
+    if whole.shape != tensor.shape:
+        raise InputError(
+            f"{_name_of_operator(func)} gave {_name_of(tensor)} the shape {tuple(whole.shape)}; it has the shape "
+            f"{tuple(tensor.shape)}, and nothing was changed."
+        )
+
+
+def _assign(tensor: PlacedTensor, value: Any) -> None:
+    """Set `.data` of a placed tensor to a `DTensor` or a whole tensor, whose memory it shares where both lie alike."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f".data of {_name_of(tensor)} must be a tensor, not {type(value).__name__}.")
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise InputError(
+            f".data of {_name_of(tensor)} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was to become "
+            f"{value.dtype} of shape {tuple(value.shape)}: the programs of a parallelised module are made for the one. "
+            "Convert the module before autoshard.parallelize, or assign numbers of the same shape and dtype."
+        )
+    if _SOURCE in value.__dict__:
+        _read_again(value)  # type: ignore[arg-type]
+    mesh, spec = tensor.device_mesh, Spec(tuple(tensor.placements))
+    with torch.no_grad():
+        if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == tensor.placements:
+            local = local_of(value).contiguous()
+        else:
+            whole = _whole(value) if isinstance(value, DTensor) else value.detach()
+            local = cut(whole.to(local_of(tensor).device), mesh, spec)
+    _torch.set_local_tensor(tensor, local, _torch.dtensor_spec_of(tensor))
+    tensor.__dict__.pop(_SOURCE, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the numbers of a view come from.
+
+    Attributes:
+        base: the tensor that the view is of.
+        view: the operator that made the view; None if view and base share their shards.
+        args: its arguments behind the base.
+        kwargs: its named arguments.
+        place: the place of the view among the results.
+    """
+
+    base: PlacedTensor
+    view: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    place: int
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return the view of the whole base."""
+        result: Tensor = pytree.tree_leaves(self.view(whole, *self.args, **self.kwargs))[self.place]
+        return result
+
+
+def _read_again(tensor: PlacedTensor) -> None:
+    """Read a view from its source, which may have changed."""
+    source: _Source | None = tensor.__dict__.get(_SOURCE)
+    if source is None:
+        return
+    _read_again(source.base)
+    if source.view is not None:
+        fill(tensor, source.part(gather_full_tensor(source.base)))
+
+
+def _write_to_source(tensor: PlacedTensor) -> None:
+    """Write a view that was changed to its source."""
+    source: _Source | None = tensor.__dict__.get(_SOURCE)
+    if source is None:
+        return
+    if source.view is not None:
+        whole = gather_full_tensor(source.base)
+        source.part(whole).copy_(gather_full_tensor(tensor))
+        fill(source.base, whole)
+    _write_to_source(source.base)
+
+
+def _placed_results(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """Make the results placed tensors, and note the sources of views."""
+    base = args[0] if effect.is_view else None
+    for place, leaf in enumerate(_leaves((result,), {})):
+        if type(leaf) is DTensor:
+            placed(leaf)
+            if type(base) is PlacedTensor:
+                shares = _torch.shares_memory(leaf, base)
+                if not shares or _SOURCE in base.__dict__:
+                    source = _Source(base, None if shares else func, tuple(args[1:]), kwargs, place)
+                    leaf.__dict__[_SOURCE] = source
+    return result
