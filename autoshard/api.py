@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator, Mapping
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from autoshard.errors import InputError, PlanError
-from autoshard.options import OptionKeywords, Options, Pipeline, collect_options
+from autoshard.options import MeshKeywords, OptionKeywords, Options, Pipeline, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
@@ -48,7 +48,27 @@ from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.search.search import auto_mesh, device_type_of_job
 from autoshard.specs.axes import MeshShape
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+
+@overload
+def plan(
+    module: nn.Module,
+    mesh: DeviceMesh | Mapping[str, int],
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    **keywords: Unpack[MeshKeywords],
+) -> ShardingPlan: ...
+@overload
+def plan(
+    module: nn.Module,
+    mesh: DeviceMesh | Mapping[str, int],
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    pipeline: Pipeline,
+    **keywords: Unpack[MeshKeywords],
+) -> PipelinePlan: ...
 def plan(
     module: nn.Module,
     mesh: DeviceMesh | Mapping[str, int],
@@ -68,7 +88,8 @@ def plan(
         **keywords: the fields of `autoshard.Options`.
 
     Returns:
-        The plan: a `PipelinePlan` where the mesh has a pipeline axis.
+        The plan: a `PipelinePlan` where the mesh has a pipeline axis. Type checkers, which do not see the names of
+        axes, take it for one where the call names the axis: `pipeline=autoshard.Pipeline(axis="pp")`.
 
     Raises:
         CaptureError: the module cannot be captured as one graph.
@@ -144,6 +165,47 @@ def frontier(
     return Frontier([replanner.within(limit).remember(plan) for plan, limit in zip(plans, limits, strict=True)])
 
 
+@overload
+def parallelize(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: PipelinePlan | None = None,
+    pipeline: Pipeline,
+    **keywords: Unpack[MeshKeywords],
+) -> PipelineModule: ...
+@overload
+def parallelize(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: PipelinePlan,
+    **keywords: Unpack[MeshKeywords],
+) -> PipelineModule: ...
+@overload
+def parallelize(
+    module: ModuleT,
+    mesh: DeviceMesh,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: ShardingPlan | None = None,
+    **keywords: Unpack[MeshKeywords],
+) -> ModuleT: ...
+@overload
+def parallelize(
+    module: ModuleT,
+    mesh: DeviceMesh | Literal["auto"],
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: ShardingPlan | PipelinePlan | None = None,
+    **keywords: Unpack[OptionKeywords],
+) -> ModuleT | PipelineModule: ...
 def parallelize(
     module: nn.Module,
     mesh: DeviceMesh | Literal["auto"],
@@ -173,7 +235,7 @@ def parallelize(
         **keywords: the fields of `autoshard.Options`.
 
     Returns:
-        The module, or the `PipelineModule`. `sharding_plan` of it is its plan.
+        The module, or the `PipelineModule`. `sharding_plan` of it is its plan (`plan_of`, to type checkers).
 
     Raises:
         PlanError: the module is parallelised already, or `plan` is of another model or mesh.
@@ -215,6 +277,29 @@ def parallelize(
     runtime.start(args, kwargs)
     runtime.order.open(mesh)
     return module
+
+
+@overload
+# Of a pipeline in a variable of type `nn.Module`, a checker takes the plan for one of a mesh.
+def plan_of(model: PipelineModule) -> PipelinePlan: ...  # type: ignore[overload-overlap]
+@overload
+def plan_of(model: nn.Module) -> ShardingPlan: ...
+def plan_of(model: nn.Module) -> ShardingPlan | PipelinePlan:
+    """Return the plan of a parallelised module: its attribute `sharding_plan`, in a form that type checkers know.
+
+    Args:
+        model: the result of `parallelize`.
+
+    Raises:
+        InputError: the module is not parallelised; or `parallelize` had no example, and no call has been planned yet.
+    """
+    check_module(model)
+    if not isinstance(model, PipelineModule) and not isinstance(model.__dict__.get(RUNTIME), Runtime):
+        raise InputError(f"{type(model).__name__} is not parallelised: call autoshard.parallelize first.")
+    found: ShardingPlan | PipelinePlan | None = model.__dict__["sharding_plan"]
+    if found is None:
+        raise InputError(f"{type(model).__name__} has no plan yet: it is planned at its first call.")
+    return found
 
 
 def register_forward_method(module: nn.Module, method: str) -> None:

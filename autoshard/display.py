@@ -6,8 +6,11 @@ import io
 import re
 from collections.abc import Iterable
 from html import escape
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.containers import Lines
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.style import Style
 from rich.table import Column, Table
@@ -17,6 +20,27 @@ WIDTH = 120
 
 # Pages of notebooks are light or dark and do not say which: these have a contrast above 4 on white and on #111.
 _COLOURS = {"cyan": "#0b8294", "magenta": "#b14fc4"}
+
+
+class NameText(Text):
+    """A dotted name, which breaks behind dots where it is too long for its column, and not inside of a word."""
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        lengths = [len(part) + 1 for part in self.plain.split(".")]
+        return Measurement(max(lengths), max(len(self.plain), *lengths))
+
+    def wrap(self, console: Console, width: int, **how: Any) -> Lines:
+        """Return the lines; of a word that is longer than a line, as of any text."""
+        if len(self.plain) <= width or "." not in self.plain:
+            return super().wrap(console, width, **how)
+        breaks: list[int] = []
+        start = previous = 0
+        for end in (match.end() for match in re.finditer(r"[^.]*\.?", self.plain) if match.group()):
+            if end - start > width and previous > start:
+                breaks.append(previous)
+                start = previous
+            previous = end
+        return Lines(line for part in self.divide(breaks) for line in Text.wrap(part, console, width, **how))
 
 
 def plain(parts: Iterable[RenderableType], width: int) -> str:

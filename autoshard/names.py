@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
+
+# "3", or "encoder_layer_3" as torchvision names its layers.
+_INDEXED = re.compile(r"(?P<prefix>(?:.*_)?)(?P<index>\d+)")
 
 
 def matching(glob: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -36,6 +40,12 @@ def suggestion(name: str, known: Collection[str]) -> str:
     return f"There are {', '.join(some)}{' and others' if len(known) > len(some) else ''}."
 
 
+def index_of(part: str) -> tuple[str, int] | None:
+    """Return the prefix and the index of a part of a name that counts layers (`3`, `encoder_layer_3`); else None."""
+    match = _INDEXED.fullmatch(part)
+    return None if match is None else (match["prefix"], int(match["index"]))
+
+
 @dataclass(frozen=True, slots=True)
 class Group(Generic[Key]):
     """Names that differ in indices alone and share a key, with one text for them all (`layers.*.weight`)."""
@@ -54,7 +64,7 @@ def group_names(items: Mapping[str, Key]) -> tuple[Group[Key], ...]:
     members: dict[tuple[str, Key], list[str]] = {}
     patterns: dict[str, list[str]] = {}
     for name, key in items.items():
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        pattern = ".".join(_INDEXED.sub(r"\g<prefix>*", part) if index_of(part) else part for part in name.split("."))
         members.setdefault((pattern, key), []).append(name)
         patterns.setdefault(pattern, []).append(name)
     return tuple(
@@ -66,12 +76,13 @@ def _text(pattern: str, names: list[str], family: list[str]) -> str:
     """Return the pattern with the names' indices in place of its stars; `family` is all names of the pattern."""
     parts = pattern.split(".")
     for position, part in enumerate(parts):
-        if part == "*":
-            indices, others = ({int(name.split(".")[position]) for name in some} for some in (names, family))
+        if part.endswith("*"):
+            found = ([index_of(name.split(".")[position]) for name in some] for some in (names, family))
+            indices, others = ({item[1] for item in some if item} for some in found)
             if len(indices) == 1:
-                parts[position] = str(next(iter(indices)))
+                parts[position] = names[0].split(".")[position]
             elif indices != others:
-                parts[position] = "{" + ",".join(_runs(sorted(indices))) + "}"
+                parts[position] = f"{part[:-1]}{{{','.join(_runs(sorted(indices)))}}}"
     return ".".join(parts)
 
 

@@ -108,9 +108,14 @@ def test_without_examples_an_optimizer_made_before_the_first_call_trains_the_rig
 
     expected = alone(train, module, inputs)
     with simulated_mesh(dp=2, tp=2) as mesh:
+        with pytest.raises(InputError, match="is not parallelised"):
+            autoshard.plan_of(module)
         autoshard.parallelize(module, mesh, cluster=fast_links())
         assert all(placement == Replicate() for p in module.parameters() for placement in p.placements)
+        with pytest.raises(InputError, match="it is planned at its first call"):
+            autoshard.plan_of(module)
         assert relative_difference(_results(train(module, inputs), module), expected) <= TOLERANCE
+        assert autoshard.plan_of(module) is module.sharding_plan
         assert any(placement != Replicate() for p in module.parameters() for placement in p.placements)
 
 

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.display import html, plain
+from autoshard.display import NameText, html, plain
 from tests.notebooks import NotebookPage
 
 
@@ -114,3 +114,14 @@ def test_other_parts_are_refused() -> None:
     cells.add_row(Markdown("a"))
     with pytest.raises(TypeError, match="no HTML for a cell that is a Markdown"):
         html(cells)
+
+
+def test_long_names_break_behind_dots() -> None:
+    def shown(width: int) -> list[str]:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(overflow="fold")
+        table.add_row(NameText("model.layers.3.self_attn.q_proj.weight"))
+        return plain([table], width).splitlines()
+
+    assert shown(16) == ["model.layers.3.", "self_attn.", "q_proj.weight"]
+    assert shown(60) == ["model.layers.3.self_attn.q_proj.weight"]

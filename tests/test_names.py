@@ -30,6 +30,9 @@ def test_suggestions_offer_close_names_or_any() -> None:
         ({"net.0.w": 1, "net.2.b": 1}, ["net.0.w", "net.2.b"]),
         ({"h.0.e.0.w": 1, "h.0.e.1.w": 1, "h.1.e.0.w": 1, "h.1.e.1.w": 1}, ["h.*.e.*.w"]),
         ({"": 1, "h.0": 1}, ["", "h.0"]),
+        ({"layers.layer_0.w": 1, "layers.layer_1.w": 1}, ["layers.layer_*.w"]),
+        ({"layer_0.w": 1, "layer_1.w": 2, "layer_2.w": 1, "norm_0.w": 1}, ["layer_{0,2}.w", "layer_1.w", "norm_0.w"]),
+        ({"conv1.w": 1, "conv2.w": 1}, ["conv1.w", "conv2.w"]),
     ],
 )
 def test_names_that_differ_in_indices_are_put_together(items: dict[str, int], texts: list[str]) -> None:

@@ -111,7 +111,7 @@ def capture(
                     traced, histories = _trace(exported, everything, grad)
         begin(f"simplification of {len(traced.graph.nodes)} nodes")
         joint = describe(traced, exported, signature, mp_policy, defaults_of(module))
-        return replace(joint, histories=histories)
+        return replace(joint, histories=histories, model=_class_name(module))
 
     return _without_counter_guards(attempt, lambda graph: graph.state, lambda graph: graph.fingerprint)
 
@@ -287,6 +287,11 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _class_name(module: nn.Module) -> str:
+    # Stages of pipelines are graphs, whose class says nothing.
+    return "" if isinstance(module, fx.GraphModule) else type(module).__name__
 
 
 def _losses(exported: Exported) -> tuple[bool, ...]:

@@ -91,6 +91,7 @@ class JointGraph:
         state: the flags, numbers, submodules and hooks that the graph depends on, the changes of these by a call, and
             the conditions on the numbers in inputs.
         histories: the autograd state that one device gives to the outputs.
+        model: the name of the module's class.
     """
 
     graph_module: fx.GraphModule
@@ -105,6 +106,7 @@ class JointGraph:
     recomputed: tuple[str, ...] = ()
     state: PythonState = field(default_factory=PythonState)
     histories: OutputHistories = field(default_factory=OutputHistories)
+    model: str = ""
 
     @property
     def graph(self) -> fx.Graph:
@@ -130,6 +132,14 @@ class JointGraph:
     def tangent_outputs(self) -> tuple[str, ...]:
         """Names of the outputs that have a tangent, in the order of the tangents."""
         return tuple(item.name for item in self.inputs if item.kind == "tangent")
+
+    @property
+    def outputs_beside_loss(self) -> tuple[str, ...]:
+        """Names of the outputs that are returned beside a loss, a scalar that is differentiated; empty without one."""
+        outputs, losses = self.tensor_outputs, set(self.tangent_outputs)
+        if not losses or any(outputs[name].meta["val"].ndim for name in losses if name in outputs):
+            return ()
+        return tuple(name for name in outputs if name not in losses)
 
     @property
     def gradient_sources(self) -> dict[str, frozenset[str]]:

@@ -7,6 +7,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
 import autoshard
 from autoshard.cli.arguments import (
     UsageError,
@@ -39,6 +42,7 @@ from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
 _NOT_VALID = "2: an argument is not valid; nothing was planned."
+_OUTPUTS = ("whole", "planned")
 _PLOTS = (".png", ".svg", ".pdf")
 _WITHOUT_PIPELINE = {"frontier": "a frontier", "compare": "a comparison", "verify": "verify"}
 
@@ -59,6 +63,7 @@ def add_plan(verbs: Verbs) -> None:
     add_mesh(parser)
     add_memory(parser)
     add_options(parser)
+    add_dtypes(parser)
     _add_accumulate(parser)
     add_pipeline(parser)
     _add_files(parser, "the plan")
@@ -79,6 +84,7 @@ def add_fits(verbs: Verbs) -> None:
     add_mesh(parser)
     add_memory(parser, required=True)
     add_options(parser)
+    add_dtypes(parser)
     _add_accumulate(parser)
     add_pipeline(parser)
 
@@ -99,6 +105,7 @@ def add_compare(verbs: Verbs) -> None:
     add_mesh(parser)
     add_memory(parser)
     add_options(parser)
+    add_dtypes(parser)
     parser.add_argument(
         "--baseline",
         action="append",
@@ -131,6 +138,7 @@ def add_search(verbs: Verbs) -> None:
     parser.add_argument("--no-pipelines", action="store_true", help="only meshes without a pipeline")
     add_memory(parser)
     add_options(parser)
+    add_dtypes(parser)
     add_pipeline(parser, axis=False)
     _add_files(parser, "the search and its best plan")
 
@@ -152,17 +160,15 @@ def add_frontier(verbs: Verbs) -> None:
         "--gaps", type=int, default=4, metavar="N", help="widest gaps between plans to search; default: 4"
     )
     add_options(parser)
+    add_dtypes(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all plans to write")
     parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the frontier to write")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help=f"picture to write: {', '.join(_PLOTS)}")
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """Add the mesh, and the option that concerns its outputs."""
+    """Add the mesh."""
     parser.add_argument("--mesh", required=True, metavar="AXES", help="names and sizes of the axes, as in dp=8,tp=8")
-    parser.add_argument(
-        "--output-placements", choices=("planned",), help="leave outputs in shards; by default they come back whole"
-    )
 
 
 def _add_accumulate(parser: argparse.ArgumentParser) -> None:
@@ -190,6 +196,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recompute", choices=RECOMPUTE, help="layers whose forward pass the backward pass runs again")
     parser.add_argument("--optimizer", metavar="NAME", help="the optimizer, for its memory; default: adamw")
+    parser.add_argument(
+        "--output-placements",
+        choices=_OUTPUTS,
+        help="gather all outputs, or leave them in shards; default: leave those that come beside a loss",
+    )
     parser.add_argument("--effort", choices=EFFORTS, default="full", help="of the search; default: full")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search, without the capture")
     parser.add_argument(
@@ -199,6 +210,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="GLOB=PLACEMENTS",
         help="placements that the plan must have, such as '*.up.weight=tp:S(0)', or a primitive, '*.mlp=split(tp)'",
     )
+
+
+def add_dtypes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of mixed precision."""
+    group = parser.add_argument_group("mixed precision")
+    text = "dtype that parameters and inputs are cast to for the compute, such as bfloat16; default: none"
+    group.add_argument("--param-dtype", metavar="DTYPE", help=text)
+    text = "dtype in which gradients are reduced, such as float32; default: that of the compute"
+    group.add_argument("--reduce-dtype", metavar="DTYPE", help=text)
+
+
+def _mixed_precision(options: argparse.Namespace) -> MixedPrecisionPolicy | None:
+    """Return the policy that the options of `add_dtypes` ask for; None without any."""
+    dtypes: dict[str, torch.dtype] = {}
+    for name in ("param_dtype", "reduce_dtype"):
+        text = getattr(options, name, None)
+        if text is not None:
+            dtype = getattr(torch, text, None)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                option = f"--{name.replace('_', '-')} {text}"
+                raise UsageError(f"{option}: name a floating dtype of torch, such as bfloat16.")
+            dtypes[name] = dtype
+    if not dtypes:
+        return None
+    return MixedPrecisionPolicy(param_dtype=dtypes.get("param_dtype"), reduce_dtype=dtypes.get("reduce_dtype"))
 
 
 def add_pipeline(parser: argparse.ArgumentParser, *, axis: bool = True) -> None:
@@ -225,9 +261,17 @@ def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, A
     with usage_errors():
         search_options = Search(effort=options.effort, time_limit=options.time_limit)
         keywords: dict[str, Any] = {"cluster": options.cluster, "search": search_options}
-        for name in ("recompute", "optimizer", "memory_limit", "output_placements", "accumulate"):
+        for name in ("recompute", "optimizer", "memory_limit", "accumulate"):
             if getattr(options, name, None) is not None:
                 keywords[name] = getattr(options, name)
+        if options.output_placements is not None:
+            keywords["output_placements"] = None if options.output_placements == "whole" else "planned"
+        # A comparison has a default of its own, and a saved plan records what it was made with.
+        elif function != "compare" and getattr(options, "plan", None) is None:
+            keywords["output_placements"] = "auto"
+        policy = _mixed_precision(options)
+        if policy is not None:
+            keywords["mp_policy"] = policy
         if hints:
             keywords["hints"] = hints
         pipeline = {name: getattr(options, name, None) for name in ("axis", "schedule", "microbatches", "virtual")}
@@ -242,6 +286,21 @@ def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, A
             # For its error: the cluster may be too small.
             target.cluster.first(mesh.size)
     return keywords
+
+
+def print_outputs_left(plan: Plan, options: argparse.Namespace) -> None:
+    """Print a line about the outputs that a plan leaves in shards, where nobody asked for that."""
+    if options.output_placements is not None or isinstance(plan, PipelinePlan):
+        return
+    beside = [
+        name
+        for name, placements in plan.output_placements.items()
+        if not all(placement.is_replicate() for placement in placements)
+    ]
+    if beside and plan.options.get("output_placements") == "planned":
+        print_line(
+            f"{', '.join(beside)}: left in shards, as DTensors, beside the loss; --output-placements whole gathers them"
+        )
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -276,6 +335,7 @@ def _fits(options: argparse.Namespace) -> int:
         f"{verdict}: peak {format_bytes(peak)} of {limit} per device on mesh {plan.mesh}, predicted step "
         f"{format_seconds(plan.step_seconds)}"
     )
+    print_outputs_left(plan, options)
     return int(not plan.fits)
 
 
@@ -320,6 +380,7 @@ def _frontier(options: argparse.Namespace) -> None:
     module, args, kwargs = load_target(options)
     frontier = autoshard.frontier(module, parse_mesh(options.mesh), args, kwargs, gaps=options.gaps, **keywords)
     console().print(*plan_tables(frontier))
+    print_outputs_left(frontier[0], options)
     if options.output is not None:
         frontier.save(options.output)
         print_line(f"wrote {options.output}")
@@ -345,6 +406,7 @@ def _check_plot(path: Path | None) -> None:
 
 def _print_and_save(plan: Plan, options: argparse.Namespace) -> None:
     console().print(*plan_tables(plan))
+    print_outputs_left(plan, options)
     if options.output is not None:
         plan.save(options.output)
         print_line(f"wrote {options.output}")

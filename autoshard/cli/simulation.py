@@ -10,7 +10,7 @@ from rich.console import RenderableType
 import autoshard
 from autoshard.cli.arguments import UsageError, Verbs, add_verb, check_output, console, parse_mesh, print_line
 from autoshard.cli.plan_files import Plan, plan_tables, read_plan
-from autoshard.cli.planning import add_memory, add_options, planning_keywords
+from autoshard.cli.planning import add_dtypes, add_memory, add_options, planning_keywords, print_outputs_left
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 
@@ -35,6 +35,7 @@ def add_simulate(verbs: Verbs) -> None:
     parser.add_argument("--mesh", metavar="AXES", help="of a TARGET, names and sizes of the axes, as in dp=8,tp=8")
     add_memory(parser)
     add_options(parser)
+    add_dtypes(parser)
 
 
 def _simulate(options: argparse.Namespace) -> None:
@@ -45,6 +46,7 @@ def _simulate(options: argparse.Namespace) -> None:
         raise UsageError(f"--picture {options.picture}: name a file that ends in .svg.")
     plan = _plan_of(options)
     console().print(*_tables(plan))
+    print_outputs_left(plan, options)
     # Written last: what is printed is of use even where a plan has no calls to draw.
     if options.trace is not None:
         plan.trace(options.trace)

@@ -176,17 +176,25 @@ def _load_config(
             f"hf:{path}: there is no file {file}. Name a config.json, or a folder that has one; nothing is downloaded."
         )
     transformers = _import_package("transformers", f"hf:{path}", "pip install 'autoshard[transformers]'")
-    kind = getattr(transformers, class_name, None)
-    build = _builder(kind)
+    model_class = getattr(transformers, class_name, None)
+    build = _builder(model_class)
     if build is None:
-        fault = "has no class" if kind is None else "can build no model by"
+        fault = "has no class" if model_class is None else "can build no model by"
         models = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
         raise UsageError(f"--class {class_name}: transformers {fault} {class_name}. {suggestion(class_name, models)}")
     with _failures_of(f"the config {file}"):
-        # A model of other code needs a function of the user's, who knows what it runs.
-        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-        if json.loads(file.read_text("utf-8")).get("auto_map"):
+        entries = json.loads(file.read_text("utf-8"))
+        kind = entries.get("model_type")
+        if entries.get("auto_map"):
+            # A model of other code needs a function of the user's, who knows what it runs.
+            if kind not in transformers.CONFIG_MAPPING:
+                raise UsageError(
+                    f"hf:{path}: {kind} is no model of transformers, and {file} names code of its own (auto_map), "
+                    "which is never run here. Write a function that makes the model and its inputs, and pass "
+                    "package.module:function."
+                )
             sys.stderr.write(f"autoshard: {file} names code of its own (auto_map), which is never run here\n")
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     text_config = config.get_text_config()
     for key, value in settings.items():
         owner = config if hasattr(config, key) else text_config

@@ -20,7 +20,14 @@ from autoshard.cli.arguments import (
     usage_errors,
 )
 from autoshard.cli.plan_files import read_plan
-from autoshard.cli.planning import add_memory, add_options, add_pipeline, planning_keywords
+from autoshard.cli.planning import (
+    add_dtypes,
+    add_memory,
+    add_options,
+    add_pipeline,
+    planning_keywords,
+    print_outputs_left,
+)
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.errors import HintError
 from autoshard.options import Pipeline
@@ -59,6 +66,7 @@ def add_why(verbs: Verbs) -> None:
     places.add_argument("--plan", metavar="PLAN.json", help="a saved plan of the target, to ask in place of a new one")
     add_memory(parser)
     add_options(parser)
+    add_dtypes(parser)
     add_pipeline(parser)
     parser.set_defaults(cluster=None)
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file to write the plan with them to")
@@ -88,6 +96,7 @@ def _why(options: argparse.Namespace) -> int:
             alternative = autoshard.why_not(plan, asked, module, args, kwargs, requests=requests, **keywords)
         else:
             made = autoshard.plan(module, mesh, args, kwargs, **keywords)
+            print_outputs_left(made, options)
             alternative = made.why_not(asked) if isinstance(made, ShardingPlan) else made.why_not(asked, **requests)
     except HintError as error:
         raise UsageError(str(error)) from error

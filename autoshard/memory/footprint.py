@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 AllocationKind = Literal[
-    "parameter", "gradient", "optimizer", "buffer", "input", "saved", "gathered", "communication", "temporary"
+    "parameter", "gradient", "optimizer", "buffer", "input", "output", "saved", "gathered", "communication", "temporary"
 ]
 
 KINDS: tuple[AllocationKind, ...] = get_args(AllocationKind)
@@ -29,9 +29,9 @@ class Allocation:
         bytes: held by one device.
         start: the first moment (position in the order of execution) at which it is held.
         end: the first moment at which it is held no more.
-        kind: its purpose. A `"saved"` tensor is made by the forward half and read by the backward half, `"gathered"`
-            is a copy of a parameter or input, `"communication"` is a buffer of another reshard or of a bucket of
-            gradients, `"temporary"` is any other intermediate result.
+        kind: its purpose. An `"output"` is what `forward` returns. A `"saved"` tensor is made by the forward half and
+            read by the backward half, `"gathered"` is a copy of a parameter or input, `"communication"` is a buffer of
+            another reshard or of a bucket of gradients, `"temporary"` is any other intermediate result.
         module: path of the module that it belongs to, `""` for the root.
     """
 

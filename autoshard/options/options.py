@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -16,15 +16,21 @@ from autoshard.names import suggestion
 from autoshard.units import parse_bytes
 
 Hints = Mapping[str, Any]
-Placements = Mapping[str, Any] | Literal["planned"] | None
+Placements = Mapping[str, Any] | Literal["planned", "auto"] | None
 """Globs over names of outputs -> placements, as `autoshard.options.placements` reads them."""
 Shares = Mapping[str, Sequence[int]]
 """Name of one mesh axis -> the shares of its ranks, in proportion to one another."""
 OptimizerOption = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None
 
-RECOMPUTE = ("auto", "none", "full")
-METHODS = ("auto", "eliminate", "alternate", "ilp", "force")
-EFFORTS = ("fast", "full")
+Recompute = Literal["auto", "none", "full"]
+Boundary = Literal["global", "local"]
+"""The tensors that a rank passes, or is given: those of the whole batch, or its own rows."""
+Method = Literal["auto", "eliminate", "alternate", "ilp", "force"]
+Effort = Literal["fast", "full"]
+
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+METHODS: tuple[Method, ...] = get_args(Method)
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +53,9 @@ class Search:
         PlanError: a value is not valid.
     """
 
-    method: str = "auto"
+    method: Method = "auto"
     time_limit: float | None = None
-    effort: str = "full"
+    effort: Effort = "full"
     work_limit: int | None = None
     verbose: bool = False
 
@@ -83,8 +89,8 @@ class Pipeline:
 
     axis: str | None = None
     schedule: str = "auto"
-    microbatches: int | str = "auto"
-    virtual: int | str = "auto"
+    microbatches: int | Literal["auto"] = "auto"
+    virtual: int | Literal["auto"] = "auto"
     batch_dims: Mapping[str, int | None] | None = None
 
     def __post_init__(self) -> None:
@@ -162,8 +168,10 @@ class Options:
         input_placements: for local inputs, globs over their names -> placements, such as `{"mask": Replicate()}` or
             `{"x": {"tp": Shard(1)}}`; see docs/hints.md. Axes that are left open are as by default: the first dim of
             the inputs with the batch's size is split over the data axes, and all else is whole.
-        output_placements: None: as `outputs` says; `"planned"`: as they lie, as DTensors; or globs over names of
-            outputs -> placements, in which these come back as DTensors, or as local tensors with `outputs="local"`.
+        output_placements: None: as `outputs` says; `"planned"`: as they lie, as DTensors; `"auto"`: outputs that come
+            beside a loss (a scalar that is differentiated) as they lie, as DTensors where they are sharded, and all
+            outputs whole where there is no loss, or in a pipeline; or globs over names of outputs -> placements, in
+            which these come back as DTensors, or as local tensors with `outputs="local"`.
             Axes that are left open are whole, with `outputs="local"` rows on the data axes.
         accumulate: backwards for every step of the optimizer, all but the last of which run in `autoshard.no_sync`. The
             predicted step is one run, with its part of the reductions; memory counts the sums of the runs before, most
@@ -185,13 +193,13 @@ class Options:
     optimizer_bytes_per_element: float | None = None
     cluster: str | Cluster | None = None
     mp_policy: MixedPrecisionPolicy | None = None
-    recompute: str = "auto"
+    recompute: Recompute = "auto"
     dynamic: Dynamic | None = None
     shares: Shares | Literal["auto"] | None = "auto"
-    inputs: str = "global"
-    outputs: str = "global"
+    inputs: Boundary = "global"
+    outputs: Boundary = "global"
     data_axes: Sequence[str] | None = None
-    example_inputs: str = "global"
+    example_inputs: Boundary = "global"
     input_placements: Mapping[str, Any] | None = None
     output_placements: Placements = None
     accumulate: int = 1
@@ -226,10 +234,8 @@ class Options:
         return None if self.memory_limit is None else parse_bytes(self.memory_limit)
 
 
-class OptionKeywords(TypedDict, total=False):
-    """Keywords of `plan`, `parallelize`, `frontier` and `search`: the fields of `Options`, and the earlier spellings of
-    the fields of `Search` and `Pipeline`, which warn.
-    """
+class MeshKeywords(TypedDict, total=False):
+    """Keywords of `plan` and `parallelize` on a mesh without a pipeline: the fields of `Options` but `pipeline`."""
 
     hints: Hints | None
     memory_limit: int | str | None
@@ -237,23 +243,30 @@ class OptionKeywords(TypedDict, total=False):
     optimizer_bytes_per_element: float | None
     cluster: str | Cluster | None
     mp_policy: MixedPrecisionPolicy | None
-    recompute: str
+    recompute: Recompute
     dynamic: Dynamic | None
     shares: Shares | Literal["auto"] | None
-    inputs: str
-    outputs: str
+    inputs: Boundary
+    outputs: Boundary
     data_axes: Sequence[str] | None
-    example_inputs: str
+    example_inputs: Boundary
     input_placements: Mapping[str, Any] | None
     output_placements: Placements
     accumulate: int
     compile: bool
     search: Search
+
+
+class OptionKeywords(MeshKeywords, total=False):
+    """Keywords of `plan`, `parallelize`, `frontier` and `search`: the fields of `Options`, and the earlier spellings of
+    the fields of `Search` and `Pipeline`, which warn.
+    """
+
     pipeline: Pipeline
     # Earlier spellings.
-    method: str
+    method: Method
     time_limit: float
-    effort: str
+    effort: Effort
     work_limit: int | None
     verbose: bool
     pipeline_axis: str | None
@@ -300,7 +313,7 @@ _ENTRY_POINTS = {
         {"shares": None},
         frozenset(
             {
-                *("inputs", "outputs", "data_axes", "example_inputs", "input_placements", "output_placements"),
+                *("inputs", "outputs", "data_axes", "example_inputs", "input_placements"),
                 *("dynamic", "shares", "accumulate", "compile"),
             }
         ),
@@ -380,15 +393,15 @@ def _check_boundary(options: Options) -> None:
         value = getattr(options, name)
         if value not in ("global", "local"):
             raise PlanError(f'{name}={value!r}: choose "global" ({meaning}) or "local" (its rows).')
-    planned = options.output_placements == "planned"
-    if isinstance(options.output_placements, str) and not planned:
+    named = isinstance(options.output_placements, str)
+    if named and options.output_placements not in ("planned", "auto"):
         raise PlanError(
-            f'output_placements={options.output_placements!r}: pass "planned" or a mapping of output names.'
+            f'output_placements={options.output_placements!r}: pass "planned", "auto" or a mapping of output names.'
         )
-    if planned and options.outputs == "local":
+    if named and options.outputs == "local":
         raise PlanError(
-            'outputs="local" and output_placements="planned": local tensors do not tell how they lie. Name the outputs '
-            "that are not to be rows, and how they lie, or leave one of the two out."
+            f'outputs="local" and output_placements="{options.output_placements}": local tensors do not tell how they '
+            "lie. Name the outputs that are not to be rows, and how they lie, or leave one of the two out."
         )
     if options.inputs == "global":
         if options.input_placements:

@@ -129,8 +129,8 @@ class Target:
                 holds_sums=options.accumulate > 1,
             ),
             hints=options.hints,
-            inputs=options.inputs,  # type: ignore[arg-type]
-            outputs=options.outputs,  # type: ignore[arg-type]
+            inputs=options.inputs,
+            outputs=options.outputs,
             data_axes=(),
             input_placements=dict(options.input_placements or {}),
             output_placements=options.output_placements,

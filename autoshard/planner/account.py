@@ -304,7 +304,7 @@ def reduction_timeline(program: PredictedProgram, prices: KernelPrices) -> Timel
 
 _PERSISTENT_KINDS: dict[str, AllocationKind] = {"parameter": "parameter", "buffer": "buffer", "constant": "buffer"}
 # If such an allocation lives from the forward to the backward half, every run of a step that is under way has its own.
-_PER_RUN_KINDS: frozenset[AllocationKind] = frozenset({"saved", "gathered", "communication", "temporary"})
+_PER_RUN_KINDS: frozenset[AllocationKind] = frozenset({"output", "saved", "gathered", "communication", "temporary"})
 
 
 def allocations(
@@ -349,6 +349,7 @@ class _ProgramMemory:
         self.border = sum(self.graph.phase(node) == "forward" for node in self.operators)  # where backward begins
         self.order: list[fx.Node] = []  # every call of the step
         self.forward = 0  # the number of calls of the forward half
+        self.returned: set[fx.Node] = set()  # the roots of outputs
         # By the node that allocates a storage, its root.
         self.first_call: dict[fx.Node, int] = {}  # the call that allocates it
         self.last_call: dict[fx.Node, int] = {}  # the last call that reads it or a view of it
@@ -394,6 +395,8 @@ class _ProgramMemory:
     def _kind(self, root: fx.Node, end: int, gradients: dict[fx.Node, str]) -> AllocationKind:
         if root in gradients:
             return "gradient"
+        if root in self.returned:
+            return "output"
         kind: AllocationKind = root.meta["kind"]
         # A gathered copy keeps its kind, which says why it is there, also where backward reads it.
         saved = self.first_call[root] < self.forward < end
@@ -457,6 +460,8 @@ class _ProgramMemory:
         former = self.graph.former_values
         for (kind, name), node in program.outputs.items():
             if root(node) in self.first_call:
+                if kind == "output":
+                    self.returned.add(root(node))
                 # Outputs are held while the optimizer steps. New values are copied to their tensors behind forward; the
                 # former ones, which backward may need, are as large.
                 is_copied = kind == "mutation" and name not in former

@@ -224,6 +224,11 @@ class ShortfallError(BudgetError):
             if peak < least:
                 others = f" and {len(pinned) - 1} more" if len(pinned) > 1 else ""
                 yield f"drop the hints (without that on {pinned[0]}{others}, {format_bytes(peak)} are enough)"
+        scalars = (node.meta["val"].ndim == 0 for node in planner.graph.tensor_outputs.values())
+        if not (constraints.planned_outputs or constraints.outputs or constraints.row_axes or all(scalars)):
+            peak = _smallest_peak(planner, replace(constraints, planned_outputs=True), self._prices)
+            if peak < least:
+                yield f'leave outputs in shards (output_placements="planned" needs {format_bytes(peak)})'
         if planner.settings.recompute == "none" and not planner.graph.recomputed:
             layers = recomputable(planner.graph)
             peak = _recompute_peak(planner, [layer.name for layer in layers], constraints) if layers else float("inf")

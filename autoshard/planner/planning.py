@@ -27,6 +27,7 @@ from autoshard.planner.budget_search import ShortfallError
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, show_progress
+from autoshard.planner.subject import subject_of, work_of
 from autoshard.planner.target_constraints import PinsByName, PlacementsByName, constraints_for, shared_axis
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
@@ -250,6 +251,10 @@ def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float
         options["shares"] = {axis: list(counts) for axis, counts in target.shares.items()}
     if target.options.accumulate > 1:
         options["accumulate"] = target.options.accumulate
+    options["subject"] = subject_of(planner.graph, target)
+    options["work"] = work_of(planner.graph, planner.rules, target.cluster, planner.mesh)
+    if planner.constraints.planned_outputs:
+        options["output_placements"] = "planned"
     return replace(
         plan,
         timings={"capture": capture_seconds, **plan.timings},

@@ -25,7 +25,7 @@ from autoshard.patterns.parts import Loop, unequal_loops
 from autoshard.planner.account import SharePrices
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import CapturedCall, run_planner
-from autoshard.planner.target_constraints import batch_of
+from autoshard.planner.target_constraints import batch_of, leaves_outputs
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import size_generic_step
 from autoshard.specs.axes import MeshShape
@@ -97,11 +97,16 @@ def plan_batch_shares(call: CapturedCall) -> ShardingPlan:
     equal = plan_counts({})
     axis = heterogeneous_axis(target.cluster, mesh)
     batch = None if graph.dynamic is None else batch_of(graph)
-    if axis is None or batch is None or target.inputs == "local" or target.output_placements is not None:
+    if axis is None or batch is None or target.inputs == "local" or not _returns_whole_outputs(call):
         return equal[0]
     assert graph.dynamic is not None
     total = int(graph.dynamic.example[batch])
     return faster_plan(call, equal, axis, total, lambda counts: plan_counts({mesh.names[axis]: counts}))
+
+
+def _returns_whole_outputs(call: CapturedCall) -> bool:
+    asked = call.target.output_placements
+    return asked is None or (asked == "auto" and not leaves_outputs(call.graph, call.target))
 
 
 def faster_plan(
@@ -347,7 +352,7 @@ class UnequalParts:
 
         plans = [self.equal_plan[0]]
         # No `DTensor` has unequal parts: only outputs that come back whole can be made of them.
-        if self.call.target.output_placements is None:
+        if _returns_whole_outputs(self.call):
             totals = candidate_totals(self.split_loops.values(), self.call.mesh.sizes[self.axis])
             plans += [
                 faster_plan(self.call, self.equal_plan, self.axis, total, plan_total) for total in totals[:_MAX_TOTALS]

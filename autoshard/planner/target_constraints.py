@@ -73,13 +73,20 @@ def constraints_for(
     pinned.update(_input_pins(module, graph, mesh, target, input_pins or {}, shared, first))
     return Constraints(
         pinned=pinned,
-        planned_outputs=target.output_placements == "planned",
+        planned_outputs=leaves_outputs(graph, target),
         outputs=_output_specs(graph, mesh, target, first),
         row_axes=tuple(map(mesh.index, target.data_axes)) if target.outputs == "local" else (),
         local_inputs=target.inputs == "local",
         shared=shared,
         task_graphs=task_graphs,
     )
+
+
+def leaves_outputs(graph: JointGraph, target: Target) -> bool:
+    """Return True if all outputs come back as the plan has them, and none is gathered."""
+    if target.output_placements == "auto":
+        return bool(graph.outputs_beside_loss)
+    return target.output_placements == "planned"
 
 
 def shared_axis(graph: JointGraph, mesh: MeshShape, target: Target) -> SharedAxis | None:
@@ -153,7 +160,7 @@ def _input_pins(
 
 
 def _output_specs(graph: JointGraph, mesh: MeshShape, target: Target, first: bool) -> dict[str, Spec]:
-    """Return how the outputs lie that `output_placements` names."""
+    """Return the specs of the outputs that `output_placements` names."""
     if target.output_placements is None or isinstance(target.output_placements, str):
         return {}
     shapes = {name: tuple(node.meta["val"].shape) for name, node in graph.tensor_outputs.items()}

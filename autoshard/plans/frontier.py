@@ -189,7 +189,8 @@ class Frontier(Sequence[ShardingPlan], HasPage):
         turning, fastest = self.turning_point, self.plans[-1]
         # One unit for the whole column, so that plans compare at a glance.
         unit, size = byte_unit(fastest.memory.peak)
-        for number, plan in enumerate(self.plans):
+        for number in frontier_page.distinct_plans(self.plans, (turning,)):
+            plan = self.plans[number]
             peak = f"{plan.memory.peak / size:.3f} {unit}"
             parts_held = [format_bytes(getattr(plan.memory, part)) for part in parts]
             slower = f"{plan.step_seconds / fastest.step_seconds - 1.0:.1%}"

@@ -14,6 +14,8 @@ from autoshard.units import byte_unit, format_bytes, format_seconds, second_unit
 DEVICES = (16, 24, 32, 40, 48, 80, 96, 141, 180)
 """Memory of usual devices in GB (10**9 bytes): T4, A10, V100, A100, L40S, H100, H20, H200, B200."""
 
+_SAME = 0.01  # part of memory and time by which plans of one line differ at most
+
 _LABELS = ("plan", "peak per device", "step", "slower than the fastest by", "")
 
 
@@ -29,12 +31,13 @@ def page(plans: Sequence[PlanContents], turning: PlanContents, chosen: PlanConte
     number = next(index for index, plan in enumerate(plans) if plan is chosen)
     lead = cards(
         [
-            ("Plans", str(len(plans)), str(first.mesh)),
+            ("Plans", str(len(plans)), f"{first.mesh}; plans within 1 % of another are one line"),
             ("Least memory", format_bytes(first.memory.peak), f"at {format_seconds(first.step_seconds)} per step"),
             ("Shortest step", format_seconds(last.step_seconds), f"with {format_bytes(last.memory.peak)}"),
             ("Chosen", f"plan {number}", f"{format_bytes(chosen.memory.peak)}, {format_seconds(chosen.step_seconds)}"),
         ]
     )
+    listed = [(index, plans[index]) for index in distinct_plans(plans, (turning, chosen))]
     # One unit for the whole column, so that plans compare at a glance.
     unit, size = byte_unit(last.memory.peak)
     rows = [
@@ -45,7 +48,7 @@ def page(plans: Sequence[PlanContents], turning: PlanContents, chosen: PlanConte
             f"{plan.step_seconds / last.step_seconds - 1:.1%}",
             _mark_text(turning, chosen) if plan is chosen else "turning point" if plan is turning else "",
         )
-        for index, plan in enumerate(plans)
+        for index, plan in listed
     ]
     sections = [
         Section("Frontier", [*_tradeoff(plans, turning, chosen), text_table(_LABELS, rows, texts=("",))]),
@@ -58,7 +61,7 @@ def page(plans: Sequence[PlanContents], turning: PlanContents, chosen: PlanConte
                     [facts_table(summary(plan)), memory_bar(plan), *as_parts(tensor_sections(plan))],
                     _anchor(index),
                 )
-                for index, plan in enumerate(plans)
+                for index, plan in listed
             ],
         ),
     ]
@@ -67,6 +70,23 @@ def page(plans: Sequence[PlanContents], turning: PlanContents, chosen: PlanConte
         title = f"Plan {number}: summary" if section.title == "Summary" else section.title
         sections.append(Section(title, section.parts))
     return document(f"Frontier: {first.mesh}", lead, sections)
+
+
+def distinct_plans(plans: Sequence[PlanContents], kept: Sequence[PlanContents]) -> list[int]:
+    """Return the numbers of the plans to list: those within 1 % of a listed one in memory and time are left out.
+
+    Args:
+        plans: from the smallest peak to the shortest step.
+        kept: plans that are listed in any case, such as the turning point.
+    """
+    listed = [0]
+    for number, plan in enumerate(plans[1:], 1):
+        last = plans[listed[-1]]
+        slower, larger = last.step_seconds / plan.step_seconds, plan.memory.peak / max(last.memory.peak, 1)
+        is_kept = plan is plans[-1] or any(plan is other for other in kept)
+        if is_kept or max(slower, larger) > 1 + _SAME:
+            listed.append(number)
+    return listed
 
 
 def _mark_text(turning: PlanContents, chosen: PlanContents) -> str:

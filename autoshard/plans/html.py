@@ -205,10 +205,11 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def cards(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Return the key figures at the head of a page: label, value, and a note below it."""
+def cards(figures: Iterable[tuple[str, str, str]], alarms: Container[str] = ()) -> str:
+    """Return the key figures at the head of a page: label, value, and a note below it; red where it is an alarm."""
     items = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>"
+        f"<div{' class=alarm' if label in alarms else ''}><dt>{escape(label)}</dt><dd>{escape(value)}</dd>"
+        f"<dd class=note>{escape(note)}</dd></div>"
         for label, value, note in figures
     )
     return f'<dl class="cards">{items}</dl>'

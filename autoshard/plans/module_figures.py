@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoshard.names import group_names
+from autoshard.names import group_names, index_of
 from autoshard.plans.expenses import COMPUTE, Expenses
 from autoshard.plans.html import Figure, View
 from autoshard.plans.plan_data import PlanContents
@@ -79,7 +80,7 @@ def _merge_alike(node: ModuleNode) -> ModuleNode:
     """Return a tree in which children of a module that have numbers as names, and are alike, are one."""
     children = {name: _merge_alike(child) for name, child in node.children.items()}
     # A child that only held another one has the other's name behind its own.
-    indexed = {name: (child.name.removeprefix(name), child.form) for name, child in children.items() if name.isdigit()}
+    indexed = {name: (child.name.removeprefix(name), child.form) for name, child in children.items() if index_of(name)}
     groups = {name: group for group in group_names(indexed) for name in group.names}
     merged: dict[str, ModuleNode] = {}
     for name, child in children.items():
@@ -88,7 +89,7 @@ def _merge_alike(node: ModuleNode) -> ModuleNode:
             if groups[name].names[0] != name:
                 continue
             # The group's text has braces for a glob, which a picture can do without.
-            text = groups[name].text.strip("{}") + child.name.removeprefix(name)
+            text = re.sub(r"[{}]", "", groups[name].text) + child.name.removeprefix(name)
             kept = _sum([children[member] for member in groups[name].names], text)
         merged[kept.name] = kept
     is_link = len(merged) == 1 and not (node.operators or node.collectives or node.parameters)

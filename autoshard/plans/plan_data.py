@@ -122,6 +122,38 @@ class PlanContents:
         return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
 
     @property
+    def subject(self) -> dict[str, str]:
+        """What the plan was made for and when: label -> text; empty in the files of older versions."""
+        return dict(self.options.get("subject", {}))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all devices per second of steps and updates; None where an input has no indices of tokens."""
+        return self._per_second("tokens")
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples of all devices per second of steps and updates; None where that is not known."""
+        return self._per_second("samples")
+
+    def _per_second(self, name: str) -> float | None:
+        count, seconds = self.options.get("work", {}).get(name), self.step_seconds + self.update_seconds
+        return count / seconds if count and seconds else None
+
+    @property
+    def utilization(self) -> float | None:
+        """Model FLOPs utilization (MFU): the part of the devices' peak rates that products, convolutions and attention
+        use, what is recomputed left out; None where that is not known.
+        """
+        least, seconds = self.options.get("work", {}).get("peak_seconds"), self.step_seconds + self.update_seconds
+        return least / seconds if least and seconds else None
+
+    @property
+    def ended_early(self) -> bool:
+        """True if the time limit ended the search, so that a longer one may find a faster plan."""
+        return "ended by time_limit" in self.method
+
+    @property
     def capacity(self) -> int:
         """Bytes that the step may hold: the memory limit that the plan was made for, or the memory of a device."""
         # A user's limit leaves room for what plans do not count, so it comes before the device's memory.

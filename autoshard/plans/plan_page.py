@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from autoshard.names import group_names
+from autoshard.plans.expenses import Expenses
 from autoshard.plans.html import (
     Fold,
     Part,
@@ -29,7 +31,9 @@ from autoshard.plans.plan_text import (
     operator_rows,
     peak_text,
     plan_tensors,
+    slower_text,
     summary,
+    throughput_text,
 )
 from autoshard.plans.step_figures import memory_figure, timeline_figure
 from autoshard.units import format_bytes, format_seconds
@@ -49,8 +53,10 @@ def plan_cards(plan: PlanContents) -> str:
     exposed = f"{format_seconds(replay.exposed)} of it without compute beside it" if replay.compute else ""
     of = f"of {format_bytes(plan.capacity)}" if plan.capacity else "the limit is not known"
     phases = dict.fromkeys(choice.phase for choice in plan.choices)
+    rate, *used = throughput_text(plan).split(", ")
     figures = [
         ("Predicted step", format_seconds(plan.step_seconds), " and ".join(phases)),
+        *([("Throughput", rate, ", ".join(used))] if rate else []),
         ("Peak of one device", format_bytes(plan.memory.peak), of if plan.fits else f"{of}: does not fit"),
         ("Communication", format_seconds(seconds), exposed or "before overlap")
         if sent
@@ -58,19 +64,20 @@ def plan_cards(plan: PlanContents) -> str:
         ("Devices", str(plan.mesh.size), str(plan.mesh)),
     ]
     if plan.cost > 0:
-        gap = "proved" if plan.gap < 1e-9 else f"{100 * plan.gap:.2g} %"
-        proof = "no plan costs less" if plan.gap < 1e-9 else "at most, from the least cost"
-        figures.append(("Search", gap, f"{proof}; {format_seconds(plan.cost)} before overlap"))
-    return cards(figures)
+        proof = "no plan costs less" if plan.gap < 1e-9 else slower_text(plan) if plan.lower_bound > 0 else ""
+        ended = "ended by time" if plan.ended_early else "proved the best" if plan.gap < 1e-9 else "ended by itself"
+        figures.append(("Search", ended, f"{proof}; cost {format_seconds(plan.cost)} before overlap"))
+    return cards(figures, alarms=("Search",) if plan.ended_early else ())
 
 
 def plan_sections(plan: PlanContents, prefix: str = "") -> list[Section]:
     """Return the sections of a plan; `prefix` makes the names of its figures unique in a page of several plans."""
     work = collective_rows(plan.collectives)
     return [
-        Section("Step", [*memory_figure(plan, prefix), *timeline_figure(plan, prefix)]),
+        Section("Step", [step_bar(plan), *_step_figures(plan, prefix)]),
         Section("Summary", [facts_table(summary(plan))]),
-        Section("Memory at the peak", [memory_bar(plan)]),
+        Section("What would change it", [facts_table(levers(plan)) if plan.choices else ""]),
+        Section("Memory at the peak", [memory_bar(plan), *saved_by_module(plan)]),
         Section("Modules", [*modules_figure(plan, prefix), f'<p class="legend-text">{escape(LEGEND)}</p>']),
         Section("Collectives", [*collectives_figure(plan, prefix), *_work(_COLLECTIVE, work, sized=True)]),
         *tensor_sections(plan),
@@ -88,6 +95,65 @@ def as_parts(sections: Sequence[Section]) -> list[Part]:
         if any(section.parts):
             parts += [f"<h3>{escape(section.title)}</h3>", *section.parts]
     return parts
+
+
+def step_bar(plan: PlanContents) -> str:
+    """Return a bar of the parts that add up to the predicted step, with its legend; empty without a replay."""
+    if not plan.step_replay.compute:
+        return ""
+    expenses = Expenses(plan)
+    by_axis = plan.step_replay.exposed_by_axis()
+    parts = [("compute", expenses.compute, "var(--forward)")]
+    for axis, seconds in by_axis.items():
+        parts.append((f"communication over {axis}", seconds, f"var(--placement-{3 + plan.mesh.index(axis) % 5})"))
+    parts += [
+        ("compute slower beside communication", expenses.slowdown, "var(--alarm)"),
+        ("waits for the host, copies", expenses.other, "var(--update)"),
+    ]
+    # Flex factors are nanoseconds, for below a sum of 1 they leave room. Rounding may leave a part a little below zero.
+    shown = [(name, seconds, colour) for name, seconds, colour in parts if seconds > 1e-4 * expenses.step_seconds]
+    bar = "".join(
+        f'<span style="flex: {1e9 * seconds:.0f}; background: {colour}"></span>' for _, seconds, colour in shown
+    )
+    legend = "".join(
+        f'<span><i style="background: {colour}"></i>{escape(name)} {format_seconds(seconds)}</span>'
+        for name, seconds, colour in shown
+    )
+    return f'<p>The step of {format_seconds(expenses.step_seconds)}</p>\n<div class="bar">{bar}</div>\n' + (
+        f'<p class="legend">{legend}</p>'
+    )
+
+
+def _step_figures(plan: PlanContents, prefix: str) -> list[Part]:
+    figures: list[Part] = [*memory_figure(plan, prefix), *timeline_figure(plan, prefix)]
+    return [*figures, _TRACE] if figures else []
+
+
+_TRACE = (
+    '<p class="legend-text">Every call, with its module: <code>autoshard simulate plan.json --trace step.json</code> '
+    'or <code>plan.trace("step.json")</code>, opened in <a href="https://ui.perfetto.dev">Perfetto</a>.</p>'
+)
+
+
+def levers(plan: PlanContents) -> list[tuple[str, str]]:
+    """Return what would change a plan: a label, and what it is now with the way to another value."""
+    expenses, outputs = Expenses(plan), plan.memory.held.get("output", 0)
+    waits = ", ".join(
+        f"{axis} {format_seconds(seconds)}" for axis, seconds in plan.step_replay.exposed_by_axis().items()
+    )
+    lines = [
+        ("mesh", f"{plan.mesh}; autoshard search finds the best of {plan.mesh.size} devices"),
+        ("standard layouts", "autoshard compare sets DDP, FSDP2, HSDP and tensor parallelism beside this plan"),
+        ("other placements", "autoshard why, or plan.why_not(...), finds the nearest plan that has what you ask for"),
+        ("communication", f"exposed {waits}; faster links or a larger batch hide more of it" if waits else ""),
+        ("recomputation", f"{expenses.rerun} layers run again; more memory avoids it" if expenses.rerun else ""),
+        (
+            "outputs",
+            f"{format_bytes(outputs)} at the peak; output_placements says how they come back" if outputs else "",
+        ),
+        ("search", "the time limit ended it: a longer one may find a faster plan" if plan.ended_early else ""),
+    ]
+    return [(label, text) for label, text in lines if text]
 
 
 def memory_bar(plan: PlanContents) -> str:
@@ -109,6 +175,23 @@ def memory_bar(plan: PlanContents) -> str:
     ]
     largest = table((("largest then", False), ("kind", False), ("bytes", True)), rows) if rows else ""
     return f'{lines}\n<div class="bar">{bar}</div>\n<p class="legend">{legend}</p>\n{largest}'
+
+
+def saved_by_module(plan: PlanContents) -> list[Part]:
+    """Return a table of the activations that are saved at the peak, by module; layers that save as much are one row."""
+    saved = {path: held["saved"] for path, held in plan.memory.modules.items() if held.get("saved")}
+    groups = sorted(group_names(saved), key=lambda group: -len(group.names) * group.key)
+    rows = [
+        [
+            code_cell(group.text or "(root)"),
+            number_cell(str(len(group.names))),
+            number_cell(format_bytes(group.key)),
+            number_cell(format_bytes(len(group.names) * group.key)),
+        ]
+        for group in groups
+    ]
+    head = (("saved activations of", False), ("count", True), ("each", True), ("together", True))
+    return [Fold(f"Saved activations by module: {len(rows)} rows", [table(head, rows)])] if rows else []
 
 
 def _class(kind: str) -> str:

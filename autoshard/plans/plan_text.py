@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.distributed.tensor import Placement
 
-from autoshard.display import WIDTH, plain
+from autoshard.display import WIDTH, NameText, plain
 from autoshard.errors import PlanError
 from autoshard.memory.footprint import Memory
 from autoshard.names import ancestors, group_names, matching, suggestion
@@ -34,6 +34,7 @@ KIND_NAMES = {
     "optimizer": "optimizer",
     "buffer": "buffers",
     "input": "inputs",
+    "output": "outputs",
     "saved": "saved activations",
     "gathered": "gathered copies",
     "communication": "communication",
@@ -82,19 +83,36 @@ class WorkRow:
 def summary(plan: PlanContents) -> tuple[tuple[str, str], ...]:
     """Return label and value of every line at the head of a plan; lines without a value are left out."""
     on = f" on cluster {plan.cluster}" if plan.cluster else ""
+    subject = dict(plan.subject)
+    made = made_text(subject.pop("made on", ""), plan.versions)
     lines = (
+        *subject.items(),
         ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}"),
         ("predicted step", f"{format_seconds(plan.step_seconds)}{_communication(plan)}"),
+        ("throughput", throughput_text(plan)),
         ("optimizer's update", format_seconds(plan.update_seconds) if plan.update_seconds else ""),
         ("shares", f"{shares_text(plan)}; memory is that of equal shares" if plan.shares else ""),
         ("memory per device", memory_text(plan)),
         ("peak", peak_text(plan.memory)),
         ("search", f"{plan.method or 'none'}, {_proof(plan)}"),
+        ("made on", made if plan.subject else ""),
         ("planned in", ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in plan.timings.items())),
         ("recomputed", _layers_text(plan.recomputed)),
         ("hints", ", ".join(f"{hint}: {pinned}" for hint, pinned in plan.hints.items())),
     )
     return tuple((label, value) for label, value in lines if value)
+
+
+def made_text(date: str, versions: Mapping[str, str]) -> str:
+    """Return `"2026-11-27 with autoshard 0.2.0, torch 2.13.0"`."""
+    return " with ".join(filter(None, (date, ", ".join(f"{name} {version}" for name, version in versions.items()))))
+
+
+def throughput_text(plan: PlanContents) -> str:
+    """Return `"468,000 tokens per second, 43 % of the devices' peak (MFU)"`; empty where it is not known."""
+    tokens, samples, used = plan.tokens_per_second, plan.samples_per_second, plan.utilization
+    rates = [f"{rate:,.0f} {name} per second" for rate, name in ((tokens, "tokens"), (samples, "samples")) if rate]
+    return ", ".join([*rates[:1], *([f"{used:.1%} of the devices' peak rate (MFU)"] if used else [])])
 
 
 def shares_text(plan: PlanContents) -> str:
@@ -160,12 +178,19 @@ def _layers_text(layers: Sequence[str]) -> str:
     return f"{len(layers)} layers: {layers[0]}, {layers[1]}, ..., {layers[-1]}"
 
 
+def slower_text(plan: PlanContents) -> str:
+    """Return `"may be up to 15 % slower than the best"`, by cost and lower bound."""
+    return f"may be up to {100 * (plan.cost / plan.lower_bound - 1):.2g} % slower than the best"
+
+
 def _proof(plan: PlanContents) -> str:
     # A model of one device, or without operators that communicate, has nothing to decide.
     if plan.cost <= 0:
         return "nothing to choose"
     bound = f"cost {format_seconds(plan.cost)}, lower bound {format_seconds(plan.lower_bound)}"
-    return f"{bound} (the best plan)" if plan.gap < 1e-9 else f"{bound} (at most {100 * plan.gap:.2g} % from the best)"
+    if plan.gap >= 1e-9 and plan.lower_bound <= 0:
+        return bound
+    return f"{bound} (the best plan)" if plan.gap < 1e-9 else f"{bound} ({slower_text(plan)})"
 
 
 def plan_tensors(plan: PlanContents) -> dict[str, tuple[TensorRow, ...]]:
@@ -260,13 +285,16 @@ def summary_table(title: str, lines: Iterable[tuple[str, str]]) -> Table:
 def number_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Return a table of rows of cells: columns of texts, then columns of numbers, by their labels."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for label in texts:
-        table.add_column(Text(label), overflow="fold")
+    rows = list(rows)
+    for number, label in enumerate(texts):
+        # Words such as "all_reduce" stay whole, and names and sentences take the room that is left.
+        is_word = label != "module" and not any(sign in row[number] for row in rows for sign in " .")
+        table.add_column(Text(label), overflow="fold", no_wrap=is_word)
     for label in numbers:
         table.add_column(Text(label), justify="right", no_wrap=True)
     for row in rows:
-        # As Text here too: names of strategies have brackets.
-        table.add_row(*map(Text, row))
+        # As texts here too: names of strategies have brackets.
+        table.add_row(*(NameText(cell) if number < len(texts) else Text(cell) for number, cell in enumerate(row)))
     return table
 
 
@@ -293,7 +321,7 @@ def _tensor_table(title: str, rows: Sequence[TensorRow], axes: Sequence[str]) ->
     for row in rows:
         shape = ["x".join(map(str, row.shape)) if row.shape else "scalar"] if shaped else []
         how = [row.gathered] if gathered else []
-        table.add_row(*map(Text, (row.name, str(row.count), *shape, *row.placements, *how)))
+        table.add_row(NameText(row.name), *map(Text, (str(row.count), *shape, *row.placements, *how)))
     return table
 
 

@@ -66,7 +66,8 @@ class ShardingPlan(PlanContents, HasPage):
     def __repr__(self) -> str:
         peak, step = format_bytes(self.memory.peak), format_seconds(self.step_seconds)
         tensors = f"{len(self.placements)} parameters and buffers"
-        return f"ShardingPlan({tensors} on {self.mesh}, {peak} at {step} per step; print it to see more)"
+        late = "; the time limit ended the search" if self.ended_early else ""
+        return f"ShardingPlan({tensors} on {self.mesh}, {peak} at {step} per step{late}; print it to see more)"
 
     def __str__(self) -> str:
         return plan_text.render(self)

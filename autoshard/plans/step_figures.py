@@ -8,13 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from autoshard.memory.footprint import KINDS
+from autoshard.names import index_of
 from autoshard.plans.html import Figure, View
 from autoshard.plans.plan_data import Decision, PlanContents
 from autoshard.plans.plan_text import KIND_NAMES
 from autoshard.units import byte_unit, format_bytes, format_seconds, second_unit
 
 # What is held for the whole step lies at the bottom, so that the rest is seen to grow and shrink.
-_STACK = ("parameter", "optimizer", "buffer", "input", "gradient", "saved", "gathered", "communication", "temporary")
+_STACK = (
+    *("parameter", "optimizer", "buffer", "input"),
+    *("gradient", "output", "saved", "gathered", "communication", "temporary"),
+)
 _MOMENTS = 2000  # moments of the memory that are drawn: about two a pixel
 _NEAR = 0.25  # part of a limit that a peak must reach for the limit to be drawn: else the memory would be a flat line
 _SPANS = 4000  # bars of one row of a timeline: more are slow to move
@@ -370,8 +374,14 @@ def _place(span: Span) -> tuple[str, str]:
 def layer_of(module: str) -> str:
     """Return the path of the layer that a module is in: up to its first index, or its first two names."""
     parts = module.split(".")
-    index = next((place for place, part in enumerate(parts) if part.isdigit()), min(1, len(parts) - 1))
+    index = next((place for place, part in enumerate(parts) if index_of(part)), min(1, len(parts) - 1))
     return ".".join(parts[: index + 1])
+
+
+def _short_name(layer: str) -> str:
+    """Return the last name of a layer; with the name before it where it is a number, which says nothing alone."""
+    parts = layer.split(".")
+    return ".".join(parts[-2 if parts[-1].isdigit() else -1 :])
 
 
 def _layer_bars(plan: PlanContents, second: float) -> Iterator[dict[str, Any]]:
@@ -391,6 +401,6 @@ def _layer_bars(plan: PlanContents, second: float) -> Iterator[dict[str, Any]]:
                 [(start, end) for start, end, _ in part],
                 second,
                 [f"<b>{layer or '(root)'}</b><br>{format_seconds(end - start)}" for start, end, layer in part],
-                [layer.rpartition(".")[2] for *_, layer in part],
+                [_short_name(layer) for *_, layer in part],
             )
             yield trace | {"showlegend": False}

@@ -87,6 +87,26 @@ class StepReplay:
             held[kind] = amounts
         return held
 
+    def exposed_by_axis(self) -> dict[str, float]:
+        """Return for every mesh axis the seconds in which the device only communicates; together, `exposed`.
+
+        Seconds in which collectives over several axes run are shared equally.
+        """
+        changes = [(edge, sign, "") for span in self.compute for edge, sign in ((span.start, 1), (span.end, -1))]
+        changes += [
+            (edge, sign, span.axis) for span in self.collectives for edge, sign in ((span.start, 1), (span.end, -1))
+        ]
+        seconds: dict[str, float] = {}
+        running: dict[str, int] = {}
+        before = 0.0
+        for moment, sign, axis in sorted(changes):
+            axes = [name for name, count in running.items() if count and name]
+            for name in axes if not running.get("") else ():
+                seconds[name] = seconds.get(name, 0.0) + (moment - before) / len(axes)
+            running[axis] = running.get(axis, 0) + sign
+            before = moment
+        return seconds
+
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> StepReplay:
         """Return the replay that `dataclasses.asdict` and JSON turned into `data`."""

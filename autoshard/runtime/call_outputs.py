@@ -37,7 +37,9 @@ class CallOutputs:
     def of(maker: ProgramMaker) -> CallOutputs:
         """Return the form that the options of a module ask for."""
         target = maker.target
-        form: Literal["whole", "planned", "local"] = "planned" if target.output_placements is not None else "whole"
+        form: Literal["whole", "planned", "local"] = (
+            "whole" if target.output_placements in (None, "auto") else "planned"
+        )
         return CallOutputs(maker.device_mesh, target.data_axes, "local" if target.outputs == "local" else form)
 
     def wrap(self, local: torch.Tensor, border: ProgramTensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import fx, nn
 
@@ -251,7 +252,9 @@ class MeshPlanner:
         target = replace(self.target(efforts[-1] if efforts else "fast"), shares="auto")
         return self._plan_pipeline(row, number, virtual, target)
 
-    def _plan_pipeline(self, row: Row, microbatches: int | str, virtual: int | str, target: Target) -> PipelinePlan:
+    def _plan_pipeline(
+        self, row: Row, microbatches: int | Literal["auto"], virtual: int | Literal["auto"], target: Target
+    ) -> PipelinePlan:
         request, shape, stopping = self.request, row.shape, Stopping(self.deadline)
         # Without a limit, every rank of a pipeline may use the memory of its own devices.
         if request.own_memory:

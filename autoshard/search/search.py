@@ -42,7 +42,7 @@ def search(
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    option: str = "mini-time",
+    option: Option = "mini-time",
     pipelines: bool | str = True,
     **keywords: Unpack[OptionKeywords],
 ) -> SearchResult:
@@ -61,8 +61,9 @@ def search(
         pipelines: the meshes with a pipeline among the candidates. True or `"outer"`: its axis is the outermost one,
             stages being whole hosts or parts of one host; `"inner"`: the innermost one, so that neighbouring stages
             share a host; False: no pipelines.
-        **keywords: the fields of `autoshard.Options`, without those of inputs and outputs, `dynamic`, `shares`
-            and `compile`. Three of these have a special meaning here.
+        **keywords: the fields of `autoshard.Options`, without those of inputs and local outputs, `dynamic`,
+            `shares` and `compile`. With `output_placements="planned"`, no mesh has a pipeline; `"auto"` leaves outputs
+            whole there. Three of these have a special meaning here.
             `memory_limit`: by default what the smallest device has, and in a pipeline each as much as it has. `hints`:
             axes other than `"pp"` are called `"x"`, `"y"` and `"z"`, the last one over the nearest neighbours; a mesh
             that a hint does not fit is left out. `search.time_limit`: when it is over, the best plan so far is returned
@@ -89,6 +90,11 @@ def search(
         pipelines = earlier
         warn_caller(f"write pipelines={pipelines!r}: pipeline is an autoshard.Pipeline now.", DeprecationWarning)
     options = collect_options("search", keywords)
+    if isinstance(options.output_placements, Mapping):
+        raise PlanError(
+            f"output_placements={options.output_placements!r}: the axes are not known before the search. Pass "
+            '"planned", "auto" or None.'
+        )
     call = BatchCall(module, args, kwargs, options.pipeline.batch_dims)
     return _run_search(call, SearchOptions(option, devices, pipelines), Target.of(options, None))
 
@@ -101,7 +107,7 @@ class SearchOptions:
         MeshError, PlanError: an option is not valid.
     """
 
-    option: str
+    option: Option
     devices: int
     pipelines: bool | str = True
 
@@ -147,7 +153,7 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
     candidates, notes = _search_counts(request, options)
     candidates = tuple(_remembering(candidate, request, captures) for candidate in candidates)
     return SearchResult(
-        option=options.option,  # type: ignore[arg-type]
+        option=options.option,
         cluster=target.cluster.name,
         memory_limit=limit,
         candidates=candidates,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tests.cli.test_planning import Mlp
+from tests.cli.test_planning import Mlp, Scored
 
 def make():
     Path("built").touch()
@@ -27,6 +27,10 @@ def make():
 def branching():
     with torch.device("meta"):
         return Mlp(branching=True), (torch.empty(16, 32),)
+
+def scored():
+    with torch.device("meta"):
+        return Scored(), (torch.empty(2**16, 512),)
 """
 
 
@@ -39,6 +43,18 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         loss = self.layers(x).square().mean()
         return -loss if self.branching and loss > 0 else loss
+
+
+class Scored(nn.Module):
+    """Returns scores beside their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(512, 512)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.linear(x)
+        return {"scores": scores, "loss": scores.square().mean()}
 
 
 @pytest.fixture
@@ -87,6 +103,49 @@ def test_plan_of_a_config(folder: Path) -> None:
     plan = ShardingPlan.load(folder / "plan.json")
     assert plan.shapes["model.layers.0.self_attn.q_proj.weight"] == (32, 32)
     assert set(plan.input_placements) == {"input_ids", "labels"}
+
+
+@pytest.mark.usefixtures("folder")
+def test_mixed_precision_and_what_a_plan_was_made_for_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    dtypes = ["--param-dtype", "bfloat16", "--reduce-dtype", "float32"]
+    assert main(["plan", "planned_models:scored", "--mesh", "dp=2", "--effort", "fast", *dtypes]) == 0
+    lines = {line[:20].strip(): line[20:].strip() for line in capsys.readouterr().out.splitlines() if line[:1] == " "}
+    assert lines["model"] == "Scored, 262,656 parameters in float32"
+    assert lines["inputs"] == "x 65536x512 float32 (batch 65536)"
+    assert lines["precision"] == "parameters cast to bfloat16, gradients reduced in float32"
+    assert (lines["optimizer"], lines["device"]) == ("adamw", "H100 SXM5 80GB")
+    assert f"autoshard {autoshard.__version__}, torch {torch.__version__}" in lines["made on"]
+    # Products of 512 columns: two for the forward half, and one gradient, since the input needs none.
+    work = 4 * 65536 * 512 * 512
+    rate, _, used = lines["throughput"].partition(" samples per second, ")
+    seconds = 65536 / float(rate.replace(",", ""))
+    assert float(used.split("%")[0]) == pytest.approx(100 * work / 2 / seconds / 989e12, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("plan", "--mesh", "dp=2"),
+        ("fits", "--mesh", "dp=2", "--memory", "1GiB"),
+        ("search", "--devices", "2", "--no-pipelines"),
+        ("frontier", "--mesh", "dp=2", "--gaps", "0"),
+        ("why", "--mesh", "dp=2", "linear.weight=R"),
+        ("simulate", "--mesh", "dp=2"),
+    ],
+    ids=lambda verb: verb[0],
+)
+@pytest.mark.usefixtures("folder")
+def test_outputs_beside_a_loss_are_left_in_shards_with_one_line(
+    verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *arguments = verb
+    command = [name, "planned_models:scored", *arguments, "--effort", "fast"]
+    assert main(command) == 0
+    said = "scores: left in shards, as DTensors, beside the loss; --output-placements whole gathers them"
+    assert capsys.readouterr().out.count(said) == 1
+    for asked in ("whole", "planned"):
+        assert main([*command, "--output-placements", asked]) == 0
+        assert "left in shards" not in capsys.readouterr().out
 
 
 def test_search_saves_the_best_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +203,8 @@ PLAN = ("plan", "planned_models:make")
         ((*PLAN, "--mesh", "dp=2", "--memory", "70"), "the amount of memory '70' has no unit"),
         ((*PLAN, "--mesh", "dp=2", "--memory", "much"), "'much' is not an amount of memory"),
         ((*PLAN, "--mesh", "dp=2", "--optimizer", "adamm"), "adamm"),
+        ((*PLAN, "--mesh", "dp=2", "--param-dtype", "bf61"), "--param-dtype bf61: name a floating dtype of torch"),
+        ((*PLAN, "--mesh", "dp=2", "--reduce-dtype", "int8"), "--reduce-dtype int8: name a floating dtype of torch"),
         ((*PLAN, "--mesh", "dp=2", "--time-limit", "-1"), "time_limit=-1.0: it must be above zero"),
         (
             (*PLAN, "--mesh", "dp=2", "-o", "no/folder/plan.json"),

@@ -173,6 +173,24 @@ def test_what_is_no_target(arguments: tuple[str, ...], message: str, config: Pat
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["llama", "of_its_own"])
+def test_code_that_a_config_names_is_never_run(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": kind, "auto_map": code}))
+    for name in ("configuration_own.py", "modeling_own.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    said = "names code of its own (auto_map), which is never run here"
+    if kind == "llama":
+        model, *_ = load(f"hf:{tmp_path}", *SIZES)
+        assert type(model).__module__.startswith("transformers.models.llama")
+        assert said in capsys.readouterr().err
+    else:
+        with pytest.raises(UsageError, match=f"of_its_own is no model of transformers, .*{re.escape(said)}"):
+            load(f"hf:{tmp_path}", *SIZES)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_package_that_is_not_installed_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Python refuses to import a module whose entry is None.
     monkeypatch.setitem(sys.modules, "timm", None)

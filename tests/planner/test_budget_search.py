@@ -95,6 +95,25 @@ def test_recomputation_is_named_with_a_limit_that_it_keeps() -> None:
         plan_with_recompute(planner_of(graph, {"x": 2}, memory_limit=limit, recompute="none"))
 
 
+def test_outputs_are_named_with_a_limit_that_they_keep_in_shards() -> None:
+    model, inputs = models.gpt(layers=1, batch=32)
+    options: dict[str, Any] = {"cluster": fast_links(), "recompute": "none", "search": autoshard.Search(effort="fast")}
+
+    def error_of(limit: int, outputs: Any) -> str:
+        with pytest.raises(BudgetError) as caught:
+            autoshard.plan(model, {"x": 2}, (), inputs, memory_limit=limit, output_placements=outputs, **options)
+        return str(caught.value)
+
+    error = error_of(1000, None)
+    assert re.search(r"\(.*\boutputs [\d.]+ [KM]iB.*\)", error)
+    said = re.search(r'leave outputs in shards \(output_placements="planned" needs ([^)]+)\)', error)
+    assert said is not None
+    limit = int(1.05 * parse_bytes(said[1]))  # one decimal is said
+    plan = autoshard.plan(model, {"x": 2}, (), inputs, memory_limit=limit, output_placements="planned", **options)
+    assert plan.memory.peak <= limit
+    assert "leave outputs" not in error_of(1000, "planned")
+
+
 @pytest.mark.parametrize("recompute", ["auto", "full"])
 def test_what_was_asked_for_already_is_no_way_out(recompute: str) -> None:
     said = _said(recompute)

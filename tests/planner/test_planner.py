@@ -374,6 +374,33 @@ def test_outputs_come_back_whole_as_planned_or_as_asked_for() -> None:
     assert planned.cost <= whole.cost
     asked = autoshard.plan(module, {"x": 4}, (), inputs, output_placements={"output[0]": Shard(2)}, **options)
     assert asked.output_placements == {"output[0]": (Shard(2),), "output[1]": (Replicate(),)}
+    beside = autoshard.plan(module, {"x": 4}, (), inputs, output_placements="auto", **options)
+    assert beside.output_placements == planned.output_placements
+    assert beside.options["output_placements"] == "planned"
+
+
+class _Rows(nn.Module):
+    """Returns rows of numbers, and a number computed of them: one that counts, or a loss."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows = self.linear(x)
+        if self.form == "rows alone":
+            return rows
+        return rows, rows.detach().mean() if self.form == "rows and a count" else rows.square().mean()
+
+
+@pytest.mark.parametrize(("form", "left"), [("rows alone", False), ("rows and a count", False), ("a loss", True)])
+def test_outputs_are_left_in_shards_beside_a_loss_alone(form: str, left: bool) -> None:
+    x = torch.randn(64, 16)
+    plan = autoshard.plan(_Rows(form), {"x": 4}, (x,), output_placements="auto", cluster=fast_links())
+    sharded = [name for name, row in plan.output_placements.items() if row != (Replicate(),)]
+    assert sharded == (["output[0]"] if left else [])
+    assert ("output_placements" in plan.options) == left
 
 
 def test_an_operator_without_a_rule_is_replicated_with_one_warning() -> None:

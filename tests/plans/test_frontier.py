@@ -43,6 +43,15 @@ def bent() -> Frontier:
     return Frontier([plan_at(*point) for point in points])
 
 
+def test_plans_that_hardly_differ_are_one_line() -> None:
+    frontier = Frontier([plan_at(10, 1.0), plan_at(10.05, 0.999), plan_at(20, 0.5)])
+    assert len(frontier) == 3
+    assert frontier.table().row_count == 2
+    assert "Plan 1:" not in frontier.to_html()
+    # A plan that was asked for is listed.
+    assert "Plan 1:" in frontier.to_html(chosen=frontier[1])
+
+
 def points_of(plans: Sequence[ShardingPlan]) -> list[tuple[float, float]]:
     return [(plan.memory.peak / GB, plan.step_seconds) for plan in plans]
 

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import re
+
+import pytest
+
+from autoshard.plans.html import Fold
 from autoshard.plans.plan_data import Decision
-from autoshard.plans.plan_page import page
+from autoshard.plans.plan_page import page, saved_by_module, step_bar
 from tests.plans.pages import Page
+from tests.plans.planned_gpt import planned_gpt
 from tests.sample_plan import sample_plan
 
 
@@ -35,3 +41,20 @@ def test_a_plan_of_nothing_is_a_page() -> None:
     read = Page(page(empty))
     assert "12.3 ms, no collectives" in read.words
     assert read.figures == {}
+
+
+def test_the_parts_of_the_bar_add_up_to_the_step() -> None:
+    plan = planned_gpt()
+    parts = re.findall(r'style="flex: (\d+); background', step_bar(plan))
+    # Parts of less than a ten thousandth are left out.
+    assert sum(map(int, parts)) == pytest.approx(1e9 * plan.step_seconds, rel=1e-3)
+    assert step_bar(sample_plan()) == ""
+
+
+def test_activations_that_are_saved_are_listed_by_layer() -> None:
+    plan = planned_gpt()
+    (fold,) = saved_by_module(plan)
+    saved = sum(held.get("saved", 0) for held in plan.memory.modules.values())
+    assert saved == plan.memory.held["saved"]
+    assert isinstance(fold, Fold)
+    assert "<code>" in str(fold.parts[0])

@@ -85,3 +85,12 @@ def test_check_names_few_of_many_differences() -> None:
     plan = sample_plan()
     with pytest.raises(PlanError, match=r"the model lacks embed\.weight, .* and 10 more"):
         plan.check(plan.mesh, plan.fingerprint, {})
+
+
+def test_the_representation_says_that_time_ended_the_search() -> None:
+    assert "time limit" not in repr(sample_plan())
+    ended = dataclasses.replace(
+        sample_plan(), method="messages, ended by time_limit=3 s: a longer search may find a faster plan"
+    )
+    assert "; the time limit ended the search; print it to see more)" in repr(ended)
+    assert "<div class=alarm><dt>Search</dt><dd>ended by time</dd>" in ended.to_html()

@@ -89,6 +89,7 @@ def test_a_plan_without_a_replay_has_no_chart_of_its_step() -> None:
         ("model.norm", "model.norm"),
         ("model.encoder.norm", "model.encoder"),
         ("lm_head", "lm_head"),
+        ("encoder.layers.encoder_layer_3.mlp.0", "encoder.layers.encoder_layer_3"),
         ("", ""),
     ],
 )

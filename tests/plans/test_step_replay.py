@@ -4,7 +4,7 @@ import json
 
 from autoshard.plans import plan_data
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.plans.step_replay import HeldBytes, StepReplay
+from autoshard.plans.step_replay import CollectiveSpan, ComputeSpan, HeldBytes, StepReplay
 from tests.plans.planned_gpt import planned_gpt
 from tests.sample_plan import sample_plan
 
@@ -33,3 +33,16 @@ def test_a_file_of_an_older_version_has_no_replay() -> None:
 def test_bytes_between_changes_stay() -> None:
     replay = StepReplay(held={"saved": (HeldBytes(1, 5), HeldBytes(3, 0)), "parameter": (HeldBytes(0, 7),)})
     assert replay.bytes_by_kind(5) == {"saved": [0, 5, 5, 0, 0], "parameter": [7] * 5}
+
+
+def test_communication_is_exposed_by_axis_where_nothing_computes() -> None:
+    replay = StepReplay(
+        compute=(ComputeSpan(0, 0.0, 2.0), ComputeSpan(1, 5.0, 6.0)),
+        collectives=(
+            CollectiveSpan(0, 1.0, 4.0, "all_gather", "dp", 8),
+            CollectiveSpan(0, 3.0, 5.5, "all_reduce", "tp", 8),
+        ),
+    )
+    # One second of dp alone, one of both, and one of tp alone.
+    assert replay.exposed_by_axis() == {"dp": 1.5, "tp": 1.5}
+    assert StepReplay().exposed_by_axis() == {}

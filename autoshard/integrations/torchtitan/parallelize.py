@@ -24,6 +24,7 @@ import autoshard
 from autoshard.errors import PlanError
 from autoshard.integrations.torchtitan.experts import prepare_experts
 from autoshard.options import OptionKeywords
+from autoshard.options.options import Recompute
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.materialize import initialize_shards
 
@@ -179,7 +180,7 @@ def _precision(training: TrainingConfig) -> MixedPrecisionPolicy | None:
     return MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
-def _recompute(ac_config: ActivationCheckpointing.Config | None) -> str:
+def _recompute(ac_config: ActivationCheckpointing.Config | None) -> Recompute:
     if ac_config is None:
         return "none"
     return "full" if isinstance(ac_config, FullAC.Config) else "auto"

@@ -177,7 +177,8 @@ def check_pipeline_options(target: Target) -> None:
         "dynamic": target.dynamic is not None and "the sizes of what stages send each other are fixed",
         "inputs": target.inputs != "global" and "every rank is given the whole batch",
         "outputs": target.outputs != "global" and "outputs are put together of microbatches",
-        "output_placements": target.output_placements is not None and "outputs are put together of microbatches",
+        "output_placements": target.output_placements not in (None, "auto")
+        and "outputs are put together of microbatches",
     }
     for name, why in refused.items():
         if why:

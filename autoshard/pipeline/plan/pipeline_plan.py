@@ -25,7 +25,7 @@ from autoshard.plans import plan_data, plan_text
 from autoshard.plans.alternative import Alternative, forgotten_error
 from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
-from autoshard.plans.plan_text import shares_text
+from autoshard.plans.plan_text import made_text, shares_text
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.plans.step_picture import gantt, trace, write_picture
 from autoshard.reshard.reductions import DeferredReduction
@@ -309,7 +309,9 @@ class PipelinePlan(HasPage):
         """Labels and values of the head of the plan."""
         cluster = f" on cluster {self.cluster}" if self.cluster else ""
         ranks = f", ranks of {', '.join(map(str, self.devices))} devices" if self.devices else ""
+        subject = self.stages[0].subject if self.stages else {}
         lines = [
+            *((label, subject[label]) for label in ("precision", "optimizer", "device") if label in subject),
             ("mesh", f"{self.mesh} ({self.mesh.size} devices){cluster}, pipeline axis {self.axis}{ranks}"),
             ("schedule", self._schedule_text()),
             ("gradients", self._gradients_text()),
@@ -324,6 +326,8 @@ class PipelinePlan(HasPage):
             if text
         ]
         lines += [("predicted step", self._step_text()), ("memory per device", self._memory_text())]
+        if "made on" in subject:
+            lines.append(("made on", made_text(subject["made on"], self.versions)))
         if self.timings:
             spent = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.timings.items())
             lines.append(("planned in", spent))

@@ -46,6 +46,7 @@ from autoshard.version import __version__
 
 # The most shapes that are planned where many are possible: estimates by two planned ones choose the third.
 _MAX_PLANNED_SHAPES = 3
+_FASTEST = "the fastest of the estimates"  # of the shapes that were planned, another one was chosen
 # Of the shape that is planned first: it is idle for less than a quarter of its work.
 _MICROBATCHES_PER_RANK = 4
 # Bytes: more than any device has.
@@ -368,7 +369,7 @@ class _PipelinePlanner:
                 break
             self._plan_shape(best)
         return tuple(
-            replace(line, verdict=f"{verdict}: {line.verdict}")
+            replace(line, verdict=f"{verdict}: {_FASTEST if line.verdict == 'chosen' else line.verdict}")
             for line in search.table()
             if PipelineShape(line.microbatches, line.virtual) not in self.planned_shapes
         )
