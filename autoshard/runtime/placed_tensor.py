@@ -209,7 +209,7 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
             tensors.append(leaf)
             if _SOURCE in leaf.__dict__:
                 views.append(leaf)
-        elif kind is not DTensor and isinstance(leaf, Tensor) and leaf.ndim:
+        elif kind is not DTensor and isinstance(leaf, Tensor) and leaf.numel() > 1:
             plain.append(leaf)
     if effect.reshapes:
         raise InputError(

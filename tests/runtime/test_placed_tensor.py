@@ -134,12 +134,20 @@ def _zero_rows(weight: Tensor) -> None:
     weight[5] *= 2
 
 
+def _unscale(weight: nn.Parameter) -> None:
+    optimizer = torch.optim.SGD([weight])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))  # makes the scale
+    scaler.unscale_(optimizer)
+
+
 GRADIENT_CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
     "rows": lambda weight: _zero_rows(weight.grad),
     "noise": lambda weight: weight.grad.add_(torch.randn_like(weight.grad)),
     "data": lambda weight: setattr(weight.grad, "data", weight.grad.data.clamp(-0.5, 0.5)),
     "mask": lambda weight: weight.grad.mul_(torch.ones(6, 5, dtype=torch.float64).tril()),
     "another one": lambda weight: setattr(weight, "grad", weight.detach() * 2),
+    "scale": _unscale,
     "none": lambda weight: delattr(weight, "grad"),
 }
 
