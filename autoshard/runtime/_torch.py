@@ -102,6 +102,11 @@ def set_gradient(tensor: Tensor, value: Tensor | None) -> None:
     Tensor.grad.__set__(tensor, value)  # type: ignore[union-attr]
 
 
+def is_pointer(value: object) -> bool:
+    """Return True for a pointer of C++ that an attribute holds; DTensors may have `_sym_sizes_capsule`."""
+    return type(value).__name__ == "PyCapsule"
+
+
 def shares_memory(one: DTensor, other: DTensor) -> bool:
     """Return True if the shards of two DTensors lie in the same memory."""
     pairs = zip(local_tensors(one._local_tensor), local_tensors(other._local_tensor), strict=True)

@@ -74,7 +74,8 @@ class PlacedTensor(DTensor):
             return super().__deepcopy__(memo)
         # Torch copies the memory of the wrapper, which is none, where the shard begins within other memory.
         memo[id(self)] = copied = placed(self.detach().clone())  # type: ignore[arg-type]
-        state = {key: value for key, value in self.__dict__.items() if key != _SOURCE}
+        # Sizes that torch keeps there, as pointers, are those of the original.
+        state = {key: value for key, value in self.__dict__.items() if key != _SOURCE and not _torch.is_pointer(value)}
         copied.__dict__.update(copy.deepcopy(state, memo))
         copied.requires_grad = self.requires_grad
         copied.grad = copy.deepcopy(self.grad, memo)

@@ -29,6 +29,7 @@ from autoshard.runtime.shards import distribute, local_of
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 from autoshard.verify.float64 import default_float64
+from tests.fuzz.changes import CHANGES, change
 from tests.fuzz.model import Model, RandomModel, inputs_of, loss_of, tensors_of
 from tests.precision import BFLOAT16, BFLOAT16_ROUNDING, CastModule
 from tests.random_plans import random_plan
@@ -73,6 +74,7 @@ class Case:
         planned_outputs: whether outputs stay as they lie.
         casts: whether parameters are float32, and the compute is float64.
         lowered: whether parameters are float32, and the compute is bfloat16.
+        change: what is done to a parameter between the steps (see `CHANGES`); empty for nothing.
     """
 
     seed: int
@@ -90,11 +92,14 @@ class Case:
     planned_outputs: bool = False
     casts: bool = False
     lowered: bool = False
+    change: str = ""
 
     @classmethod
     def of(cls, seed: int) -> Case:
         draw = random.Random(seed)
         case = cls(seed, RandomModel.of(draw), draw.choice(MESHES), draw.choice(PLANS))
+        if draw.random() < 0.4:
+            case = replace(case, change=draw.choice(sorted(CHANGES)))
         case = replace(
             case, planned_outputs=draw.random() < 0.2, recompute=draw.choice(("none", "none", "auto", "full"))
         )
@@ -259,8 +264,8 @@ def _train_on_one_device(case: Case, module: nn.Module, batches: list[dict[str, 
     """What training leaves behind on one device."""
     with case.width:
         if not (case.lowered or case.casts):
-            return _train(module.double(), batches)
-        found = _train(CastModule(module, torch.bfloat16 if case.lowered else torch.float64), batches)
+            return _train(case, module.double(), batches)
+        found = _train(case, CastModule(module, torch.bfloat16 if case.lowered else torch.float64), batches)
     return {
         kind: {name.removeprefix("inner."): value for name, value in tensors.items()} for kind, tensors in found.items()
     }
@@ -333,7 +338,7 @@ def _steps(
             batches = [
                 {name: local_of(distribute(value, mesh, spec)) for name, value in batch.items()} for batch in batches
             ]
-        return _train(module, batches)
+        return _train(case, module, batches)
 
 
 def _options(case: Case, module: nn.Module) -> dict[str, Any]:
@@ -373,7 +378,7 @@ def _smallest(
     return None
 
 
-def _train(module: nn.Module, batches: list[dict[str, Tensor]]) -> Traced:
+def _train(case: Case, module: nn.Module, batches: list[dict[str, Tensor]]) -> Traced:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     losses, outputs = {}, {}
     for step, batch in enumerate(batches):
@@ -382,6 +387,8 @@ def _train(module: nn.Module, batches: list[dict[str, Tensor]]) -> Traced:
         loss = loss_of(tensors)
         optimizer.zero_grad()
         loss.backward()
+        if case.change and step == 0:
+            change(module, case.change, case.seed)
         optimizer.step()
         losses[f"step {step}"] = held_by_ranks(loss.detach())
     held = {

@@ -142,3 +142,32 @@ def triangles(p: Block, x: Tensor, target: Tensor) -> Any:
 @HEADS.block(weight="WW")
 def no_loss(p: Block, x: Tensor, target: Tensor) -> Any:
     return x @ p.weight
+
+
+@HEADS.block(weight="WW")
+def beside_its_detached_copy(p: Block, x: Tensor, target: Tensor) -> Any:
+    out = x @ p.weight
+    with torch.no_grad():
+        equal = x @ p.weight
+    return {"target": out.detach(), "out": out, "equal": equal, "again": out}
+
+
+@HEADS.block(weight="WW")
+def complex_numbers(p: Block, x: Tensor, target: Tensor) -> Any:
+    spectrum = torch.fft.rfft(x @ p.weight)
+    return spectrum, spectrum.conj().imag
+
+
+@HEADS.block(weight="WW")
+def views_of_one_another(p: Block, x: Tensor, target: Tensor) -> Any:
+    out = x @ p.weight
+    return {"whole": out, "first": out[:, 0], "turned": out.mT, "pieces": out.chunk(2, -1)[1]}
+
+
+@HEADS.block(weight="WW")
+def under_enable_grad(p: Block, x: Tensor, target: Tensor) -> Any:
+    with torch.no_grad():
+        frozen = x @ p.weight
+        with torch.enable_grad():
+            out = frozen.tanh() * (x @ p.weight)
+    return [out, frozen]

@@ -94,6 +94,7 @@ def tensors_of(result: Any) -> dict[str, Tensor]:
 
 
 def loss_of(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The loss of a call: its scalar, or a mean square."""
+    """The loss of a call: its scalar, or the mean squares of what has gradients."""
     scalars = [value for value in tensors.values() if value.ndim == 0]
-    return scalars[0] if scalars else next(iter(tensors.values())).square().mean()
+    outputs = [value for value in tensors.values() if value.requires_grad]
+    return scalars[0] if scalars else torch.stack([value.abs().square().mean() for value in outputs]).sum()

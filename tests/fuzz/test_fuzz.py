@@ -63,7 +63,7 @@ def test_seeds_draw_all_there_is() -> None:
     assert {name for case in cases for name, _ in case.drawn.blocks} == BLOCKS.keys()
     assert {case.drawn.head for case in cases} == HEADS.keys()
     assert {case.mesh for case in cases} == set(MESHES)
-    for option in ("limited", "hinted", "dynamic", "shares", "local", "planned_outputs", "casts", "lowered"):
+    for option in ("limited", "hinted", "dynamic", "shares", "local", "planned_outputs", "casts", "lowered", "change"):
         assert {bool(getattr(case, option)) for case in cases} == {True, False}
     assert cases[7] == Case.of(7)
     assert len({str(case) for case in cases}) == len(cases)

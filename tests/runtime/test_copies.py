@@ -291,10 +291,12 @@ def test_a_pickle_of_a_pipeline_is_refused() -> None:
 
 
 def _batch_norm() -> None:
-    model = parallel()
-    averaged = AveragedModel(model)
-    with pytest.raises(autoshard.CaptureError):
-        update_bn([batch(0), batch(1)], averaged)
+    batches = [batch(0), batch(1)]
+    alone, averaged = AveragedModel(Net().double()), AveragedModel(parallel())
+    for model in (alone, averaged):
+        update_bn(batches, model)
+    for name, expected in alone.named_buffers():
+        torch.testing.assert_close(averaged.get_buffer(name), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_update_bn(two: Workers) -> None:
