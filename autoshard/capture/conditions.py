@@ -29,15 +29,15 @@ _MAX_VALUES = 16
 
 
 class NoNumbersError(Exception):
-    """The code reads numbers of an input, by its name, or of a `HeldTensor`, which do not exist."""
+    """The code reads numbers of an input, by its name, or of a `ModuleTensor`, which do not exist."""
 
-    def __init__(self, source: str | HeldTensor) -> None:
+    def __init__(self, source: str | ModuleTensor) -> None:
         super().__init__(str(source))
         self.source = source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldTensor:
+class ModuleTensor:
     """A buffer of the user's module, or a tensor in one of its attributes.
 
     Attributes:
@@ -88,7 +88,7 @@ class Conditions:
         program: from these inputs to flags, one for each reading: True if the value is that of the example.
     """
 
-    inputs: tuple[str | HeldTensor, ...] = ()
+    inputs: tuple[str | ModuleTensor, ...] = ()
     readings: tuple[Reading, ...] = ()
     program: fx.GraphModule | None = None
     _device: torch.device = DEVICE
@@ -116,7 +116,7 @@ class Conditions:
     def hold(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return True if a call with these inputs would be captured as the same graph."""
         # Every call asks, and the numbers in buffers hardly ever change: to compare them takes no program.
-        held = [source.tensor for source in self.inputs if isinstance(source, HeldTensor)]
+        held = [source.tensor for source in self.inputs if isinstance(source, ModuleTensor)]
         only_held = len(held) == len(self.inputs) and not any(tensor.is_meta for tensor in held)
         numbers = _join(held) if held and only_held else None
         if numbers is not None and self._numbers is not None and _are_equal(numbers, self._numbers):
@@ -192,8 +192,8 @@ class InputProgram:
 
     def __init__(
         self,
-        inputs: Mapping[fx.Node, tuple[str | HeldTensor, Tensor | None]],
-        held: Mapping[int, HeldTensor] | None = None,
+        inputs: Mapping[fx.Node, tuple[str | ModuleTensor, Tensor | None]],
+        held: Mapping[int, ModuleTensor] | None = None,
     ) -> None:
         self._inputs = dict(inputs)
         self._held = held or {}
@@ -205,7 +205,7 @@ class InputProgram:
         self._readings: list[Reading] = []
         self._read: set[fx.Node] = set()
         self._fixed: set[fx.Node] = set()  # computed from constants alone
-        self._named: dict[str | HeldTensor, fx.Node] = {}
+        self._named: dict[str | ModuleTensor, fx.Node] = {}
 
     def _sources(self, node: fx.Node, root: nn.Module) -> list[fx.Node] | None:
         """Return the nodes that a node is computed from, in order; None if not from inputs and constants alone."""
@@ -325,7 +325,7 @@ class InputProgram:
         args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
         return self.call(node.target, *args, **kwargs)
 
-    def _input(self, name: str | HeldTensor, value: Tensor) -> fx.Node:
+    def _input(self, name: str | ModuleTensor, value: Tensor) -> fx.Node:
         if name not in self._named:
             # Placeholders come first in a graph, and an input may be read late.
             with self._graph.inserting_before(next(iter(self._graph.nodes), None)):

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture._torch import FakeTensor, OpOverload, is_all_true, outside_functions, pytree, traced_node
 from autoshard.capture.call_layout import RuntimeCheck
 from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
-from autoshard.capture.conditions import HeldTensor, InputProgram, NoNumbersError, numbers_of
+from autoshard.capture.conditions import ModuleTensor, InputProgram, NoNumbersError, numbers_of
 from autoshard.capture.nodes import closure, is_random
 from autoshard.errors import CaptureError
 
@@ -95,14 +95,14 @@ class DataReads(TorchFunctionMode):
         handler = self._handlers.get(func) if self.running else None
         return (handler or func)(*args, **(kwargs or {}))
 
-    def begin(self, inputs: Mapping[str, Tensor], held: Iterable[tuple[Tensor, HeldTensor]] = ()) -> None:
+    def begin(self, inputs: Mapping[str, Tensor], held: Iterable[tuple[Tensor, ModuleTensor]] = ()) -> None:
         """Begin to answer the reads of a call.
 
         Args:
             inputs: the tensors that it takes, by name.
             held: fake buffers, and tensors in attributes, with those of the user's module.
         """
-        nodes: dict[fx.Node, tuple[str | HeldTensor, Tensor | None]] = dict(self._nodes(inputs))
+        nodes: dict[fx.Node, tuple[str | ModuleTensor, Tensor | None]] = dict(self._nodes(inputs))
         untraced = {}
         for fake, each in held:
             traced = traced_node(fake)
@@ -143,7 +143,7 @@ class DataReads(TorchFunctionMode):
         try:
             return self._copy(tensor)
         except NoNumbersError as error:
-            if isinstance(error.source, HeldTensor):
+            if isinstance(error.source, ModuleTensor):
                 raise CaptureError(
                     f"{running_line()} asks for the numbers in {error}, which has none: it is on the meta device, or a "
                     "DTensor. Make the module with real buffers, or take the branch or the number out of forward: keep "

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_patch, storage_of, without_root_buffers
 from autoshard.capture.call_layout import Attribute
 from autoshard.capture.capture_errors import running_line
-from autoshard.capture.conditions import Conditions, HeldTensor
+from autoshard.capture.conditions import Conditions, ModuleTensor
 from autoshard.capture.fake_module import (
     DEPTH,
     FOREIGN,
@@ -219,14 +219,14 @@ class StateWatch:
         self.hooks.begin()
         self._hooked = {(id(part), table, key) for part, table, key, _ in self._hooks()}
 
-    def held_tensors(self) -> Iterator[tuple[Tensor, HeldTensor]]:
+    def held_tensors(self) -> Iterator[tuple[Tensor, ModuleTensor]]:
         """Yield the buffers of the twin, and tensors in its attributes, with those of the user's module."""
         for part in self._parts.values():
             tables = (part.fake._buffers, part.original._buffers), (vars(part.fake), vars(part.original))
             for fakes, originals in tables:
                 for name, fake in fakes.items():
                     if isinstance(fake, Tensor) and isinstance(originals.get(name), Tensor):
-                        yield fake, HeldTensor(f"{part.text}.{name}", originals, name)
+                        yield fake, ModuleTensor(f"{part.text}.{name}", originals, name)
 
     def _hooks(self) -> Iterator[tuple[_WatchedModule, str, int, Callable[..., Any]]]:
         """Yield the hooks of submodules; the hooks of the root run around the program."""

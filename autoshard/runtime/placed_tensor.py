@@ -58,7 +58,7 @@ class PlacedTensor(DTensor):
         """The gradient, a placed tensor, too: rows of it may be set to zero, and noise added to it."""
         gradient = _torch.gradient_of(self)
         if type(gradient) is DTensor:
-            placed(gradient)
+            make_placed(gradient)
         return gradient
 
     @grad.setter
@@ -73,7 +73,7 @@ class PlacedTensor(DTensor):
         if id(self) in memo or not self.is_leaf:
             return super().__deepcopy__(memo)
         # Torch copies the memory of the wrapper, which is none, where the shard begins within other memory.
-        memo[id(self)] = copied = placed(self.detach().clone())  # type: ignore[arg-type]
+        memo[id(self)] = copied = make_placed(self.detach().clone())  # type: ignore[arg-type]
         # Sizes that torch keeps there, as pointers, are those of the original.
         state = {key: value for key, value in self.__dict__.items() if key != _SOURCE and not _torch.is_pointer(value)}
         copied.__dict__.update(copy.deepcopy(state, memo))
@@ -97,7 +97,7 @@ def place_parameters(module: nn.Module, placements: Mapping[str, Spec], device_m
     replace_parameters(module, placements, device_mesh)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
-            placed(parameter).__dict__[_NAME] = name
+            make_placed(parameter).__dict__[_NAME] = name
 
 
 @torch.no_grad()
@@ -110,15 +110,15 @@ def make_state_whole(module: nn.Module) -> None:
     for buffer in module.buffers():
         if isinstance(buffer, DTensor) and not Spec(tuple(buffer.placements)).is_replicated:
             mesh, replicated = buffer.device_mesh, Spec.all_replicated(buffer.device_mesh.ndim)
-            whole = wrap(_whole(buffer), mesh, replicated, buffer.shape, buffer.dtype)
+            whole = wrap(_gather_whole(buffer), mesh, replicated, buffer.shape, buffer.dtype)
             _torch.set_local_tensor(buffer, local_of(whole), _torch.dtensor_spec_of(whole))
     for part in module.modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, DTensor) and not value.requires_grad:
-                setattr(part, name, _whole(value))
+                setattr(part, name, _gather_whole(value))
 
 
-def placed(tensor: DTensor) -> PlacedTensor:
+def make_placed(tensor: DTensor) -> PlacedTensor:
     """Make a `DTensor` a placed tensor, in place, and return it."""
     tensor.__class__ = PlacedTensor
     return tensor  # type: ignore[return-value]
@@ -175,7 +175,7 @@ class _Effect:
     is_view: bool
     reshapes: bool
 
-    def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def written_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the arguments that the operator writes."""
         values = (args[place] if place < len(args) else kwargs.get(name) for place, name in self.writes)
         return list(_leaves(tuple(values), {}))
@@ -236,10 +236,10 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         for view in views:
             _write_to_source(view)
         return result
-    return _placed_results(effect, func, args, kwargs, result)
+    return _mark_results(effect, func, args, kwargs, result)
 
 
-def _whole(tensor: DTensor) -> Tensor:
+def _gather_whole(tensor: DTensor) -> Tensor:
     """Return the whole tensor, in memory of its own; sums of parts are added up."""
     if Spec(tuple(tensor.placements)).partial_axes:
         with _as_dtensors([tensor] if isinstance(tensor, PlacedTensor) else []):
@@ -252,20 +252,20 @@ def _run_on_whole_tensors(effect: _Effect, func: Any, args: Sequence[Any], kwarg
     """Run an operator on whole tensors, and keep this rank's parts of what it writes and returns."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     originals = {id(leaf): leaf for leaf in leaves if isinstance(leaf, DTensor)}
-    wholes = {key: _whole(tensor) for key, tensor in originals.items()}
+    wholes = {key: _gather_whole(tensor) for key, tensor in originals.items()}
     whole_args, whole_kwargs = pytree.tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], structure)
     result = func(*whole_args, **whole_kwargs)
     model = next(iter(originals.values()))
 
-    def drawn(whole: Tensor) -> Tensor:
+    def agree_on(whole: Tensor) -> Tensor:
         return from_first_rank(whole, model.device_mesh) if effect.draws else whole
 
-    written = {id(leaf) for leaf in effect.written(args, kwargs)}
+    written = {id(leaf) for leaf in effect.written_arguments(args, kwargs)}
     for key in written & set(originals):
         _check_shape(func, originals[key], wholes[key])
     for key, tensor in originals.items():
         if key in written:
-            fill(tensor, drawn(wholes[key]))
+            fill(tensor, agree_on(wholes[key]))
     original_of = {id(whole): originals[key] for key, whole in wholes.items()}
 
     plain = {id(leaf) for leaf in leaves if id(leaf) not in originals}
@@ -275,7 +275,7 @@ def _run_on_whole_tensors(effect: _Effect, func: Any, args: Sequence[Any], kwarg
             return original_of.get(id(value), value)
         like = value.shape == model.shape and not Spec(tuple(model.placements)).partial_axes
         spec = Spec(tuple(model.placements)) if like else Spec.all_replicated(model.device_mesh.ndim)
-        return wrap(cut(drawn(value), model.device_mesh, spec), model.device_mesh, spec, value.shape, value.dtype)
+        return wrap(cut(agree_on(value), model.device_mesh, spec), model.device_mesh, spec, value.shape, value.dtype)
 
     return pytree.tree_map_only(Tensor, wrap_result, result)
 
@@ -305,7 +305,7 @@ def _assign(tensor: PlacedTensor, value: Any) -> None:
         if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == tensor.placements:
             local = local_of(value).contiguous()
         else:
-            whole = _whole(value) if isinstance(value, DTensor) else value.detach()
+            whole = _gather_whole(value) if isinstance(value, DTensor) else value.detach()
             local = cut(whole.to(local_of(tensor).device), mesh, spec)
     _torch.set_local_tensor(tensor, local, _torch.dtensor_spec_of(tensor))
     tensor.__dict__.pop(_SOURCE, None)
@@ -357,12 +357,12 @@ def _write_to_source(tensor: PlacedTensor) -> None:
     _write_to_source(source.base)
 
 
-def _placed_results(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+def _mark_results(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
     """Make the results placed tensors, and note the sources of views."""
     base = args[0] if effect.is_view else None
     for place, leaf in enumerate(_leaves((result,), {})):
         if type(leaf) is DTensor:
-            placed(leaf)
+            make_placed(leaf)
             if type(base) is PlacedTensor:
                 shares = _torch.shares_memory(leaf, base)
                 if not shares or _SOURCE in base.__dict__:
