@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture._torch import FakeTensor, OpOverload, is_all_true, outside_functions, pytree, traced_node
 from autoshard.capture.call_layout import RuntimeCheck
 from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
-from autoshard.capture.conditions import ModuleTensor, InputProgram, NoNumbersError, numbers_of
+from autoshard.capture.conditions import InputProgram, ModuleTensor, NoNumbersError, numbers_of
 from autoshard.capture.nodes import closure, is_random
 from autoshard.errors import CaptureError
 
