@@ -26,8 +26,9 @@ class NameText(Text):
     """A dotted name, which breaks behind dots where it is too long for its column, and not inside of a word."""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        lengths = [len(part) + 1 for part in self.plain.split(".")]
-        return Measurement(max(lengths), max(len(self.plain), *lengths))
+        # A dot stands at the end of its line.
+        longest = max(len(part) for part in re.split(r"(?<=\.)", self.plain))
+        return Measurement(longest, len(self.plain))
 
     def wrap(self, console: Console, width: int, **how: Any) -> Lines:
         """Return the lines; of a word that is longer than a line, as of any text."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributions import Categorical, Normal, StudentT
+from torch.distributions import Categorical, Distribution, Normal, StudentT
 from torch.nn import functional
 
 import autoshard
@@ -244,7 +244,8 @@ def likelihood(y: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([kind.log_prob((y.detach()[:, :1] > 0).to(y.dtype)) for kind in kinds], 1)
 
 
-def test_distributions_are_validated_by_every_run(mesh: DeviceMesh) -> None:
+def test_distributions_are_validated_by_every_run(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Distribution, "_validate_args", True)  # the first torch.compile of a process sets it to False
     module, plain = Model(likelihood), Model(likelihood)
     plain.load_state_dict(module.state_dict())
     parallel(module, mesh, X, ALL)
