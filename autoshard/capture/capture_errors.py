@@ -30,6 +30,11 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 # A frame of the text that torch.export keeps of a node's stack.
 _TRACED = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
+_MASK_ADVICE = (
+    "picking elements by a computed mask: keep the whole tensor, and choose by torch.where in place of boolean indexing, "
+    "or multiply by the mask"
+)
+
 # What takes the place of code that depends on numbers that `forward` computes, by words in the line.
 _NUMBERS_ADVICE = (
     (
@@ -41,16 +46,14 @@ _NUMBERS_ADVICE = (
         '"grouped_mm" does so; in others, replace the module of the experts before autoshard.parallelize',
     ),
     (r"^(if|elif|while|assert)\b| if .* else ", "a branch: compute both ways and choose by torch.where"),
+    (r"\[[^\]]*[<>=~][^\]]*\]|nonzero|masked_select|unique", _MASK_ADVICE),
     (
         r"\.max\(|\.sum\(|\.amax\(|length|\bsize|arange|\.shape|aten\.item",
         "sizes that forward computes: give the tensor a size that is known before (pad to the longest that may come, "
         "and mask what is behind the end), or compute the lengths outside of forward and pass them as an input or a "
         "plain Python argument, of which each value has a program of its own",
     ),
-    (
-        r"\[|aten\.index|nonzero|masked_select|unique|where\(",
-        "picking elements by a computed mask: keep the whole tensor, and choose by torch.where or multiply by the mask",
-    ),
+    (r"\[|aten\.index|where\(", _MASK_ADVICE),
 )
 
 

@@ -200,6 +200,13 @@ def _effect_of(func: Any) -> _Effect:
     )
 
 
+_ROWS = torch.ops.aten.index.Tensor
+
+
+def _is_recorded(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on placed tensors."""
     # One loop, by exact classes: fused optimizers have five tensors a parameter among their arguments.
@@ -219,8 +226,8 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         )
     for view in views:
         _read_again(view)
-    # What autograd records stays refused beside plain tensors: their gradients would meet in backward.
-    is_mixed = bool(plain) and not (torch.is_grad_enabled() and any(one.requires_grad for one in (*tensors, *plain)))
+    # Torch refuses all else beside plain tensors: it can't tell a whole one from the rows of a rank.
+    is_mixed = bool(plain) and (effect.writes or (func is _ROWS and not _is_recorded(tensors)))
     if effect.draws or is_mixed or (effect.writes and not effect.is_elementwise):
         result = _run_on_whole_tensors(effect, func, args, kwargs)
     else:
