@@ -31,8 +31,8 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _TRACED = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
 _MASK_ADVICE = (
-    "picking elements by a computed mask: keep the whole tensor, and choose by torch.where in place of boolean indexing, "
-    "or multiply by the mask"
+    "picking elements by a computed mask: keep the whole tensor, and choose by torch.where in place of boolean "
+    "indexing, or multiply by the mask"
 )
 
 # What takes the place of code that depends on numbers that `forward` computes, by words in the line.
