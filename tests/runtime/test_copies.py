@@ -186,6 +186,7 @@ def test_a_copy_draws_as_the_original_would(two: Workers) -> None:
 AVERAGES: dict[str, dict[str, Any]] = {
     "mean": {},
     "exponential": {"multi_avg_fn": get_ema_multi_avg_fn(0.8)},
+    "exponential in lists with buffers": {"multi_avg_fn": get_ema_multi_avg_fn(0.8), "use_buffers": True},
     "exponential with buffers": {"avg_fn": lambda old, new, count: 0.8 * old + 0.2 * new, "use_buffers": True},
 }
 
