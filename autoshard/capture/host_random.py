@@ -16,7 +16,7 @@ import torch
 
 from autoshard.capture._torch import attribute_patch
 from autoshard.capture.capture_errors import is_users_file, running_line
-from autoshard.capture.conditions import READS, Number
+from autoshard.capture.counters import READS, Number
 from autoshard.capture.fake_module import NumPyGenerator
 from autoshard.capture.mutations import Mutations
 from autoshard.errors import CaptureError

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from autoshard.capture._torch import FakeTensor, storage_of, traced_node
 from autoshard.capture.capture_errors import code_line, node_line
-from autoshard.capture.conditions import FILLABLE, ContainerStandIn, Counter, added_entries, container_stand_in
+from autoshard.capture.counters import FILLABLE, ContainerStandIn, Counter, added_entries, container_stand_in
 from autoshard.capture.fake_module import (
     MODULE_STATE,
     NumPyGenerator,

@@ -150,7 +150,7 @@ def run_all_ranks(
     call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]
 ) -> list[Shards | None]:
     """Run a strategy on all ranks, of whole operands: the shards of every result by coordinate; None for no tensor."""
-    return _run(call, rule, choices, mesh, _OperandShards(operands, mesh).held(rule, choices), seed=0)
+    return _run(call, rule, choices, mesh, _OperandShards(operands, mesh).cut(rule, choices), seed=0)
 
 
 class _OperandShards:
@@ -161,7 +161,7 @@ class _OperandShards:
         self.mesh = mesh
         self._known: dict[tuple[int, Spec], PerRank] = {}
 
-    def held(self, rule: Rule, choices: Choices) -> list[PerRank]:
+    def cut(self, rule: Rule, choices: Choices) -> list[PerRank]:
         """Return the shards of every operand, by rank."""
         specs = (operand_spec(rule, choices, self.mesh, position) for position in range(len(self.operands)))
         return [self._shards(*place) for place in enumerate(specs)]
@@ -232,7 +232,7 @@ def _problems(
 ) -> Iterator[str]:
     specs = [result_spec(rule, choices, mesh, position) for position in range(len(call.results))]
     try:
-        held = operands.held(rule, choices)
+        held = operands.cut(rule, choices)
         runs = [_run(call, rule, choices, mesh, held, seed) for seed in draws.seeds]
         if draws.random:
             yield from draws.problems(runs, specs, mesh)
