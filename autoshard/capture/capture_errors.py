@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autoshard.capture._torch import around_dynamo
-from autoshard.errors import AutoshardError, CaptureError
+from autoshard.errors import PYTHON_ERRORS, AutoshardError, CaptureError, is_raised
 
 # Torch computes sizes with sympy, which draws random numbers.
 _FOLDERS = (*(Path(str(module.__file__)).parent for module in (torch, sympy)), Path(__file__).parents[1])
@@ -156,19 +156,16 @@ _AROUND = (
 
 _LAYERS = f"{Path(str(torch.nn.__file__)).parent}{os.sep}"
 
-# Errors that Python itself raises, of which no library makes an answer to its user.
-_PYTHON_ERRORS = (
-    *(AttributeError, NameError, TypeError, LookupError, ArithmeticError, AssertionError, RecursionError),
-    *(StopIteration, ImportError, UnicodeError, BufferError),
-)
-
 
 def is_fault(error: BaseException) -> bool:
     """Return True for an error that Python itself raised in code that is not the user's: of autoshard or of torch.
 
     Layers of `torch.nn` are the model's: what they raise, such as for shapes that do not fit, is raised on one device.
     """
-    if type(error).__module__ != "builtins" or not isinstance(error, _PYTHON_ERRORS):
+    if type(error).__module__ != "builtins" or not isinstance(error, PYTHON_ERRORS):
+        return False
+    # Of values, libraries raise it for their users, and Python for lists that do not fit.
+    if isinstance(error, ValueError) and is_raised(error):
         return False
     frames = traceback.extract_tb(error.__traceback__)
     return not frames or not (is_users_file(frames[-1].filename) or frames[-1].filename.startswith(_LAYERS))
