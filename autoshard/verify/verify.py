@@ -260,8 +260,8 @@ def _float64_example(
             module = copy.deepcopy(model_or_factory)
         except Exception as error:  # whatever an attribute raises
             raise InputError(
-                f"verify trains a copy of the model, and it cannot be copied: {copy_fault(model_or_factory, error)}. Pass "
-                "a function that makes the model and returns (model, args, kwargs)."
+                f"verify trains a copy of the model, and it cannot be copied: {copy_fault(model_or_factory, error)}. "
+                "Pass a function that makes the model and returns (model, args, kwargs)."
             ) from error
     elif callable(model_or_factory):
         if args or kwargs:
