@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from autoshard.capture._torch import FakeTensorMode, is_lazy
 from autoshard.capture.capture_errors import is_users_file, user_line
+from autoshard.capture.dense import dense_fault, is_dense
 from autoshard.capture.guards import ABSENT, HOOKS, is_equivalent, is_plain
 from autoshard.errors import CaptureError, reason_of
 
@@ -223,7 +224,7 @@ def check_parameters(module: nn.Module, *, one_device: bool = True) -> None:
 
 
 def parameter_faults(module: nn.Module, *, one_device: bool = True) -> Iterator[str]:
-    """Yield the reasons why the parameters cannot be captured, in a sentence or two each."""
+    """Yield the reasons why parameters and buffers cannot be captured, in a sentence or two each."""
     examples: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         examples.setdefault(parameter.device, name)
@@ -232,6 +233,14 @@ def parameter_faults(module: nn.Module, *, one_device: bool = True) -> Iterator[
                 f"parameter {name} has no shape yet (a lazy module). Call the module once on a small batch, "
                 "then parallelize it."
             )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_dense(tensor):
+            yield dense_fault(f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name}", tensor)
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            # Coordinates can be copied, and may not be read.
+            if isinstance(value, Tensor) and not is_dense(value) and value.layout is not torch.sparse_coo:
+                yield dense_fault(f"the attribute {'.'.join(filter(None, (path, name)))}", value)
     if one_device and len(examples) > 1:
         text = ", ".join(f"{name} on {device}" for device, name in examples.items())
         yield (

@@ -36,6 +36,7 @@ from autoshard.capture._torch import (
     without_checkpoints,
 )
 from autoshard.capture.capture_errors import running_line
+from autoshard.capture.dense import dense_fault, is_dense
 from autoshard.capture.mutations import Mutations
 from autoshard.capture.python_calls import (
     SET_GRAD,
@@ -362,7 +363,10 @@ class GradientCode(TorchFunctionMode):
                 f"{running_line()} changes the numbers of a tensor that has a gradient, unseen by autograd. Compute a "
                 "new tensor, such as x.clamp(...) in place of x.data.clamp_(...)."
             )
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.running:
+            _check_dense(args, result)
+        return result
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -436,6 +440,14 @@ class GradientCode(TorchFunctionMode):
         """Return True for a parameter, or a view of one."""
         memory = storage_of(tensor)
         return any(storage_of(parameter) == memory for parameter in self.calls.module.parameters())
+
+
+def _check_dense(args: tuple[Any, ...], result: Any) -> None:
+    """Raise a `CaptureError` if a call reads or makes a tensor that is not dense."""
+    for value in (*args, result):
+        if isinstance(value, Tensor) and not is_dense(value):
+            verb = "makes" if value is result else "reads"
+            raise CaptureError(f"{running_line()} {verb} a tensor that {dense_fault('', value).strip()}")
 
 
 def _changes_first(func: Callable[..., Any]) -> bool:
