@@ -45,6 +45,11 @@ _NUMBERS_ADVICE = (
         "have rules that split the experts. In models of Hugging Face that have it, experts_implementation="
         '"grouped_mm" does so; in others, replace the module of the experts before autoshard.parallelize',
     ),
+    (
+        r"layer_?drop|dropout_probability",
+        "layers that are dropped at random: set their probability to 0 (Hugging Face: layerdrop=0.0, "
+        "encoder_layerdrop=0.0, decoder_layerdrop=0.0)",
+    ),
     (r"^(if|elif|while|assert)\b| if .* else ", "a branch: compute both ways and choose by torch.where"),
     (r"\[[^\]]*[<>=~][^\]]*\]|nonzero|masked_select|unique", _MASK_ADVICE),
     (
@@ -142,6 +147,11 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
     advice = advice_for(text, where)
     if is_fault(error) and (advice is None or not _is_meant(error)):
         return CaptureError(f"{model} could not be captured as one graph{where}: {fault_reason(error)}")
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        return CaptureError(
+            f"{model} could not be captured as one graph{where}: the line asks for a number that forward computes. "
+            f"What to do: {advice}."
+        )
     what = f"What to do: {advice}" if advice else f"If the module runs with these arguments on one device, {_AROUND}"
     return CaptureError(
         f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. {what}."
