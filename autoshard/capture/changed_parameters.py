@@ -35,7 +35,7 @@ def assign_changed_parameters(exported: Exported, unless: str = "") -> Exported:
         if memory in placeholders and placeholders[memory].fake.requires_grad:
             changed.setdefault(memory, node)
     last = next(reversed(placeholders), None)
-    assigned = []
+    copies: dict[fx.Node, fx.Node] = {}
     for source, node in changed.items():
         item = placeholders[source]
         if item.kind != "parameter":
@@ -52,9 +52,13 @@ def assign_changed_parameters(exported: Exported, unless: str = "") -> Exported:
         with graph.inserting_after(last):
             copy = graph.call_function(aten.clone.default, (source,))
         copy.meta = {key: value for key, value in node.meta.items() if key != "val"} | {"val": source.meta["val"]}
-        source.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
-        assigned.append((item.name, copy))
-    return replace(exported, assigned=(*exported.assigned, *assigned)) if assigned else exported
+        for user in [user for user in source.users if user is not copy]:
+            user.replace_input_with(source, copy)
+        copies[source] = copy
+    outputs = tuple(copies.get(node, node) for node in exported.outputs)
+    assigned = [(name, copies.get(node, node)) for name, node in exported.assigned]
+    assigned += [(placeholders[source].name, copy) for source, copy in copies.items()]
+    return replace(exported, outputs=outputs, assigned=tuple(assigned))
 
 
 def _changes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -23,7 +23,7 @@ def write_out_conjugates(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         for changed in changed_operands(node):
             base = base_of(changed)
-            if any(view.target._schema.name.split("::")[1] in _LAZY for view in _views(changed, base)):
+            if not _LAZY.isdisjoint(_views(changed, base)):
                 with graph.inserting_after(node):
                     numbers = graph.call_function(aten.clone.default, (base,))
                 with graph.inserting_after(numbers):
@@ -31,9 +31,9 @@ def write_out_conjugates(graph: fx.Graph) -> None:
                 numbers.meta = copy.meta = {**node.meta, "val": base.meta["val"]}
 
 
-def _views(node: fx.Node, base: fx.Node) -> Iterator[fx.Node]:
-    """Yield the views that lead from a node to the one that made its memory."""
+def _views(node: fx.Node, base: fx.Node) -> Iterator[str]:
+    """Yield the names of the views that lead from a node to the one that made its memory."""
     while node is not base:
         if isinstance(node.target, OpOverload):
-            yield node
+            yield node.target._schema.name.split("::")[1]
         node = node.all_input_nodes[0]
