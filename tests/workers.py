@@ -67,11 +67,13 @@ class Workers:
     Args:
         size: number of processes.
         timeout: seconds after which a call counts as hanging.
+        origin: of the processes.
     """
 
-    def __init__(self, size: int, timeout: float = 300.0) -> None:
+    def __init__(self, size: int, timeout: float = 300.0, origin: Origin = USUAL) -> None:
         self.size = size
         self.timeout = timeout
+        self.origin = origin
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
@@ -110,7 +112,7 @@ class Workers:
         store = str(Path(tempfile.mkdtemp(), "store"))
         for rank in range(self.size):
             ours, theirs = multiprocessing.Pipe()
-            self._processes.append(start(rank, _serve, rank, self.size, store, theirs))
+            self._processes.append(start(rank, _serve, rank, self.size, store, theirs, origin=self.origin))
             theirs.close()
             self._connections.append(ours)
 

@@ -1,4 +1,4 @@
-"""What the fake ranks run: models of the zoo, each on one of the meshes, in one of two types, with a kernel for attention."""
+"""What the fake ranks run: models of the zoo, each on a mesh, in one of two types, with a kernel for attention."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build(model: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 def cases(rank: int = RANKS[-1]) -> list[Case]:
     """Return the cases of a rank: a mesh for every model, another one for the next.
 
-    The first rank has those of one layer, whose attention it prefers to compute otherwise than the other: on every mesh.
+    The first rank has those whose attention it computes otherwise than the other, one on every mesh.
     """
     made = [Case(model, mesh) for model, mesh in zip(NAMES, itertools.cycle(MESHES), strict=False)]
     return [case for case in made if case.model in REPEATED] if rank == RANKS[0] else made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import sys
@@ -21,8 +20,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.errors import PlanError
-from tests import workers
-from tests.workers import Workers
+from tests.workers import Origin, Workers
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton")  # which torchtitan imports, and torch's builds for CPUs do not bring
@@ -292,11 +290,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result,
         jobs["llama3"], parallelism={**TENSOR, "spmd_backend": "partial_dtensor"}, load_step=2
     )
     references = [dataclasses.replace(job, folder="", reference=True) for job in jobs.values()]
+    origin = Origin((__name__,))
     with (
-        mock.patch.object(workers, "PRELOADED", [__name__]),
-        mock.patch.object(workers, "_server", functools.cache(workers._server.__wrapped__)),
-        Workers(2) as two,
-        Workers(1) as one,
+        Workers(2, origin=origin) as two,
+        Workers(1, origin=origin) as one,
         ThreadPoolExecutor() as threads,
     ):
         expected = threads.submit(one.run, run, references)
