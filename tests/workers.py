@@ -67,13 +67,11 @@ class Workers:
     Args:
         size: number of processes.
         timeout: seconds after which a call counts as hanging.
-        origin: of the processes.
     """
 
-    def __init__(self, size: int, timeout: float = 300.0, origin: Origin = USUAL) -> None:
+    def __init__(self, size: int, timeout: float = 300.0) -> None:
         self.size = size
         self.timeout = timeout
-        self.origin = origin
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
@@ -112,7 +110,7 @@ class Workers:
         store = str(Path(tempfile.mkdtemp(), "store"))
         for rank in range(self.size):
             ours, theirs = multiprocessing.Pipe()
-            self._processes.append(start(rank, _serve, rank, self.size, store, theirs, origin=self.origin))
+            self._processes.append(start(rank, _serve, rank, self.size, store, theirs))
             theirs.close()
             self._connections.append(ours)
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.errors import PlanError
-from tests.workers import Origin, Workers
+from tests.workers import Workers
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton")  # which torchtitan imports, and torch's builds for CPUs do not bring
@@ -290,10 +290,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result,
         jobs["llama3"], parallelism={**TENSOR, "spmd_backend": "partial_dtensor"}, load_step=2
     )
     references = [dataclasses.replace(job, folder="", reference=True) for job in jobs.values()]
-    origin = Origin((__name__,))
     with (
-        Workers(2, origin=origin) as two,
-        Workers(1, origin=origin) as one,
+        Workers(2) as two,
+        Workers(1) as one,
         ThreadPoolExecutor() as threads,
     ):
         expected = threads.submit(one.run, run, references)
