@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,8 +241,12 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
             "autoshard.parallelize (on the meta device: by pipeline.materialize(init=...)). For noise, draw plain "
             "tensors for all parameters of the model on every rank, and use those of its own: parameter.add_(noise)."
         )
-    for view in views:
-        _read_again(view)
+    if views:
+        written = {id(leaf) for leaf in effect.written_arguments(args, kwargs)}
+        _check_bases(func, views, written)
+        for view in views:
+            _read_again(view)
+        views = [view for view in views if id(view) in written]
     # Torch refuses all else beside plain tensors: it can't tell a whole one from the rows of a rank.
     is_mixed = bool(plain) and (effect.writes or (func is _ROWS and not _is_recorded(tensors)))
     if effect.draws or is_mixed or (effect.writes and not effect.is_elementwise):
@@ -251,10 +255,11 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         try:
             with _as_dtensors(tensors):
                 result = func(*args, **kwargs)
-        except RuntimeError:
-            if not effect.is_view:
+        except RuntimeError as error:
+            if not effect.is_view and not (effect.writes and isinstance(error, NotImplementedError)):
                 raise
-            # A view that torch refuses where a sharded dim is cut, or one that a tensor does not have.
+            # A view that torch refuses where a sharded dim is cut, or one that a tensor does not have; or a change that
+            # torch has for no DTensor.
             result = _run_on_whole_tensors(effect, func, args, kwargs)
     if effect.writes:
         for view in views:
@@ -264,6 +269,19 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     if staged is not None:
         refuse_draws(leaf for leaf in _leaves((result,), {}) if type(leaf) is PlacedTensor)
     return result
+
+
+def _check_bases(func: Any, views: Sequence[PlacedTensor], written: Collection[int]) -> None:
+    """Refuse an operator that writes a list with a tensor and a view of it: each change would undo the other."""
+    for view in views:
+        base = view
+        while id(view) in written and (source := base.__dict__.get(_SOURCE)) is not None:
+            base = source.base
+            if id(base) in written:
+                raise InputError(
+                    f"{_name_of_operator(func)} changes {_name_of(base)} and a view of it in one call, which are "
+                    "separate memory where parameters are in shards: change them one after the other."
+                )
 
 
 def _gather_whole(tensor: DTensor) -> Tensor:

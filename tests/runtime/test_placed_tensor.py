@@ -92,6 +92,8 @@ CHANGES: dict[str, Change] = {
     "a row that is kept": _keep_a_row,
     "rows swapped": _swap_rows,
     "an element": lambda weight: weight.__setitem__((2, 3), 5.0),
+    "rows set": lambda weight: weight.__setitem__(slice(1, 4), 2.0),
+    "filled by a tensor": lambda weight: weight[2:].fill_(torch.tensor(3.0)),
     "a mask": lambda weight: weight.__setitem__(weight < 0, 0.0),
     "masked_fill": lambda weight: weight.masked_fill_(torch.eye(6, 5, dtype=torch.bool), 3.0),
     "index_fill": lambda weight: weight.index_fill_(0, torch.tensor([1, 4]), 3.0),
@@ -204,6 +206,10 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "another shape": (lambda weight: setattr(weight, "data", torch.ones(3, 5).double()), r"weight .*\(3, 5\)"),
     "another dtype": (lambda weight: setattr(weight, "data", weight.data.float()), r"weight .*float64.*float32"),
     "transposed in place": (lambda weight: weight.t_(), "t_ changes the shape of the parameter weight"),
+    "a view beside its base": (
+        lambda weight: torch._foreach_mul_([weight, weight[2]], 2.0),
+        "_foreach_mul_ changes the parameter weight and a view",
+    ),
     "out of another shape": (lambda weight: torch.eye(3, out=weight), r"eye .*weight the shape \(3, 3\)"),
 }
 

@@ -167,7 +167,7 @@ class PipelineModule(nn.Module):
         self._order.open(call_cache.device_mesh)
         self._tied_parameters = TiedParameters(self, first.stages, plan.schedule.placement, call_cache.group)
         self._tied_parameters.broadcast_values()
-        self._holders = Holders(self)
+        self._holders = Holders(call_cache.model, self)
         if plan.schedule.ranks > 1:
             refuse_draws(self.parameters())
         install_hooks(self)
@@ -219,6 +219,7 @@ class PipelineModule(nn.Module):
         """Give the stages the present parameters: they may have been loaded or materialized since the last call."""
         self._holders.check()
         relink_entries(prepared.entries)
+        self._holders.check_hooks()
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -415,6 +416,7 @@ def build_pipeline_module(
     check_pipeline_options(target)
     call_cache = CallCache(call.module, device_mesh, plan, target, call.batch_dims)
     call_cache.compare_calls(call.args, call.kwargs)
+    Holders(call.module, nn.Module()).check_hooks()
     prepared = call_cache.cut(call.args, call.kwargs)
     plan.check(MeshShape.of(device_mesh), forward_fingerprint(prepared.call_format.graph))
     check_same_placements(prepared.stages, plan.stages)

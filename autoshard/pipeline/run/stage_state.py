@@ -126,13 +126,15 @@ def _text_of(tensor: torch.Tensor) -> str:
 
 
 class Holders:
-    """The modules that hold the parameters and buffers of a rank's stages.
+    """The modules that hold the parameters and buffers of a rank's stages, which nobody calls.
 
     Args:
+        model: the model that the stages are of, which nobody calls either.
         whole: of all of them.
     """
 
-    def __init__(self, whole: nn.Module) -> None:
+    def __init__(self, model: nn.Module, whole: nn.Module) -> None:
+        self._roots = {f"the {type(model).__name__}": model, "the pipeline": whole}
         self._links = [
             (part._modules, key, child, f"{path}.{key}" if path else key)
             for path, part in whole.named_modules()
@@ -148,6 +150,23 @@ class Holders:
                     "whose stages run with the parameters that they were made with. Load numbers into these "
                     "(pipeline.load_state_dict), or change the model before autoshard.parallelize."
                 )
+
+    def check_hooks(self) -> None:
+        """Raise a `PipelineError` if one has hooks of calls, which would never run."""
+        for _, _, child, name in self._links:
+            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+                raise _hook_error(f"{name} of the pipeline")
+        for name, part in self._roots.items():
+            if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+                raise _hook_error(name)
+
+
+def _hook_error(name: str) -> PipelineError:
+    return PipelineError(
+        f"a hook of calls is set on {name}, and would never run: stages run programs, and nothing calls that module. "
+        "Return from forward what the hook looks at (eval_step hands on all outputs), do what it does around "
+        "train_step, or use a mesh without a pipeline axis."
+    )
 
 
 def _holder(module: nn.Module, name: str) -> nn.Module:
