@@ -83,7 +83,7 @@ def test_the_names_of_a_planner_load_no_compiler_or_solver() -> None:
 
 
 def test_the_names_of_functions_win_over_rooms() -> None:
-    code = "import autoshard.compare.layouts, autoshard, inspect; print(inspect.isfunction(autoshard.compare))"
+    code = "import autoshard.compare.flags, autoshard, inspect; print(inspect.isfunction(autoshard.compare))"
     assert _output(code) == "True"
 
 

@@ -229,19 +229,13 @@ class _ForwardWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Context of the export."""
-        forward = self._state.twin.forward
-
-        @functools.wraps(forward)
-        def run_watched(*args: Any, **kwargs: Any) -> Any:
-            return self._run(forward, args, kwargs)
-
         # Modes that are entered later see calls of torch earlier: reads of numbers before the replacement of operators.
         with (
-            attribute_patch(self._state.twin, "forward", run_watched),
+            capturable_encoder(),  # first, for a module that is an encoder itself
+            attribute_patch(self._state.twin, "forward", self._watched_forward()),
             self.assigned.watching(),
             self._gradients.watching(),
             capturable_flex_attention(),
-            capturable_encoder(),
             Exportable(),
             self.regions.watching(),
             self._random.watching(),
@@ -251,6 +245,15 @@ class _ForwardWatch:
             self._state.watching(),  # last, so that no code but that of `forward` is watched
         ):
             yield
+
+    def _watched_forward(self) -> Callable[..., Any]:
+        forward = self._state.twin.forward
+
+        @functools.wraps(forward)
+        def run_watched(*args: Any, **kwargs: Any) -> Any:
+            return self._run(forward, args, kwargs)
+
+        return run_watched
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one call, and return its output with the tensors that it leaves."""
@@ -424,12 +427,26 @@ def _take_outputs(
             leaves.append(name)
             nodes.append(node)
         else:
+            if isinstance(node, fx.Node):
+                raise _number_error(node, name)
             leaves.append(watch.opaque.arguments.get(name, Constant(spec.arg.value)))
     result = ResultLayout(structure, tuple(leaves), attributes, checks)
     # Behind the leaves of the result: attributes, then buffers, then flags of checks.
     further = output.args[0][len(leaves) :]
     first, end = len(attributes), len(attributes) + len(assigned.buffers)
     return (*nodes, *further[:first], *further[end:]), tuple(further[first:end]), result
+
+
+def _number_error(node: fx.Node, name: str) -> CaptureError:
+    """Return the error for a number in the result of `forward` that is another one at each call."""
+    # Numbers that are read of one tensor, such as by `tolist`, come through views of it, which have lines of the model.
+    line = node_line(node) or next(filter(None, map(node_line, node.all_input_nodes)), "")
+    return CaptureError(
+        f"forward returns a number, {name}, that depends on the call" + (f" ({line})" if line else "") + ": it is read "
+        "from a tensor, as by item() or tolist(), or computed from a dynamic size, and a program returns tensors. "
+        "Return the tensor, such as loss.detach(), and read the number outside of forward; take a size from a tensor's "
+        "shape."
+    )
 
 
 def _take_buffers(

@@ -27,7 +27,6 @@ from autoshard.cli.plan_files import Plan, plan_tables
 from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.cluster.cluster import Cluster
 from autoshard.compare.compare import compare
-from autoshard.compare.layouts import NAMES
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.options import EFFORTS, RECOMPUTE, Pipeline, Search, collect_options
 from autoshard.options.target import Target
@@ -35,6 +34,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
 from autoshard.pipeline.schedule.actions import SCHEDULES
 from autoshard.pipeline.schedule.schedule_search import CUSTOM
+from autoshard.planner.layouts.standard_layouts import NAMES
 from autoshard.plans.html import HasPage
 from autoshard.search.result import Option
 from autoshard.search.search import SearchOptions, search

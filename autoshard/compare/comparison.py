@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard import display
-from autoshard.compare.layouts import Hints
 from autoshard.errors import PlanError
 from autoshard.names import suggestion
 from autoshard.planner import hints as hint_rules
+from autoshard.planner.layouts.standard_layouts import Hints
 from autoshard.plans.expenses import Expenses
 from autoshard.plans.plan_difference import PlanDifference
 from autoshard.plans.sharding_plan import ShardingPlan

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autoshard.compare.layouts import StandardLayout
-from autoshard.compare.tensor_parallel import glob_names
+from autoshard.planner.layouts.standard_layouts import StandardLayout
+from autoshard.planner.layouts.tensor_parallel import glob_names
 from autoshard.specs.axes import MeshShape
 
 

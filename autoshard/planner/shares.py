@@ -23,8 +23,9 @@ from autoshard.memory.footprint import Memory
 from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, unequal_loops
 from autoshard.planner.account import SharePrices
+from autoshard.planner.layouts.layout_planner import plan_no_slower_than_layouts
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import CapturedCall, run_planner
+from autoshard.planner.planning import CapturedCall
 from autoshard.planner.target_constraints import batch_of, leaves_outputs
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import size_generic_step
@@ -173,7 +174,7 @@ def plan_with_shares(call: CapturedCall, target: Target, graph: JointGraph | Non
         graph: the graph with dims in equal parts, in place of the captured one.
     """
     planner = call.planner_of(target, graph)
-    plan = run_planner(planner, call.seconds, target)
+    plan = plan_no_slower_than_layouts(call, planner, target)
     if not target.cluster.stretches or not isinstance(target.shares, Mapping):
         # The planner's prices are those of the largest share: with equal devices, no rank ends later.
         return plan, planner

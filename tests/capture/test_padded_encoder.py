@@ -34,8 +34,10 @@ class Encoder(nn.Module):
         return self.encoder(x, mask, padding).sum(1)  # type: ignore[no-any-return]
 
 
-def assert_one_device(module: nn.Module, padding: Tensor, mask: Tensor | None = None, *, grad: bool = False) -> None:
-    kwargs = {"x": torch.randn(3, 4, 8, dtype=torch.float64), "padding": padding}
+def assert_one_device(
+    module: nn.Module, padding: Tensor, mask: Tensor | None = None, *, grad: bool = False, names: str = "x padding"
+) -> None:
+    kwargs = dict(zip(names.split(), (torch.randn(3, 4, 8, dtype=torch.float64), padding), strict=True))
     kwargs |= {} if mask is None else {"mask": mask}
     with torch.set_grad_enabled(grad):
         expected = module(**kwargs).detach()
@@ -52,6 +54,13 @@ def test_padded_positions_are_zeros_in_evaluation(name: str, kind: str) -> None:
     if kind == "float":
         padding = torch.zeros(padding.shape, dtype=torch.float64).masked_fill(padding, -torch.inf)
     assert_one_device(Encoder().eval(), padding)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_module_may_be_the_encoder() -> None:
+    torch.manual_seed(0)
+    padding = torch.tensor(MASKS["behind"], dtype=torch.bool)
+    assert_one_device(Encoder().encoder.eval(), padding, names="src src_key_padding_mask")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.compare.flags import Job, fsdp2_code, megatron_flags, torchtitan_flags
-from autoshard.compare.layouts import StandardLayouts
 from autoshard.patterns.graph_rules import GraphRules
+from autoshard.planner.layouts.standard_layouts import StandardLayouts
 from autoshard.specs.axes import MeshShape
 from tests import models
 

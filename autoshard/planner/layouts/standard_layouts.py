@@ -11,9 +11,9 @@ from typing import Any, Literal
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.capture.marks import Primitive, replicate, split
-from autoshard.compare.tensor_parallel import Shards, TensorParallel, TensorParallelSearch
 from autoshard.errors import HintError
 from autoshard.patterns.graph_rules import GraphRules, Value
+from autoshard.planner.layouts.tensor_parallel import Shards, TensorParallel, TensorParallelSearch
 from autoshard.planner.task_graph_restrictions import sequence_inputs
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.capture.joint import JointGraph, capture
-from autoshard.compare.tensor_parallel import TensorParallelSearch, glob_names
 from autoshard.errors import HintError
 from autoshard.patterns.graph_rules import GraphRules
+from autoshard.planner.layouts.tensor_parallel import TensorParallelSearch, glob_names
 from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.models.routed import sorted_experts
