@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.nn.utils import prune
 
 from autoshard.errors import PipelineError, PlanError
 from autoshard.pipeline.graph.forward_export import export_forward
@@ -83,7 +84,7 @@ def _assign(whole: nn.Module, value: torch.Tensor) -> None:
 
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "prune": (
-        lambda whole: nn.utils.prune.identity(whole.get_submodule("layers.0"), "weight"),
+        lambda whole: prune.identity(whole.get_submodule("layers.0"), "weight"),
         r"layers\.0\.weight was deleted",
     ),
     "deleted": (_delete, r"layers\.0\.weight was deleted"),
