@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import pytree, storage_of
+from autoshard.capture.dense import dense_fault, is_dense
 from autoshard.capture.returned_objects import Argument, Call, leaf_name, leaves_by_path, restore_objects
 from autoshard.errors import InputError, warn_caller
 from autoshard.names import matching
@@ -34,7 +35,7 @@ def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         default dtype.
 
     Raises:
-        InputError: a plain value cannot be hashed.
+        InputError: a plain value cannot be hashed, or a tensor is sparse, nested or quantized.
     """
     keys = tuple(sorted(kwargs))
     leaves = (*(_leaf(value) for value in args), *(_leaf(kwargs[key]) for key in keys))
@@ -43,6 +44,8 @@ def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 def _leaf(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
+        if not is_dense(value):
+            raise InputError(dense_fault(f"an argument of {value.dtype}", value))
         # The program of a `DTensor` takes it as it lies.
         return (value.shape, value.dtype, value.requires_grad, isinstance(value, DTensor))
     # As text, nan is equal to nan, and 0.0 is not -0.0.
