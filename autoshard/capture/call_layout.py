@@ -241,12 +241,14 @@ class OutputView:
     Attributes:
         kind: `"input"` or `"buffer"`.
         name: the name of the input or buffer.
-        layout: sizes, strides and offset of the view, for a contiguous input or buffer; None: the whole tensor itself.
+        layout: sizes, strides and offset of the view, for a contiguous input or buffer; None: those of the whole.
+        is_itself: True for the input or buffer itself.
     """
 
     kind: str
     name: str
     layout: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    is_itself: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the view of an input or buffer; None if that has another layout in memory than at the capture."""
@@ -331,13 +333,12 @@ def find_output_views(
         sources: kinds, names and placeholders of the inputs of the graph.
     """
     held = {
-        storage_of(node.meta["val"]): (kind, name, node.meta["val"])
-        for kind, name, node in sources
-        if kind in ("input", "buffer")
+        storage_of(node.meta["val"]): (kind, name, node) for kind, name, node in sources if kind in ("input", "buffer")
     }
     for output, node in outputs.items():
         value = node.meta["val"]
-        kind, name, source = held.get(storage_of(value), ("", "", value))
+        kind, name, origin = held.get(storage_of(value), ("", "", node))
+        source = origin.meta["val"]
         # A view of another dtype, such as `view_as_real`, has no strides in the tensor that it is a view of.
         if not kind or value.dtype != source.dtype:
             continue
@@ -345,6 +346,6 @@ def find_output_views(
         source_layout = (tuple(source.shape), tuple(source.stride()), source.storage_offset())
         # As texts: a comparison of symbolic sizes would be recorded as a condition on them.
         if str(layout) == str(source_layout):
-            yield output, OutputView(kind, name, None)
+            yield output, OutputView(kind, name, None, node is origin)
         elif all(isinstance(number, int) for number in (*layout[0], *layout[1], layout[2])):
             yield output, OutputView(kind, name, layout)
