@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,18 @@ from tests.models.gradients import BETWEEN, Small, gradients
 from tests.option_groups import grouped
 from tests.pipeline.pipelines import assert_equal, pipeline_of, plan_by_hand, train_alone, train_pipeline
 from tests.runtime.meshes import simulated_mesh
-from tests.training import PLANNING_SECONDS, TOLERANCE, Trace, compare, fast_links, train
+from tests.training import PLANNING_SECONDS, TOLERANCE, Beside, Trace, compare, fast_links, train, worst_by_name
 from tests.workers import Workers
 
 Builder = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
 
-MESHES = [(name, (2, 2)) for name in BETWEEN] + [
-    (name, mesh) for name in ("straight-through", "lean linear", "hooks set late") for mesh in ((1,), (2,))
-]
+OFTEN = ("straight-through", "lean linear", "hooks set late")
+GROUPS = [([*BETWEEN][first::4], (2, 2)) for first in range(4)] + [(OFTEN, (1,)), (OFTEN, (2,))]
+
+
+def several(names: Sequence[str]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The models of these names beside one another, and their inputs."""
+    return Beside(gradients(name)[0] for name in names), gradients(names[0])[1]
 
 
 def _on_mesh(build: Builder, mesh: tuple[int, ...], **options: Any) -> Trace:
@@ -44,9 +48,11 @@ def _check(build: Builder, mesh: tuple[int, ...], **options: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(("name", "mesh"), MESHES, ids=str)
-def test_training_agrees_with_one_device(name: str, mesh: tuple[int, ...]) -> None:
-    _check(lambda: gradients(name), mesh)
+@pytest.mark.parametrize(
+    ("names", "mesh"), GROUPS, ids=[f"{'x'.join(map(str, mesh))}-{i}" for i, (_, mesh) in enumerate(GROUPS)]
+)
+def test_training_agrees_with_one_device(names: Sequence[str], mesh: tuple[int, ...]) -> None:
+    assert worst_by_name(names, _on_mesh(lambda: several(names), mesh), train(*several(names))) == {}
 
 
 @pytest.mark.parametrize("name", ["hooks set late", "gradient inside", "non-differentiable"])
@@ -54,10 +60,10 @@ def test_whole_layers_are_run_again(name: str) -> None:
     _check(lambda: gradients(name, layers=3), (2, 2), recompute="full")
 
 
-@pytest.mark.parametrize("name", ["hooks set late", "gradient inside", "context apart", "non-differentiable"])
-def test_sizes_may_change(name: str) -> None:
-    module, inputs = gradients(name)
-    reference, _ = gradients(name)
+def test_sizes_may_change() -> None:
+    names = ["hooks set late", "gradient inside", "context apart", "non-differentiable"]
+    module, inputs = several(names)
+    reference, _ = several(names)
     others = {key: tensor.repeat(2, 1)[:18] for key, tensor in inputs.items()}
     dims = {key: {0: "batch"} for key in inputs}
     with simulated_mesh(dp=2) as mesh:
@@ -73,7 +79,7 @@ def test_sizes_may_change(name: str) -> None:
         train(module, inputs, 1)
         trace = train(module, others, 1)
     train(reference, inputs, 1)
-    assert compare(trace, train(reference, others, 1)).worst < TOLERANCE
+    assert worst_by_name(names, trace, train(reference, others, 1)) == {}
 
 
 @torch.library.custom_op("test_gradients::exponential", mutates_args=())

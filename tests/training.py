@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -273,6 +273,38 @@ def train_random_plan(
             autoshard.parallelize(module, device_mesh, (), inputs, plan=plan, output_placements=outputs)
         with default_float64():
             return train(module, inputs, steps)
+
+
+class Beside(nn.Module):
+    """Models beside one another, each called with the same inputs: the loss of each, and their sum.
+
+    One capture and one plan serve them all; `worst_by_name` tells whose numbers are wrong.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for place, module in enumerate(modules):
+            self.add_module(f"model{place}", module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        losses = {name: module(*args, **kwargs) for name, module in self.named_children()}
+        return {"loss": torch.stack([*losses.values()]).sum()} | losses
+
+
+def worst_by_name(names: Sequence[str], trace: Trace, reference: Trace) -> dict[str, float]:
+    """The largest difference to one device of each of the models of a `Beside`, by these names, where it is too large."""
+    errors = {"all together": compare(trace, reference).worst}
+    for place, name in enumerate(names):
+        errors[name] = compare(*(_part(one, f"model{place}") for one in (trace, reference))).worst
+    return {name: error for name, error in errors.items() if error > TOLERANCE}
+
+
+def _part(trace: Trace, model: str) -> Trace:
+    kinds = {
+        kind: {name: held for name, held in getattr(trace, kind).items() if name.split(".")[0] == model}
+        for kind in ("outputs", "gradients", "parameters", "buffers")
+    }
+    return dataclasses.replace(trace, losses={}, **kinds)
 
 
 def compare(trace: Trace, reference: Trace) -> Errors:
