@@ -190,7 +190,7 @@ def process_row(model: str, workers: Workers) -> Row:
 
 
 def _write_own_row(model: str, folder: str) -> None:
-    row = _row(model, SQUARE, train_on_processes(model, axes(SQUARE)))
+    row = _row(model, SQUARE, train_on_processes(model, axes(SQUARE), STEPS))
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(asdict(row)))
 
 

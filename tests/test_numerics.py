@@ -30,7 +30,7 @@ from tests.pipeline_rows import CASES as PIPELINES
 from tests.pipeline_rows import compare as compare_held
 from tests.precision import BFLOAT16_ROUNDING, FACTOR, distances
 from tests.tight_limits import tight_row
-from tests.training import OF_ONE_LAYER, STEPS, TOLERANCE, compare, one_device, relative_difference, train_on_mesh
+from tests.training import FEW, OF_ONE_LAYER, TOLERANCE, compare, one_device, relative_difference, train_on_mesh
 
 FAST = {("mlp", mesh) for mesh in MESHES} | {("hf_gpt2", (2,))}
 # The page has every model with two layers on every mesh; here one of them has two, which are tied.
@@ -54,7 +54,7 @@ OTHER_CASES = [(model, MESH_OF.get(model, (2,))) for model in OTHERS if model no
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_planned_training_equals_one_device(model: str, mesh: tuple[int, ...]) -> None:
     fast = (model, mesh) in FAST
-    row = planned_row(model, mesh, steps=STEPS if fast else 2, effort="full" if fast else "fast")
+    row = planned_row(model, mesh, steps=FEW if fast else 1, effort="full" if fast else "fast")
     assert row.errors.worst <= TOLERANCE
     assert bool(row.collectives) == (math.prod(mesh) > 1)
 
