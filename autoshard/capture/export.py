@@ -229,19 +229,13 @@ class _ForwardWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Context of the export."""
-        forward = self._state.twin.forward
-
-        @functools.wraps(forward)
-        def run_watched(*args: Any, **kwargs: Any) -> Any:
-            return self._run(forward, args, kwargs)
-
         # Modes that are entered later see calls of torch earlier: reads of numbers before the replacement of operators.
         with (
-            attribute_patch(self._state.twin, "forward", run_watched),
+            capturable_encoder(),  # first, for a module that is an encoder itself
+            attribute_patch(self._state.twin, "forward", self._watched_forward()),
             self.assigned.watching(),
             self._gradients.watching(),
             capturable_flex_attention(),
-            capturable_encoder(),
             Exportable(),
             self.regions.watching(),
             self._random.watching(),
@@ -251,6 +245,15 @@ class _ForwardWatch:
             self._state.watching(),  # last, so that no code but that of `forward` is watched
         ):
             yield
+
+    def _watched_forward(self) -> Callable[..., Any]:
+        forward = self._state.twin.forward
+
+        @functools.wraps(forward)
+        def run_watched(*args: Any, **kwargs: Any) -> Any:
+            return self._run(forward, args, kwargs)
+
+        return run_watched
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one call, and return its output with the tensors that it leaves."""

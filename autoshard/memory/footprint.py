@@ -64,6 +64,15 @@ def peak(allocations: Iterable[Allocation]) -> tuple[int, int]:
     return most, moments[held.index(most)]
 
 
+def saved_at_peak(allocations: Sequence[Allocation]) -> dict[int, int]:
+    """Return the bytes of saved tensors at the peak, by the moments at which they are made."""
+    moment, made = peak(allocations)[1], dict[int, int]()
+    for allocation in allocations:
+        if allocation.kind == "saved" and allocation.start <= moment < allocation.end:
+            made[allocation.start] = made.get(allocation.start, 0) + allocation.bytes
+    return made
+
+
 def bytes_by_kind(allocations: Iterable[Allocation], moment: int) -> dict[AllocationKind, int]:
     """Return the bytes held at one moment by kind, with every kind present."""
     held: dict[AllocationKind, int] = dict.fromkeys(KINDS, 0)
@@ -113,6 +122,25 @@ class LiveTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedTensors:
+    """Tensors that the forward half of a step keeps for the backward half, of equal layers.
+
+    Attributes:
+        module: path of the modules, `*` for the numbers of the layers.
+        operator: makes the tensors.
+        line: the line of the model that calls it, such as `model.py:12 (y = x + 1)`; empty if it is not known.
+        count: the number of modules.
+        bytes: held by one device for each of them.
+    """
+
+    module: str
+    operator: str
+    line: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes that one device holds in a step.
 
@@ -127,6 +155,7 @@ class Memory:
         operator: the operator that runs at the peak.
         largest: the largest tensors that are held at the peak.
         modules: path of a module -> bytes of its own at the moment of the peak, by kind.
+        saved: the saved tensors at the moment of the peak, by the operators that make them.
     """
 
     parameters: int = 0
@@ -141,6 +170,7 @@ class Memory:
     operator: str = ""
     largest: tuple[LiveTensor, ...] = ()
     modules: dict[str, dict[str, int]] = field(default_factory=dict)
+    saved: tuple[SavedTensors, ...] = ()
 
     @staticmethod
     def of(allocations: Sequence[Allocation], place: DescribeMoment | None = None) -> Memory:
@@ -179,4 +209,6 @@ class Memory:
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Memory:
         """Return the account that `dataclasses.asdict` turned into `data`."""
-        return Memory(**{**data, "largest": tuple(LiveTensor(**tensor) for tensor in data["largest"])})
+        largest = tuple(LiveTensor(**tensor) for tensor in data["largest"])
+        saved = tuple(SavedTensors(**tensors) for tensors in data.get("saved", ()))
+        return Memory(**{**data, "largest": largest, "saved": saved})

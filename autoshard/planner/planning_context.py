@@ -7,7 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,12 +16,21 @@ import numpy as np
 import torch
 from torch.distributed.tensor import Placement
 
+from autoshard.capture.capture_errors import node_line
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.recomputation import recompute_layers
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError, warn_caller
-from autoshard.memory.footprint import AllocationKind, Memory, changes_by_kind, live_bytes
+from autoshard.memory.footprint import (
+    AllocationKind,
+    Memory,
+    SavedTensors,
+    changes_by_kind,
+    live_bytes,
+    saved_at_peak,
+)
+from autoshard.names import group_names
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules, Value
@@ -83,15 +92,16 @@ class ProgramEstimate:
         return self._context.replay(program, self._context.prices), self._context.update_seconds(program)
 
     @cached_property
-    def footprint(self) -> tuple[Memory, np.ndarray, dict[AllocationKind, np.ndarray]]:
-        """Bytes of one device, those at every moment of the step, and the changes of every kind."""
+    def footprint(self) -> tuple[Memory, np.ndarray, dict[AllocationKind, np.ndarray], dict[int, int]]:
+        """Bytes of one device, at every moment, the changes of every kind, and what is saved at the peak."""
         program, context, settings = self._take_program(), self._context, self._context.settings
         with context.time_phase("account"):
             allocated = list(
                 allocations(self._flow, program, settings.optimizer, settings.under_way, settings.holds_sums)
             )
             held = live_bytes(allocated, len(context.rules.operators) + 1)
-            return Memory.of(allocated, context.operation_at), held, changes_by_kind(allocated)
+            memory = Memory.of(allocated, context.operation_at)
+            return memory, held, changes_by_kind(allocated), saved_at_peak(allocated)
 
     def step_replay(self) -> StepReplay:
         """Return the record of the step for a plan."""
@@ -524,6 +534,21 @@ class PlanningContext(ABC):
         self._candidates.append(CandidatePlan(decisions, cost, lower_bound, method, estimate))
         return self._candidates[-1]
 
+    def _saved_tensors(self, bytes_made: Mapping[int, int]) -> tuple[SavedTensors, ...]:
+        """Return the saved tensors that are made at some moments by their operators, those of equal layers once."""
+        made: dict[tuple[str, str], dict[str, int]] = {}
+        for moment, bytes in bytes_made.items():
+            node = self.rules.operators[moment]
+            of_line = made.setdefault((str(self.rules.calls[node].op), node_line(node)), {})
+            path = self.graph.module_path(node)
+            of_line[path] = of_line.get(path, 0) + bytes
+        rows = [
+            SavedTensors(group.text, operator, line, len(group.names), group.key)
+            for (operator, line), held in made.items()
+            for group in group_names(held)
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.count * row.bytes))
+
     def operation_at(self, moment: int) -> tuple[str, str, str]:
         """Return phase, module path and operator at a moment of the step."""
         if moment >= len(self.rules.operators):
@@ -570,7 +595,7 @@ class PlanningContext(ABC):
             shapes=shapes,
             step_seconds=plan.step_seconds,
             update_seconds=plan.update_seconds,
-            memory=plan.memory,
+            memory=replace(plan.memory, saved=self._saved_tensors(plan.estimate.footprint[3])),
             device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),
             cost=plan.cost,

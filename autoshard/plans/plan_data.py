@@ -225,6 +225,7 @@ _SHARDING = record(
         operator=TEXT,
         largest=list_of(record(name=TEXT, kind=TEXT, bytes=COUNT)),
         modules=table(table(COUNT)),
+        saved=list_of(record(module=TEXT, operator=TEXT, line=TEXT, count=COUNT, bytes=COUNT)),
     ),
     device_memory=COUNT,
     collectives=list_of(
@@ -264,7 +265,8 @@ _SHARDING = record(
 
 # Files that older versions wrote lack them.
 _SHARDING["required"] = [name for name in _SHARDING["required"] if name not in ("update_seconds", "step_replay")]
-_SHARDING["properties"]["memory"]["required"].remove("modules")
+for _name in ("modules", "saved"):
+    _SHARDING["properties"]["memory"]["required"].remove(_name)
 _SHARDING["properties"]["collectives"]["items"]["required"].remove("gradient")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from autoshard.names import group_names
 from autoshard.plans.expenses import Expenses
 from autoshard.plans.html import (
     Fold,
@@ -77,7 +76,7 @@ def plan_sections(plan: PlanContents, prefix: str = "") -> list[Section]:
         Section("Step", [step_bar(plan), *_step_figures(plan, prefix)]),
         Section("Summary", [facts_table(summary(plan))]),
         Section("What would change it", [facts_table(levers(plan)) if plan.choices else ""]),
-        Section("Memory at the peak", [memory_bar(plan), *saved_by_module(plan)]),
+        Section("Memory at the peak", [memory_bar(plan), *saved_by_operator(plan)]),
         Section("Modules", [*modules_figure(plan, prefix), f'<p class="legend-text">{escape(LEGEND)}</p>']),
         Section("Collectives", [*collectives_figure(plan, prefix), *_work(_COLLECTIVE, work, sized=True)]),
         *tensor_sections(plan),
@@ -177,21 +176,22 @@ def memory_bar(plan: PlanContents) -> str:
     return f'{lines}\n<div class="bar">{bar}</div>\n<p class="legend">{legend}</p>\n{largest}'
 
 
-def saved_by_module(plan: PlanContents) -> list[Part]:
-    """Return a table of the activations that are saved at the peak, by module; layers that save as much are one row."""
-    saved = {path: held["saved"] for path, held in plan.memory.modules.items() if held.get("saved")}
-    groups = sorted(group_names(saved), key=lambda group: -len(group.names) * group.key)
+def saved_by_operator(plan: PlanContents) -> list[Part]:
+    """Return a table of the activations that are saved at the peak, by module and operator, with the model's lines."""
     rows = [
         [
-            code_cell(group.text or "(root)"),
-            number_cell(str(len(group.names))),
-            number_cell(format_bytes(group.key)),
-            number_cell(format_bytes(len(group.names) * group.key)),
+            code_cell(saved.module or "(root)"),
+            code_cell(saved.operator),
+            code_cell(saved.line),
+            number_cell(str(saved.count)),
+            number_cell(format_bytes(saved.bytes)),
+            number_cell(format_bytes(saved.count * saved.bytes)),
         ]
-        for group in groups
+        for saved in plan.memory.saved
     ]
-    head = (("saved activations of", False), ("count", True), ("each", True), ("together", True))
-    return [Fold(f"Saved activations by module: {len(rows)} rows", [table(head, rows)])] if rows else []
+    texts = ("saved activations of", "operator", "line")
+    head = [*((text, False) for text in texts), ("count", True), ("each", True), ("together", True)]
+    return [Fold(f"Saved activations by operator: {len(rows)} rows", [table(head, rows)])] if rows else []
 
 
 def _class(kind: str) -> str:

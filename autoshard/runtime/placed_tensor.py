@@ -78,7 +78,8 @@ class PlacedTensor(DTensor):
         state = {key: value for key, value in self.__dict__.items() if key != _SOURCE and not _torch.is_pointer(value)}
         copied.__dict__.update(copy.deepcopy(state, memo))
         copied.requires_grad = self.requires_grad
-        copied.grad = copy.deepcopy(self.grad, memo)
+        if not isinstance(self, nn.Parameter):  # torch leaves the gradient of a parameter behind
+            copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -234,10 +235,10 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         try:
             with _as_dtensors(tensors):
                 result = func(*args, **kwargs)
-        except RuntimeError:
-            if not effect.is_view:
+        except RuntimeError as error:
+            # A view that torch refuses where a sharded dim is cut, or an operator that it has no rule for.
+            if not effect.is_view and not isinstance(error, NotImplementedError):
                 raise
-            # A view that torch refuses where a sharded dim is cut, or one that a tensor does not have.
             result = _run_on_whole_tensors(effect, func, args, kwargs)
     if effect.writes:
         for view in views:

@@ -36,8 +36,11 @@ class Encoder(nn.Module):
         return self.encoder(x, mask, padding).sum(1)  # type: ignore[no-any-return]
 
 
-def assert_one_device(module: nn.Module, padding: Any, mask: Tensor | None = None, *, grad: bool = False) -> None:
-    kwargs: dict[str, Any] = {"x": torch.randn(3, 4, 8, dtype=torch.float64), "padding": padding}
+def assert_one_device(
+    module: nn.Module, padding: Any, mask: Tensor | None = None, *, grad: bool = False, names: str = "x padding"
+) -> None:
+    values: tuple[Any, ...] = (torch.randn(3, 4, 8, dtype=torch.float64), padding)
+    kwargs = dict(zip(names.split(), values, strict=True))
     kwargs |= {} if mask is None else {"mask": mask}
     with torch.set_grad_enabled(grad):
         expected = tree_map(Tensor.detach, module(**kwargs))
@@ -65,6 +68,13 @@ def test_padded_positions_are_zeros_in_evaluation(kind: str) -> None:
         zeros = torch.zeros(3, 4, dtype=torch.float64)
         paddings = {name: zeros.masked_fill(padding, -torch.inf) for name, padding in paddings.items()}
     assert_one_device(Encoders(paddings).eval(), paddings)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_module_may_be_the_encoder() -> None:
+    torch.manual_seed(0)
+    padding = torch.tensor(MASKS["behind"], dtype=torch.bool)
+    assert_one_device(Encoder().encoder.eval(), padding, names="src src_key_padding_mask")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.plans.html import Fold
 from autoshard.plans.plan_data import Decision
-from autoshard.plans.plan_page import page, saved_by_module, step_bar
+from autoshard.plans.plan_page import page, saved_by_operator, step_bar
 from tests.plans.pages import Page
 from tests.plans.planned_gpt import planned_gpt
 from tests.sample_plan import sample_plan
@@ -51,10 +51,11 @@ def test_the_parts_of_the_bar_add_up_to_the_step() -> None:
     assert step_bar(sample_plan()) == ""
 
 
-def test_activations_that_are_saved_are_listed_by_layer() -> None:
+def test_activations_that_are_saved_are_listed_by_operator_and_line() -> None:
     plan = planned_gpt()
-    (fold,) = saved_by_module(plan)
-    saved = sum(held.get("saved", 0) for held in plan.memory.modules.values())
-    assert saved == plan.memory.held["saved"]
+    (fold,) = saved_by_operator(plan)
     assert isinstance(fold, Fold)
-    assert "<code>" in str(fold.parts[0])
+    assert sum(row.count * row.bytes for row in plan.memory.saved) == plan.memory.held["saved"]
+    products = next(row for row in plan.memory.saved if row.operator == "aten.gelu.default")
+    assert re.fullmatch(r".*basic\.py:\d+ \(return x \+ self.dropout\(self.mlp\(.*\)", products.line)
+    assert f"<code>{products.line}</code>" in str(fold.parts[0])

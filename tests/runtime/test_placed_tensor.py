@@ -92,6 +92,9 @@ CHANGES: dict[str, Change] = {
     "a row that is kept": _keep_a_row,
     "rows swapped": _swap_rows,
     "an element": lambda weight: weight.__setitem__((2, 3), 5.0),
+    "rows to a number": lambda weight: weight.__setitem__(slice(1, 4), 0.5),
+    "elements to a number": lambda weight: weight.view(-1).__setitem__(slice(5, 19), 0.5),
+    "rows to a tensor": lambda weight: weight.__setitem__(slice(1, 3), torch.ones(2, 5).double()),
     "a mask": lambda weight: weight.__setitem__(weight < 0, 0.0),
     "masked_fill": lambda weight: weight.masked_fill_(torch.eye(6, 5, dtype=torch.bool), 3.0),
     "index_fill": lambda weight: weight.index_fill_(0, torch.tensor([1, 4]), 3.0),
@@ -143,6 +146,7 @@ def _unscale(weight: nn.Parameter) -> None:
 
 GRADIENT_CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
     "rows": lambda weight: _zero_rows(weight.grad),
+    "rows to a number": lambda weight: weight.grad.__setitem__(slice(1, 4), 0.0),
     "noise": lambda weight: weight.grad.add_(torch.randn_like(weight.grad)),
     "data": lambda weight: setattr(weight.grad, "data", weight.grad.data.clamp(-0.5, 0.5)),
     "mask": lambda weight: weight.grad.mul_(torch.ones(6, 5, dtype=torch.float64).tril()),
@@ -346,6 +350,7 @@ def autograd_sees_the_parameter_itself() -> None:
         copied = copy.deepcopy(holder.weight)
         assert type(copied) is PlacedTensor
         assert isinstance(copied, nn.Parameter)
+        assert copied.grad is None is copy.deepcopy(alone.weight).grad
         square = holder.weight.square().sum()
         with torch.no_grad():
             holder.weight[3].zero_()
