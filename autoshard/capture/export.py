@@ -427,12 +427,26 @@ def _take_outputs(
             leaves.append(name)
             nodes.append(node)
         else:
+            if isinstance(node, fx.Node):
+                raise _number_error(node, name)
             leaves.append(watch.opaque.arguments.get(name, Constant(spec.arg.value)))
     result = ResultLayout(structure, tuple(leaves), attributes, checks)
     # Behind the leaves of the result: attributes, then buffers, then flags of checks.
     further = output.args[0][len(leaves) :]
     first, end = len(attributes), len(attributes) + len(assigned.buffers)
     return (*nodes, *further[:first], *further[end:]), tuple(further[first:end]), result
+
+
+def _number_error(node: fx.Node, name: str) -> CaptureError:
+    """Return the error for a number in the result of `forward` that is another one at each call."""
+    # Numbers that are read of one tensor, such as by `tolist`, come through views of it, which have lines of the model.
+    line = node_line(node) or next(filter(None, map(node_line, node.all_input_nodes)), "")
+    return CaptureError(
+        f"forward returns a number, {name}, that depends on the call" + (f" ({line})" if line else "") + ": it is read "
+        "from a tensor, as by item() or tolist(), or computed from a dynamic size, and a program returns tensors. "
+        "Return the tensor, such as loss.detach(), and read the number outside of forward; take a size from a tensor's "
+        "shape."
+    )
 
 
 def _take_buffers(

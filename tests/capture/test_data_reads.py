@@ -453,3 +453,35 @@ def losses_and_gradients(module: nn.Module, inputs: dict[str, Any]) -> dict[str,
     loss.backward()
     gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
     return {name: held_by_ranks(one) for name, one in (gradients | {"the loss": loss.detach()}).items()}
+
+
+class ReturnsNumbers(nn.Module):
+    """Returns what a function makes of a tensor, beside it."""
+
+    def __init__(self, number: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(4, 3), number
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        return y, self.number(y)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda y: y.mean().item(),
+        lambda y: {"accuracy": y.argmax(-1).eq(0).float().mean().item() / 2},
+        lambda y: y.argmax(-1).tolist(),
+    ],
+)
+def test_numbers_that_forward_returns_are_refused_by_their_line(number: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(
+        CaptureError, match=r"returns a number, output\[1\].* \(.*test_data_reads.py:\d+ .*\): it is read from"
+    ):
+        capture(ReturnsNumbers(number), (torch.randn(2, 4),), {})
+
+
+def test_a_dynamic_size_that_forward_returns_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"returns a number, output\[1\].*take a size from a tensor's shape"):
+        capture(ReturnsNumbers(lambda y: y.shape[0]), (torch.randn(4, 4),), {}, dynamic={"x": {0: "batch"}})
