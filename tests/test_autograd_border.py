@@ -231,9 +231,9 @@ def test_gradients_that_forward_enables_under_no_grad() -> None:
         check_border(module, {"x": torch.randn(6, WIDTH)}, mesh, [True], False)
 
 
-@pytest.mark.parametrize("name", ["gpt", "hf_gpt2"])
-def test_models_of_the_zoo(name: str) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("gpt", 1), ("hf_gpt2", 2)])
+def test_models_of_the_zoo(name: str, layers: int) -> None:
     with simulated_mesh(x=2) as mesh:
-        module, inputs = models.ALL[name](dtype=torch.float64, layers=1)
+        module, inputs = models.ALL[name](dtype=torch.float64, layers=layers)
         with default_float64():
             check_border(module.eval(), inputs, mesh, [True, False], True)
