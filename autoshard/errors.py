@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
+import os
 import sys
 import warnings
-from types import FrameType
+from types import FrameType, TracebackType
 
 
 class AutoshardError(Exception):
@@ -53,6 +55,61 @@ class InputError(AutoshardError, ValueError):
 
 class VerifyError(AutoshardError, ValueError):
     """The programs of a plan compute other numbers than one device."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return the text of an error that autoshard raised on purpose, to quote in an error for users.
+
+    Any other is raised again: what Python says of a missing key or a wrong type tells a user nothing, and hides a fault
+    of autoshard.
+    """
+    if isinstance(error, AutoshardError) or _is_raised_by_us(error):
+        return str(error)
+    error.add_note("This is a fault of autoshard: please report it with all of the traceback.")
+    raise error
+
+
+def summary_of(error: BaseException) -> str:
+    """Return the kind and the text of an error, to quote on another rank; the place in place of a text of Python's."""
+    trace = _innermost(error)
+    if trace is None or is_raised(error) or not isinstance(error, PYTHON_ERRORS):
+        return f"{type(error).__name__}: {error}"
+    place = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+    return f"{type(error).__name__} at {place}, a fault of that code: its traceback is in the output of that rank"
+
+
+PYTHON_ERRORS = (
+    *(AttributeError, NameError, TypeError, LookupError, ArithmeticError, AssertionError, RecursionError),
+    *(StopIteration, ImportError, BufferError, ValueError),
+)
+"""Errors that Python itself raises where code is wrong, with texts that tell its users nothing."""
+
+
+def _is_raised_by_us(error: BaseException) -> bool:
+    """Return True if a `raise` in a file of autoshard raised the error, rather than Python or another library."""
+    trace = _innermost(error)
+    folder = os.path.join(os.path.dirname(__file__), "")
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(folder) and is_raised(error)
+
+
+def is_raised(error: BaseException) -> bool:
+    """Return True if a `raise` of Python code raised the error, and not an operation that failed."""
+    trace = _innermost(error)
+    # The instruction at the place tells them apart, with or without the source at hand.
+    is_raise = trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return is_raise and not isinstance(error, AssertionError)
+
+
+def _innermost(error: BaseException) -> TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def file_problem(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a file cannot be read as text."""
+    return "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror or "it is not there"
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:

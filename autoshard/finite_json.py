@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any, NoReturn
 
 import jsonschema
@@ -16,7 +17,15 @@ def read(text: str) -> Any:
         ValueError: the text is not JSON (`json.JSONDecodeError`), or holds a number that is not finite.
     """
     # Python reads NaN, Infinity and 1e400, none of which can be compared with a limit.
-    return json.loads(text, parse_float=_finite, parse_constant=_refuse)
+    try:
+        return json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("its lists and objects are nested too deeply") from error
+
+
+def place(error: json.JSONDecodeError) -> str:
+    """Return the place where a text stops being JSON."""
+    return f"it ends or breaks at line {error.lineno}, column {error.colno}"
 
 
 def violation(data: object, schema: dict[str, Any]) -> str | None:
@@ -30,6 +39,11 @@ def violation(data: object, schema: dict[str, Any]) -> str | None:
 def _finite(text: str) -> float:
     number = float(text)
     return number if math.isfinite(number) else _refuse(text)
+
+
+def _whole(text: str) -> int:
+    # Python refuses to read longer ones, with an error of its own.
+    return int(text) if len(text) <= sys.int_info.str_digits_check_threshold else _refuse(f"{text[:20]}...")
 
 
 def _refuse(text: str) -> NoReturn:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.workers import keep_what_is_imported, start
+from tests.workers import USUAL, Origin, keep_what_is_imported, start
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 500.0
@@ -56,7 +56,7 @@ def run_by_command(file: Path, processes: int | None, folder: Path, *arguments: 
     return _check_exit(file, [done.returncode], done.stdout, done.stderr)
 
 
-def run_by_fork(file: Path, processes: int | None, folder: Path, *arguments: str) -> str:
+def run_by_fork(file: Path, processes: int | None, folder: Path, *arguments: str, origin: Origin = USUAL) -> str:
     """The same, without the seconds of imports: the processes have the environment that torchrun gives them."""
     world = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(processes)}
     world |= {"LOCAL_WORLD_SIZE": str(processes), "TORCHELASTIC_RUN_ID": "none"}
@@ -64,7 +64,7 @@ def run_by_fork(file: Path, processes: int | None, folder: Path, *arguments: str
     for rank in range(processes or 1):
         ranks = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes else {}
         run = (str(file), arguments, _settings(folder) | ranks, str(folder), str(folder / f"rank-{rank}"))
-        started.append(start(rank, _run, *run))
+        started.append(start(rank, _run, *run, origin=origin))
     codes = _wait_for_all(started)
     paths = {kind: sorted(folder.glob(f"rank-*.{kind}")) for kind in _KINDS}
     said = {kind: "".join(path.read_text("utf-8") for path in paths[kind]) for kind in _KINDS}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,16 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 import autoshard
+from autoshard.errors import InputError
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.verify.float64 import default_float64
 from tests import models
 from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links
+from tests.workers import Workers
 
 WIDTH = 4
 
@@ -237,3 +240,150 @@ def test_models_of_the_zoo(name: str, layers: int) -> None:
         module, inputs = models.ALL[name](dtype=torch.float64, layers=layers)
         with default_float64():
             check_border(module.eval(), inputs, mesh, [True, False], True)
+
+
+def _double_without_gradients(output: Tensor) -> None:
+    with torch.no_grad():
+        output.mul_(2)
+
+
+OUTPUT_CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "doubled": lambda output: output.mul_(2),
+    "squared": lambda output: output.pow_(2),
+    "a row": lambda output: output.__setitem__(0, 0) if output.ndim else output.fill_(0),
+    "a view": lambda output: output.view(-1).mul_(3),
+    "detached": lambda output: output.detach().zero_(),
+    "without gradients": _double_without_gradients,
+}
+Change = tuple[int, str]
+"""The place of an output, and the kind of its change."""
+
+
+def _programs() -> Iterator[tuple[Sequence[tuple[str, int]], Sequence[int], Sequence[Sequence[Change]], bool]]:
+    """Yield programs, changes of their outputs, and True for parameters in shards; and random ones."""
+    for name in ("detached", "views", "inputs and parameters", "chain"):
+        steps, returned = PROGRAMS[name]
+        changes = [[(k % len(returned), kind)] for k, kind in enumerate([*OUTPUT_CHANGES, *OUTPUT_CHANGES])]
+        yield steps, returned, changes, False
+        if name == "inputs and parameters":
+            yield steps, returned, [[(1, kind)] for kind in OUTPUT_CHANGES], True
+    draw = random.Random(0)
+    kinds = [kind for kind in (*KINDS, "integer", "mean", "parameter") if kind != "view"]  # which numbers do not have
+    steps = [(draw.choice(kinds), draw.randrange(9)) for _ in range(4)]
+    pairs = [[(draw.randrange(4), draw.choice(list(OUTPUT_CHANGES))) for _ in range(2)] for _ in range(8)]
+    yield steps, [draw.randrange(9) for _ in range(4)], pairs, False
+
+
+def _error_of(action: Callable[[], object]) -> str:
+    """The error of an action that torch refuses, or none."""
+    try:
+        action()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+_MODIFIED = "modified by an inplace operation"
+# Torch's texts of two errors about views.
+_IS_REFUSED = "is a view and is being modified inplace"
+_WAS_CHANGED = "is a view and its base or another view of its base has been modified inplace"
+
+
+class _Changed:
+    """A module whose outputs were changed in place, with the numbers, versions and errors of that.
+
+    Args:
+        module: to be called.
+        changes: one after the other.
+    """
+
+    def __init__(self, module: nn.Module, changes: Sequence[Change]) -> None:
+        module.zero_grad()
+        torch.manual_seed(1)
+        self.module, self.x = module, torch.randn(6, WIDTH)
+        self.outputs: Sequence[Tensor] = module(x=self.x)
+        first = [output._version for output in self.outputs]
+        self.errors, self.versions = [], []
+        for place, kind in changes:
+            output = self.outputs[place % len(self.outputs)]
+            self.errors.append(_error_of(lambda output=output, kind=kind: OUTPUT_CHANGES[kind](output)))
+            self.versions.append([output._version - k for output, k in zip(self.outputs, first, strict=True)])
+
+    @property
+    def values(self) -> list[Tensor]:
+        return [_held(value) for value in (*self.outputs, self.x, *self.module.parameters())]
+
+    def backward(self, differentiated: Sequence[bool]) -> str:
+        chosen = list(itertools.compress(self.outputs, differentiated))
+        return _error_of(lambda: _loss(chosen).backward())
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        gradients = [value.grad for value in (self.x, *self.module.parameters())]
+        return [None if gradient is None else _held(gradient) for gradient in gradients]
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _refusal(module: nn.Module, original: nn.Module, changes: Sequence[Change]) -> str:
+    """Compare changes with those on one device; return the text of what is refused that one device does."""
+    ours, expected = _Changed(module, changes), _Changed(copy.deepcopy(original), changes)
+    for error, wanted in zip(ours.errors, expected.errors, strict=True):
+        if error and not wanted:
+            assert _IS_REFUSED in error or _WAS_CHANGED in error
+            return error
+        assert bool(error) == bool(wanted), f"{error} for {wanted}"
+    assert ours.versions == expected.versions
+    try:
+        torch.testing.assert_close(ours.values, expected.values, rtol=1e-9, atol=1e-12)
+    except AssertionError:
+        # A copy of a parameter in shards was changed.
+        with pytest.raises(InputError, match="shares memory with the parameter body"):
+            module(x=ours.x)
+        return "of a parameter"
+    differentiated = [output.requires_grad for output in expected.outputs]
+    if not any(differentiated):
+        return ""
+    error, wanted = ours.backward(differentiated), expected.backward(differentiated)
+    if error:
+        assert _WAS_CHANGED in error or (wanted and _MODIFIED in error), f"{error} for {wanted}"
+        return "" if wanted else error
+    if wanted:
+        # What the program saves is not what one device saves: gradients are those of the values that it saved.
+        assert _MODIFIED in wanted
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach().clone(), lambda saved: saved):
+            expected = _Changed(copy.deepcopy(original), changes)
+            assert not expected.backward(differentiated)
+    torch.testing.assert_close(ours.gradients, expected.gradients, rtol=1e-9, atol=1e-12)
+    return ""
+
+
+def change_outputs_as_one_device_does() -> tuple[int, list[str]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    refusals = []
+    torch.manual_seed(0)
+    with default_float64():
+        for steps, returned, cases, shards in _programs():
+            original = Border(steps, returned, "tuple")
+            module = copy.deepcopy(original)
+            options: dict[str, Any] = {"hints": {"body.*": Shard(0)}} if shards else {}
+            search = autoshard.Search(effort="fast")
+            example = {"x": torch.randn(6, WIDTH)}
+            autoshard.parallelize(module, mesh, (), example, cluster=fast_links(), search=search, **options)
+            for changes in cases:
+                try:
+                    refusals.append(_refusal(module, original, changes))
+                except Exception as error:
+                    raise AssertionError(f"{steps}, {returned}, {changes}, {shards}: {error}") from error
+                with torch.no_grad():
+                    for parameter, value in zip(module.parameters(), original.parameters(), strict=True):
+                        parameter.copy_(value)
+    return len(refusals), [text for text in refusals if text]
+
+
+def test_outputs_are_changed_in_place_as_on_one_device_or_not_at_all(two: Workers) -> None:
+    for count, refusals in two.run(change_outputs_as_one_device_does):
+        assert len(refusals) < count / 4
+        assert "of a parameter" in refusals

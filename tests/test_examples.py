@@ -26,7 +26,8 @@ def launched(name: str) -> int | None:
 
 def run(name: str, folder: Path, *arguments: str, command: bool = False) -> str:
     """What an example prints in as many processes as the command in its first line starts; temporary files go to
-    `folder`. By the command itself where that is asked for: for one example of `python`'s, and for one of torchrun's.
+    `folder`. By the command itself where that is asked for: for one of torchrun's, whose processes are started as
+    `python` starts one.
     """
     return (run_by_command if command else run_by_fork)(EXAMPLES / name, launched(name), folder, *arguments)
 
@@ -112,7 +113,7 @@ def test_frontier(tmp_path: Path) -> None:
 
 
 def test_hints(tmp_path: Path) -> None:
-    sections = dict(section.split("\n", 1) for section in run("hints.py", tmp_path, command=True).strip().split("\n\n"))
+    sections = dict(section.split("\n", 1) for section in run("hints.py", tmp_path).strip().split("\n\n"))
     pinned = sections["The head by classes over tp; both blocks as an expert would"]
     assert pinned.count("up.weight    dp: Replicate(), tp: Shard(dim=0)") == 2
     assert pinned.count("down.weight  dp: Replicate(), tp: Shard(dim=1)") == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,14 +15,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 import autoshard
-from autoshard.errors import BudgetError, InputError, PlanError
+from autoshard.errors import BudgetError, InputError
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.rank_agreement import HostGroups, Seeds
 from autoshard.runtime.shards import cut, gather_full_tensor, local_of
 from autoshard.specs.spec import Spec
 from tests import models
-from tests.models.common import fixed_seed, tokens
 from tests.models.routed import sorted_experts
+from tests.models.words import words
 from tests.patterns.units.unit_models import attention_model, plan_with, worst_error
 from tests.training import (
     ONE_LAYER,
@@ -31,7 +30,6 @@ from tests.training import (
     compare,
     fast_links,
     one_device,
-    relative_difference,
     train,
     train_on_processes,
 )
@@ -42,27 +40,6 @@ RATE = 0.25
 
 def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-
-class Words(nn.Module):
-    """Scores of the next word from a word alone, and their loss: called as a language model, in a tenth of its time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(models.VOCABULARY, models.HIDDEN)
-        self.up = nn.Linear(models.HIDDEN, 2 * models.HIDDEN)
-        self.head = nn.Linear(2 * models.HIDDEN, models.VOCABULARY, bias=False)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        logits = self.head(functional.gelu(self.up(self.tokens(input_ids))))
-        if labels is None:
-            return logits
-        return logits, functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def words(seed: int = 0) -> models.Model:
-    with fixed_seed(torch.float64, seed):
-        return Words(), {"input_ids": tokens(), "labels": tokens()}
 
 
 def of_all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -82,28 +59,9 @@ def test_training_equals_one_device(four: Workers) -> None:
 
 
 def worst_difference(model: str) -> float:
-    trace = train_on_processes(model, {"dp": 2, "tp": 2})
+    trace = train_on_processes(model, {"dp": 2, "tp": 2}, effort="fast")
     assert any(placement != Replicate() for placements in trace.placements.values() for placement in placements)
     return compare(trace, one_device(model)).worst
-
-
-def test_hidden_units_that_processes_share(four: Workers) -> None:
-    assert max(four.run(worst_difference_of_units)) <= TOLERANCE
-
-
-def worst_difference_of_units() -> float:
-    """A layer on one sample, whose only way to be sharded on both axes is by its units."""
-    reference = train(*single_sample(), steps=2)
-    module, inputs = single_sample()
-    autoshard.parallelize(module, mesh(), (), inputs, cluster=fast_links())
-    trace = train(module, inputs, steps=2)
-    loops = {decision.strategy for decision in module.sharding_plan.choices if "_steps" in decision.operator}
-    assert loops == {"h on dp, h on tp"}, loops
-    return compare(trace, reference).worst
-
-
-def single_sample() -> models.Model:
-    return models.ZOO["lstm"](dtype=torch.float64, batch=1)
 
 
 def test_keys_that_go_round_processes(four: Workers) -> None:
@@ -155,60 +113,6 @@ def different_seeds() -> None:
     later(**inputs)
     for name, value in expected.named_parameters():
         assert torch.equal(gather_full_tensor(later.get_parameter(name)), value)
-
-
-def test_an_optimizer_made_before_the_first_call(four: Workers) -> None:
-    four.run(plan_at_the_first_call)
-
-
-def plan_at_the_first_call() -> None:
-    module, inputs = words()
-    expected = train(words()[0], inputs)
-    autoshard.parallelize(module, mesh(), cluster=fast_links())
-    trace = train(module, inputs)  # makes its optimizer first
-    assert compare(trace, expected).worst <= TOLERANCE
-    assert any(placement != Replicate() for placements in trace.placements.values() for placement in placements)
-
-
-def test_an_optimizer_made_before_parallelize(four: Workers) -> None:
-    four.run(train_with_an_optimizer_made_before)
-
-
-def train_with_an_optimizer_made_before() -> None:
-    lbfgs = partial(torch.optim.LBFGS, max_iter=4)
-    for make, planned in ((torch.optim.AdamW, True), (torch.optim.SGD, False), (lbfgs, True)):
-        (module, inputs), (alone, _) = words(), words()
-        optimizers = [make(one.parameters(), lr=RATE) for one in (module, alone)]
-        autoshard.parallelize(module, mesh(), (), inputs if planned else {}, cluster=fast_links())
-        for _ in range(3):
-            for one, optimizer in zip((module, alone), optimizers, strict=True):
-                loss = partial(backward, one, inputs, optimizer)
-                loss()
-                optimizer.step(loss if make is lbfgs else None)  # type: ignore[arg-type]
-        ours = {name: [gather_full_tensor(value)] for name, value in module.named_parameters()}
-        theirs = {name: [value.detach()] for name, value in alone.named_parameters()}
-        assert relative_difference(ours, theirs) <= TOLERANCE, make
-
-
-def backward(module: nn.Module, inputs: dict[str, Any], optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss: torch.Tensor = module(**inputs)[1]
-    loss.backward()
-    return loss
-
-
-def an_optimizer_with_state() -> None:
-    module, inputs = words()
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(**inputs)[1].backward()
-    optimizer.step()
-    autoshard.parallelize(module, mesh(), (), inputs, cluster=fast_links())
-    with pytest.raises(PlanError, match=r"AdamW holds state for a parameter of shape .* Make the optimizer after"):
-        optimizer.step()
-
-
-def test_an_optimizer_that_has_trained_before_parallelize_is_refused_at_its_step(four: Workers) -> None:
-    four.run(an_optimizer_with_state)
 
 
 def test_local_inputs_as_a_loader_yields_them(four: Workers) -> None:
@@ -290,69 +194,9 @@ def wrong_lengths() -> tuple[str, str]:
     return said[0], said[1]
 
 
-def test_other_signatures_and_a_loss_of_the_logits(four: Workers) -> None:
-    four.run(several_signatures)
-
-
-def several_signatures() -> None:
-    module, inputs = words()
-    alone, _ = words()
-    autoshard.parallelize(module, mesh(), (), inputs, cluster=fast_links())
-    results = {}
-    for kind, one in (("ours", module), ("theirs", alone)):
-        smaller = {name: tensor[:5] for name, tensor in inputs.items()}
-        one(**inputs)[1].backward()
-        one(**smaller)[1].backward()
-        one(**inputs)[0].square().mean().backward()  # of the logits, though the model returned a loss
-        one.eval()
-        with torch.no_grad():
-            logits = one(inputs["input_ids"][:3])
-        gradients = {name: whole_of(parameter.grad) for name, parameter in one.named_parameters()}
-        results[kind] = {name: [tensor] for name, tensor in {**gradients, "logits": logits}.items()}
-    assert relative_difference(results["ours"], results["theirs"]) <= TOLERANCE
-
-
 def whole_of(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def test_planned_outputs_hold_their_shards(four: Workers) -> None:
-    four.run(planned_outputs)
-
-
-def planned_outputs() -> None:
-    module, inputs = words()
-    logits, loss = words()[0](**inputs)
-    autoshard.parallelize(module, mesh(), (), inputs, cluster=fast_links(), output_placements="planned")
-    ours, our_loss = module(**inputs)
-    assert isinstance(ours, DTensor)
-    assert ours.to_local().numel() < logits.numel()
-    torch.testing.assert_close(ours.full_tensor(), logits, rtol=TOLERANCE, atol=TOLERANCE)
-    torch.testing.assert_close(our_loss.full_tensor(), loss, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_planned_outputs_of_a_batch_that_does_not_divide(four: Workers) -> None:
-    """Ranks hold the rows that are theirs, and no padding; gradients may come back through them."""
-    four.run(planned_uneven_outputs)
-
-
-def planned_uneven_outputs() -> None:
-    module, inputs = words()
-    alone, _ = words()
-    some = {name: tensor[:5] for name, tensor in inputs.items()}
-    logits, _ = alone(**some)
-    logits.square().mean().backward()
-    device_mesh = mesh()
-    asked = {"output[0]": (Shard(0), Replicate())}
-    autoshard.parallelize(module, device_mesh, (), some, cluster=fast_links(), output_placements=asked)
-    ours, _ = module(**some)
-    assert isinstance(ours, DTensor)
-    assert ours.to_local().shape[0] == (3, 2)[device_mesh.get_coordinate()[0]]
-    torch.testing.assert_close(ours.full_tensor(), logits, rtol=TOLERANCE, atol=TOLERANCE)
-    ours.square().mean().backward()
-    for (name, parameter), other in zip(module.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole_of(parameter.grad), other.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_a_plan_from_a_file(four: Workers, tmp_path: Path) -> None:
@@ -407,23 +251,6 @@ def one_rank_differs(fault: str) -> str:
     return str(caught.value)
 
 
-def test_an_uneven_hint_trains_right(four: Workers) -> None:
-    """25 rows over 2 ranks."""
-    four.run(uneven)
-
-
-def uneven() -> None:
-    torch.manual_seed(0)
-    module, x = nn.Sequential(nn.Linear(12, 25), nn.Tanh(), nn.Linear(25, 5)).double(), torch.randn(8, 12).double()
-    alone = nn.Sequential(nn.Linear(12, 25), nn.Tanh(), nn.Linear(25, 5)).double()
-    alone.load_state_dict(module.state_dict())
-    expected = train(alone, {"input": x})
-    hints = {"0.weight": {"tp": Shard(0)}, "2.weight": {"dp": Shard(0), "tp": Shard(1)}}
-    autoshard.parallelize(module, mesh(), (), {"input": x}, hints=hints)
-    assert local_of(module[0].weight).shape[0] == (12 if module[0].weight.device_mesh.get_coordinate()[1] else 13)
-    assert compare(train(module, {"input": x}), expected).worst <= TOLERANCE
-
-
 class Masked(nn.Module):
     """Dropout of a product, pinned so that the data axis splits it and the other holds replicas."""
 
@@ -467,7 +294,8 @@ def test_replicas_agree_under_dropout_in_a_model(four: Workers) -> None:
 def gpt_with_dropout() -> None:
     module, inputs = models.gpt(dtype=torch.float64, layers=1, dropout=RATE)
     device_mesh = mesh()
-    autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links())
+    search = autoshard.Search(effort="fast")
+    autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), search=search)
     torch.manual_seed(dist.get_rank())
     trace = train(module, inputs)
     for values in (trace.losses, trace.outputs, trace.gradients, trace.parameters):

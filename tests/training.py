@@ -202,10 +202,10 @@ def train_on_mesh(
         return _train_planned(name, device_mesh, steps, effort, **options)
 
 
-def train_on_processes(name: str, mesh: Mapping[str, int], steps: int = FEW) -> Trace:
+def train_on_processes(name: str, mesh: Mapping[str, int], steps: int = FEW, *, effort: Effort = "full") -> Trace:
     """Train a model as planned on a mesh of processes of which this is one."""
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    return _train_planned(name, device_mesh, steps)
+    return _train_planned(name, device_mesh, steps, effort)
 
 
 def _train_planned(name: str, device_mesh: DeviceMesh, steps: int, effort: Effort = "full", **options: Any) -> Trace:

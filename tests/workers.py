@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,29 +22,39 @@ import torch.distributed as dist
 
 from tests import gloo
 
-PRELOADED = ["tests.training", "transformers.models.gpt2.modeling_gpt2"]
-"""Seconds of imports, once for all processes of all tests."""
 
+class Origin(NamedTuple):
+    """What a process that others are forked from has imported, and the variables that it has while it does so.
+
+    Seconds of imports, once for all processes of all tests.
+    """
+
+    modules: tuple[str, ...] = ("tests.training", "transformers.models.gpt2.modeling_gpt2")
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+USUAL = Origin()
 
 SEEDS = ("1", "3")
 """Of hashes, for even and odd ranks: sets of texts have another order in each, as on ranks of a cluster."""
 
 
 @functools.cache
-def _server(seed: str) -> ForkServer:
+def _server(seed: str, origin: Origin) -> ForkServer:
     """A process that has imported all that, and has such a seed; others are forked from it."""
     server = ForkServer()
-    server.set_forkserver_preload(PRELOADED)
+    server.set_forkserver_preload(list(origin.modules))
     # Inductor's scalar loops compile in two thirds of the time of its vectors, and without a probe of the processor.
-    with mock.patch.dict(os.environ, PYTHONHASHSEED=seed, TORCHINDUCTOR_VEC_ISA_OK="0"):
+    variables = {"PYTHONHASHSEED": seed, "TORCHINDUCTOR_VEC_ISA_OK": "0"} | dict(origin.variables)
+    with mock.patch.dict(os.environ, variables):
         server.ensure_running()
     return server
 
 
-def start(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+def start(rank: int, function: Callable[..., Any], *args: Any, origin: Origin = USUAL) -> Any:
     """A new process that calls `function(*args)` as a rank."""
     process = multiprocessing.get_context("forkserver").Process(target=function, args=args, daemon=True)
-    server = _server(SEEDS[rank % len(SEEDS)])
+    server = _server(SEEDS[rank % len(SEEDS)], origin)
     # The context knows one server alone.
     with mock.patch.object(popen_forkserver.forkserver, "connect_to_new_process", server.connect_to_new_process):
         process.start()

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import pytree, storage_of
+from autoshard.capture.dense import dense_fault, is_dense
 from autoshard.capture.returned_objects import Argument, Call, leaf_name, leaves_by_path, restore_objects
 from autoshard.errors import InputError, warn_caller
 from autoshard.names import matching
@@ -34,7 +35,7 @@ def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         default dtype.
 
     Raises:
-        InputError: a plain value cannot be hashed.
+        InputError: a plain value cannot be hashed, or a tensor is sparse, nested or quantized.
     """
     keys = tuple(sorted(kwargs))
     leaves = (*(_leaf(value) for value in args), *(_leaf(kwargs[key]) for key in keys))
@@ -43,6 +44,8 @@ def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 def _leaf(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
+        if not is_dense(value):
+            raise InputError(dense_fault(f"an argument of {value.dtype}", value))
         # The program of a `DTensor` takes it as it lies.
         return (value.shape, value.dtype, value.requires_grad, isinstance(value, DTensor))
     # As text, nan is equal to nan, and 0.0 is not -0.0.
@@ -238,12 +241,14 @@ class OutputView:
     Attributes:
         kind: `"input"` or `"buffer"`.
         name: the name of the input or buffer.
-        layout: sizes, strides and offset of the view, for a contiguous input or buffer; None: the whole tensor itself.
+        layout: sizes, strides and offset of the view, for a contiguous input or buffer; None: those of the whole.
+        is_itself: True for the input or buffer itself.
     """
 
     kind: str
     name: str
     layout: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    is_itself: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the view of an input or buffer; None if that has another layout in memory than at the capture."""
@@ -328,13 +333,12 @@ def find_output_views(
         sources: kinds, names and placeholders of the inputs of the graph.
     """
     held = {
-        storage_of(node.meta["val"]): (kind, name, node.meta["val"])
-        for kind, name, node in sources
-        if kind in ("input", "buffer")
+        storage_of(node.meta["val"]): (kind, name, node) for kind, name, node in sources if kind in ("input", "buffer")
     }
     for output, node in outputs.items():
         value = node.meta["val"]
-        kind, name, source = held.get(storage_of(value), ("", "", value))
+        kind, name, origin = held.get(storage_of(value), ("", "", node))
+        source = origin.meta["val"]
         # A view of another dtype, such as `view_as_real`, has no strides in the tensor that it is a view of.
         if not kind or value.dtype != source.dtype:
             continue
@@ -342,6 +346,6 @@ def find_output_views(
         source_layout = (tuple(source.shape), tuple(source.stride()), source.storage_offset())
         # As texts: a comparison of symbolic sizes would be recorded as a condition on them.
         if str(layout) == str(source_layout):
-            yield output, OutputView(kind, name, None)
+            yield output, OutputView(kind, name, None, node is origin)
         elif all(isinstance(number, int) for number in (*layout[0], *layout[1], layout[2])):
             yield output, OutputView(kind, name, layout)

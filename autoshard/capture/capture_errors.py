@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autoshard.capture._torch import around_dynamo
-from autoshard.errors import AutoshardError, CaptureError
+from autoshard.errors import PYTHON_ERRORS, AutoshardError, CaptureError, is_raised
 
 # Torch computes sizes with sympy, which draws random numbers.
 _FOLDERS = (*(Path(str(module.__file__)).parent for module in (torch, sympy)), Path(__file__).parents[1])
@@ -44,6 +44,11 @@ _NUMBERS_ADVICE = (
         "batched product (torch.einsum) and weight the results by the router, with zeros for tokens of others; both "
         "have rules that split the experts. In models of Hugging Face that have it, experts_implementation="
         '"grouped_mm" does so; in others, replace the module of the experts before autoshard.parallelize',
+    ),
+    (
+        r"layer_?drop|dropout_probability",
+        "layers that are dropped at random: set their probability to 0 (Hugging Face: layerdrop=0.0, "
+        "encoder_layerdrop=0.0, decoder_layerdrop=0.0)",
     ),
     (r"^(if|elif|while|assert)\b| if .* else ", "a branch: compute both ways and choose by torch.where"),
     (r"\[[^\]]*[<>=~][^\]]*\]|nonzero|masked_select|unique", _MASK_ADVICE),
@@ -142,6 +147,11 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
     advice = advice_for(text, where)
     if is_fault(error) and (advice is None or not _is_meant(error)):
         return CaptureError(f"{model} could not be captured as one graph{where}: {fault_reason(error)}")
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        return CaptureError(
+            f"{model} could not be captured as one graph{where}: the line asks for a number that forward computes. "
+            f"What to do: {advice}."
+        )
     what = f"What to do: {advice}" if advice else f"If the module runs with these arguments on one device, {_AROUND}"
     return CaptureError(
         f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. {what}."
@@ -156,19 +166,16 @@ _AROUND = (
 
 _LAYERS = f"{Path(str(torch.nn.__file__)).parent}{os.sep}"
 
-# Errors that Python itself raises, of which no library makes an answer to its user.
-_PYTHON_ERRORS = (
-    *(AttributeError, NameError, TypeError, LookupError, ArithmeticError, AssertionError, RecursionError),
-    *(StopIteration, ImportError, UnicodeError, BufferError),
-)
-
 
 def is_fault(error: BaseException) -> bool:
     """Return True for an error that Python itself raised in code that is not the user's: of autoshard or of torch.
 
     Layers of `torch.nn` are the model's: what they raise, such as for shapes that do not fit, is raised on one device.
     """
-    if type(error).__module__ != "builtins" or not isinstance(error, _PYTHON_ERRORS):
+    if type(error).__module__ != "builtins" or not isinstance(error, PYTHON_ERRORS):
+        return False
+    # Of values, libraries raise it for their users, and Python for lists that do not fit.
+    if isinstance(error, ValueError) and is_raised(error):
         return False
     frames = traceback.extract_tb(error.__traceback__)
     return not frames or not (is_users_file(frames[-1].filename) or frames[-1].filename.startswith(_LAYERS))

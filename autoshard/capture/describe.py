@@ -160,6 +160,7 @@ def describe(
     graph = traced.graph
     constants = _lift_constants(traced)
     _complete_metadata(graph)
+    _conjugate_numbers(graph)
     assign_task_graphs(graph, defaults or {})
     check_effects(graph)
     _forget_devices(graph)
@@ -255,6 +256,16 @@ def _complete_metadata(graph: fx.Graph) -> None:
         else:
             latest = max(node.all_input_nodes, key=position.__getitem__, default=None)
             node.meta["module_path"] = "" if latest is None else latest.meta["module_path"]
+
+
+def _conjugate_numbers(graph: fx.Graph) -> None:
+    """Replace conjugates of plain numbers by numbers, such as that of a complex factor in the gradient of a product."""
+    for target in (aten._conj.default, aten.conj_physical.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            (number,) = node.args
+            if isinstance(number, complex):
+                node.replace_all_uses_with(number.conjugate())
+                graph.erase_node(node)
 
 
 def _forget_devices(graph: fx.Graph) -> None:

@@ -52,6 +52,7 @@ from autoshard.capture.fake_module import fake_like
 from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.host_random import HostRandom
+from autoshard.capture.lazy_conjugates import write_out_conjugates
 from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.nodes import closure, graphs_of, is_random, statistics
 from autoshard.capture.padded_encoder import capturable_encoder
@@ -161,6 +162,7 @@ def export_forward(
     python_state = state.state()
     for graph in graphs_of(program.graph_module):
         replace_python_calls(graph, watch.calls)
+        write_out_conjugates(graph)
         replace_composites(graph)
         replace_routing(graph)
     names = named_tensors(module)

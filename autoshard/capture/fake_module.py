@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.capture._torch import FakeTensorMode, is_lazy
-from autoshard.capture.capture_errors import is_users_file
+from autoshard.capture.capture_errors import is_users_file, user_line
+from autoshard.capture.dense import dense_fault, is_dense
 from autoshard.capture.guards import ABSENT, HOOKS, is_equivalent, is_plain
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, reason_of
 
 DEVICE = torch.device("cpu")
 """The device of all tensors in a capture, wherever the model is and will run."""
@@ -83,9 +84,9 @@ def fake_copy(
         twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise CaptureError(
-            f"{type(module).__name__} cannot be copied for capture: {type(error).__name__}: {error}. "
-            "Keep what copy.deepcopy refuses (locks, generators, process groups, tensors with a history) "
-            "out of the module's attributes."
+            f"{type(module).__name__} cannot be copied for capture: {copy_fault(module, error)}. Keep what "
+            "copy.deepcopy refuses (locks, generators, process groups, tensors with a history) out of the module's "
+            "attributes."
         ) from error
     _restore_methods(replaced, memo)
     # Functions in attributes and hooks, which `copy.deepcopy` leaves as they are, are bound to the copy.
@@ -100,6 +101,32 @@ def fake_copy(
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_pre_hooks, twin._backward_hooks):
         hooks.clear()
     return twin
+
+
+def uncopyable_attributes(module: nn.Module) -> Iterator[tuple[str, str, object]]:
+    """Yield the attributes that `copy.deepcopy` refuses: the path of their module, their name and their value."""
+    parts = dict(module.named_modules())
+    for path, part in parts.items():
+        for name, value in vars(part).items():
+            if name in ("_parameters", "_buffers", "_modules") or (isinstance(value, Tensor) and value.is_leaf):
+                continue
+            try:
+                # As capture does: references to modules of the model stay references.
+                copy.deepcopy(value, {id(submodule): submodule for submodule in parts.values()})
+            except Exception:  # whatever an attribute raises
+                yield path, name, value
+
+
+def copy_fault(module: nn.Module, error: Exception) -> str:
+    """Return what of a module `copy.deepcopy` refuses, with an error; raise the error again where it is our fault."""
+    found = [
+        f"{'.'.join(filter(None, (path, name)))} ({type(value).__name__})"
+        for path, name, value in uncopyable_attributes(module)
+    ]
+    if found:
+        return f"copy.deepcopy refuses its attribute{'s' if len(found) > 1 else ''} {', '.join(found)}"
+    line = user_line(error.__traceback__)
+    return f"a method of its own that copies it fails{line}" if line else reason_of(error)
 
 
 def _has_no_numbers(tensor: torch.Tensor) -> bool:
@@ -197,7 +224,7 @@ def check_parameters(module: nn.Module, *, one_device: bool = True) -> None:
 
 
 def parameter_faults(module: nn.Module, *, one_device: bool = True) -> Iterator[str]:
-    """Yield the reasons why the parameters cannot be captured, in a sentence or two each."""
+    """Yield the reasons why parameters and buffers cannot be captured, in a sentence or two each."""
     examples: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         examples.setdefault(parameter.device, name)
@@ -206,6 +233,14 @@ def parameter_faults(module: nn.Module, *, one_device: bool = True) -> Iterator[
                 f"parameter {name} has no shape yet (a lazy module). Call the module once on a small batch, "
                 "then parallelize it."
             )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_dense(tensor):
+            yield dense_fault(f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name}", tensor)
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            # Coordinates can be copied, and may not be read.
+            if isinstance(value, Tensor) and not is_dense(value) and value.layout is not torch.sparse_coo:
+                yield dense_fault(f"the attribute {'.'.join(filter(None, (path, name)))}", value)
     if one_device and len(examples) > 1:
         text = ", ".join(f"{name} on {device}" for device, name in examples.items())
         yield (

@@ -30,11 +30,13 @@ from autoshard.capture._torch import (
     functionalizes,
     is_tracing,
     pytree,
+    storage_of,
     transforms_active,
     version_of,
     without_checkpoints,
 )
 from autoshard.capture.capture_errors import running_line
+from autoshard.capture.dense import dense_fault, is_dense
 from autoshard.capture.mutations import Mutations
 from autoshard.capture.python_calls import (
     SET_GRAD,
@@ -315,17 +317,15 @@ class GradientCode(TorchFunctionMode):
 
     Attributes:
         running: True while `forward` runs; the mode handles no other code.
-        differentiates: True if `forward` was called with gradients.
     """
 
     def __init__(self, calls: PythonCalls) -> None:
         super().__init__()
         self.calls = calls
         self.running = False
-        self.differentiates = False
         self._checkpoints = 0  # in which the code runs now
         self._lost: list[str] = []  # lines of checkpoints whose results have no gradient
-        # The tensors that `.data` of tensors with a gradient returned, by id; holding them keeps the ids unique.
+        # What `.data` of computed tensors with a gradient returned, by id; holding the tensors keeps the ids unique.
         self._data: dict[int, Tensor] = {}
         self._require = partial(set_requires_grad, calls)
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -361,22 +361,12 @@ class GradientCode(TorchFunctionMode):
         if args and id(args[0]) in self._data and _changes_first(func):
             raise CaptureError(
                 f"{running_line()} changes the numbers of a tensor that has a gradient, unseen by autograd. Compute a "
-                "new tensor (weight.clamp(...), not weight.data.clamp_(...)), or switch the line off and change the "
-                "parameter between steps, behind the optimizer's: with torch.no_grad(): weight.clamp_(...)."
+                "new tensor, such as x.clamp(...) in place of x.data.clamp_(...)."
             )
-        if self._is_watched_leaf(args) and _changes_first(func):
-            raise CaptureError(
-                f"{running_line()} changes a tensor in place that a gradient is taken for, such as a trained "
-                "parameter. Compute a new tensor (weight.clamp(...), not weight.clamp_(...)), or change the parameter "
-                "between steps, behind the optimizer's."
-            )
-        return func(*args, **(kwargs or {}))
-
-    def _is_watched_leaf(self, args: tuple[Any, ...]) -> bool:
-        """Return True if the first argument is a leaf with a gradient, in a region without gradients."""
-        # With gradients enabled, torch raises an error of its own for in-place changes of such a leaf.
-        watched = self.running and self.differentiates and not torch.is_grad_enabled()
-        return watched and bool(args) and isinstance(args[0], Tensor) and args[0].is_leaf and args[0].requires_grad
+        result = func(*args, **(kwargs or {}))
+        if self.running:
+            _check_dense(args, result)
+        return result
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -386,7 +376,7 @@ class GradientCode(TorchFunctionMode):
 
     def begin(self) -> None:
         """Begin to handle the code of a call."""
-        self.running, self.differentiates, self._checkpoints = True, torch.is_grad_enabled(), 0
+        self.running, self._checkpoints = True, 0
 
     def end(self, output: Any) -> None:
         """Raise a `CaptureError` if checkpoints are the reason why no output of the call has a gradient."""
@@ -441,9 +431,23 @@ class GradientCode(TorchFunctionMode):
     def _numbers(self, tensor: Tensor, owner: Any = None) -> Tensor:
         # To torch, `.data` is `detach` without a count of changes in place.
         numbers = tensor.detach()
-        if tensor.requires_grad:
+        # Backward may have to read the changed numbers of what the graph computes; parameters are copied first.
+        if tensor.requires_grad and not self._is_parameters(tensor):
             self._data[id(numbers)] = numbers
         return numbers
+
+    def _is_parameters(self, tensor: Tensor) -> bool:
+        """Return True for a parameter, or a view of one."""
+        memory = storage_of(tensor)
+        return any(storage_of(parameter) == memory for parameter in self.calls.module.parameters())
+
+
+def _check_dense(args: tuple[Any, ...], result: Any) -> None:
+    """Raise a `CaptureError` if a call reads or makes a tensor that is not dense."""
+    for value in (*args, result):
+        if isinstance(value, Tensor) and not is_dense(value):
+            verb = "makes" if value is result else "reads"
+            raise CaptureError(f"{running_line()} {verb} a tensor that {dense_fault('', value).strip()}")
 
 
 def _changes_first(func: Callable[..., Any]) -> bool:

@@ -28,6 +28,7 @@ from autoshard.capture._torch import (
 from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
 from autoshard.capture.canonical_order import canonicalize_order
 from autoshard.capture.capture_errors import ModelError, capture_error, known_error, node_line
+from autoshard.capture.changed_parameters import assign_changed_parameters
 from autoshard.capture.describe import check_collectives, check_shapes, check_sizes, describe
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.export import Effects, Exported, effects_of, export_forward, flat_forward, is_flat, with_copies
@@ -178,7 +179,7 @@ def capture_forward(
         with _watched_twin(module, grad, counting, traced) as watch:
             # Raises InputError for arguments that cannot be part of a signature.
             signature_of(module, args, kwargs, grad)
-            exported = with_copies(_export(watch, args, kwargs, dynamic, mp_policy))
+            exported = with_copies(_export(watch, args, kwargs, dynamic, mp_policy, changes_parameters=False))
             _refuse_transforms(exported.graph)
             if exported.dynamic:
                 exported = _with_sizes(exported)
@@ -217,8 +218,10 @@ def _export(
     real_kwargs: Mapping[str, Any],
     dynamic: Dynamic | None,
     mp_policy: MixedPrecisionPolicy | None,
+    *,
+    changes_parameters: bool = True,
 ) -> Exported:
-    """Return the forward graph of a fake twin, in the precisions of a policy."""
+    """Return the forward graph of a fake twin, in the precisions of a policy; it may change parameters, or not."""
     module = watch.twin
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda leaf: fake_like(leaf, watch.mode), (real_args, dict(real_kwargs))
@@ -233,10 +236,13 @@ def _export(
         dynamic = without_omitted_arguments(module, dynamic, examples)
     if mp_policy is None:
         exported = export_forward(watch, args, kwargs, dynamic, examples)
+        why = "" if changes_parameters else "the microbatches of a pipeline would all change it"
+        exported = assign_changed_parameters(exported, why)
     else:
         lowered = LoweredModule(module, mp_policy)
         lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
         exported = export_forward(watch, lowered_args, lowered_kwargs, dynamic, examples)
+        exported = assign_changed_parameters(exported, "in mixed precision, forward has a copy of it")
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
     check_sizes(exported.graph)
     check_collectives(exported.graph)

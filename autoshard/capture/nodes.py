@@ -52,10 +52,15 @@ def is_in_place(node: fx.Node) -> bool:
 
 def changed_memory(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes that made the memory that an operator changes in place."""
+    yield from map(base_of, changed_operands(node))
+
+
+def changed_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the operands that an operator changes in place, by its schema."""
     for argument in node.target._schema.arguments if is_in_place(node) else ():  # type: ignore[union-attr]
         operand = argument_of(node, argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, fx.Node):
-            yield base_of(operand)
+            yield operand
 
 
 def base_of(node: fx.Node) -> fx.Node:

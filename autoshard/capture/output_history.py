@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +30,17 @@ class OutputHistories:
         ancestors: for outputs that autograd computes from others, the names of these, nearest first or last.
         memory: for outputs and inputs, by kind and name, a number that those in the same memory share.
         same: for outputs that are another output or an input itself, the kind and the name of that.
+        entangled: names of the outputs that require gradients and share memory with another such tensor, as views and
+            returned parameters do: on one device, a change of one in place is in the history of all.
+        of_parameters: for outputs in memory of a parameter, its name.
     """
 
     differentiable: frozenset[str] = frozenset()
     ancestors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     memory: Mapping[TensorKey, int] = field(default_factory=dict)
     same: Mapping[str, TensorKey] = field(default_factory=dict)
+    entangled: frozenset[str] = frozenset()
+    of_parameters: Mapping[str, str] = field(default_factory=dict)
 
 
 class HistoryWatch:
@@ -99,9 +105,18 @@ def histories_of(exported: Exported, watch: HistoryWatch) -> OutputHistories:
         if isinstance(value, torch.Tensor):
             memory[key] = numbers.setdefault(storage_of(value), len(numbers))
         original = first.setdefault(node, key)
-        if original is not key and original[0] in ("input", "output"):
+        if original[0] not in ("input", "output"):
+            # Parameters and buffers have other forms than outputs, which are one tensor all the same.
+            first[node] = key
+        elif original is not key:
             same[key[1]] = original
-    return OutputHistories(watch.differentiable, watch.ancestors, memory, same)
+    computed = [("output", name) for name in watch.names if name in watch.differentiable and name not in same]
+    others = [key for key in memory if key[0] in ("parameter", "input")]
+    counts = Counter(memory[key] for key in (*computed, *others) if key in memory)
+    entangled = frozenset(key[1] for key in computed if counts[memory.get(key, -1)] > 1)
+    parameters = {number: name for (kind, name), number in memory.items() if kind == "parameter"}
+    outputs_of = {key[1]: parameters[n] for key, n in memory.items() if key[0] == "output" and n in parameters}
+    return OutputHistories(watch.differentiable, watch.ancestors, memory, same, entangled, outputs_of)
 
 
 def enables_gradients(module: fx.GraphModule) -> bool:

@@ -158,7 +158,9 @@ def _import_module(name: str) -> ModuleType:
             # Another module may be missing: one that this one imports.
             missing = error.name or ""
             below = "" if name != missing and not name.startswith(f"{missing}.") else " Is it below this directory?"
-            raise UsageError(f"the Python module {name} cannot be imported: {error}.{below}") from error
+            raise UsageError(
+                f"the Python module {name} cannot be imported: there is no module named {missing!r}.{below}"
+            ) from error
         except (TypeError, ValueError) as error:
             # Names such as ".models", which Python takes to be relative.
             if name.startswith("."):
@@ -297,7 +299,8 @@ def _import_package(name: str, target: str, remedy: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"{target} needs {name}, which cannot be imported ({error}): {remedy}") from error
+        lacks = f"there is no module {error.name!r}" if isinstance(error, ModuleNotFoundError) else "it is broken"
+        raise UsageError(f"{target} needs {name}, which cannot be imported ({lacks}): {remedy}") from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from autoshard.cluster import cluster_file
 from autoshard.cluster.cluster_text import collective_table, facts_table, hosts_lines
 from autoshard.cluster.device import Device, Hosts, Link, RankPlace, place_of, stretches_of
 from autoshard.cluster.measurements import Measurements, scaled_curves
-from autoshard.errors import BudgetError, MeshError
+from autoshard.errors import BudgetError, MeshError, file_problem, reason_of
 from autoshard.units import format_bytes, parse_bytes
 
 _PRESETS = resources.files("autoshard.cluster") / "presets"
@@ -256,7 +256,7 @@ class Cluster:
         try:
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise MeshError(f"cluster file {os.fspath(path)!r} cannot be read: {error}.") from error
+            raise MeshError(f"cluster file {os.fspath(path)!r} cannot be read: {file_problem(error)}.") from error
         return Cluster.from_json(text, f"cluster file {os.fspath(path)!r}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -290,7 +290,7 @@ class Cluster:
         try:
             return _cluster_of(data)
         except ValueError as error:
-            raise MeshError(f"{what} is not a cluster: at {error}.") from error
+            raise MeshError(f"{what} is not a cluster: at {reason_of(error)}.") from error
 
 
 @functools.cache

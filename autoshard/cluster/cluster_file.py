@@ -9,7 +9,7 @@ from typing import Any
 from autoshard import finite_json
 from autoshard.cluster.device import BusCurve, Device, Dispatch, Hosts, Link
 from autoshard.cluster.measurements import curve_data, curve_of, from_records, to_records
-from autoshard.errors import MeshError
+from autoshard.errors import MeshError, reason_of
 
 FORMAT = "autoshard cluster"
 # Version 1 has no `stretches`, version 2 no curves of devices and links: both are read as they are.
@@ -108,9 +108,11 @@ def read(text: str, what: str) -> dict[str, Any]:
     try:
         data = finite_json.read(text)
     except json.JSONDecodeError as error:
-        raise MeshError(f"{what} is not JSON: {error}. Was it cut short? Write it again by Cluster.save.") from error
+        raise MeshError(
+            f"{what} is not JSON: {finite_json.place(error)}. Was it cut short? Write it again by Cluster.save."
+        ) from error
     except ValueError as error:
-        raise MeshError(f"{what} is not a cluster: {error}. Write it again by Cluster.save.") from error
+        raise MeshError(f"{what} is not a cluster: {reason_of(error)}. Write it again by Cluster.save.") from error
     # One schema that allows either would report every error as "not valid under any of the given schemas".
     schema = STRETCHES_SCHEMA if isinstance(data, dict) and "stretches" in data else UNIFORM_SCHEMA
     violation = finite_json.violation(data, schema)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from autoshard.errors import reason_of
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -277,7 +279,7 @@ def curve_of(record: Mapping[str, Any], place: str) -> Curve:
             return Curve.of_rates(record["amounts"], record["rates"], source)
         return Curve(tuple(record["amounts"]), tuple(record["seconds"]), source)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{place}: {reason_of(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ The report comes first, as data and as text; then the examination.
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard import display
 from autoshard.capture.capture_errors import advice_for
-from autoshard.capture.fake_module import parameter_faults
+from autoshard.capture.fake_module import parameter_faults, uncopyable_attributes
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.returned_objects import leaves_by_path
 from autoshard.capture.survey import CallArguments, survey
@@ -400,18 +399,9 @@ def _input_problems(call: CallArguments) -> Iterator[CaptureProblem]:
 
 def _copy_problems(module: nn.Module) -> Iterator[CaptureProblem]:
     """Yield attributes that `copy.deepcopy` refuses; capture works on a copy on fake tensors."""
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name in ("_parameters", "_buffers", "_modules") or (isinstance(value, torch.Tensor) and value.is_leaf):
-                continue
-            try:
-                # As capture does: references to modules of the model stay references.
-                copy.deepcopy(value, {id(submodule): submodule for submodule in module.modules()})
-            except Exception as error:
-                what = f"the attribute {name} ({type(value).__name__}) cannot be copied: {error}"
-                yield CaptureProblem(
-                    path, "", what, "Keep it out of the module: capture works on a copy without numbers."
-                )
+    for path, name, value in uncopyable_attributes(module):
+        what = f"the attribute {name} ({type(value).__name__}) cannot be copied"
+        yield CaptureProblem(path, "", what, "Keep it out of the module: capture works on a copy without numbers.")
 
 
 def _problem(path: str, failure: AutoshardError) -> CaptureProblem:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from autoshard.capture.joint import JointGraph, JointOutput
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, reason_of
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import Choices, operand_spec, result_spec
@@ -59,10 +59,13 @@ class Decisions:
                     for kind in ("rest", "outputs", "hubs")
                 ),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except ValueError as error:
+            raise PlanError(
+                f"the plan's decisions cannot be read ({reason_of(error)}): was the file edited?"
+            ) from error
+        except (KeyError, TypeError, AttributeError) as error:
             # What Python says of a missing key or a wrong type tells a user nothing.
-            reason = f" ({error})" if isinstance(error, ValueError) else ""
-            raise PlanError(f"the plan's decisions cannot be read{reason}: was the file edited?") from error
+            raise PlanError("the plan's decisions cannot be read: was the file edited?") from error
 
 
 def _choices(name: str, choices: Any) -> Choices:

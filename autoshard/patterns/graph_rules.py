@@ -22,7 +22,7 @@ from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.capture.mixed_precision import REDUCED
 from autoshard.capture.nodes import is_random
 from autoshard.capture.recomputation import PREPARATIONS, RECOMPUTES, parameter_layers
-from autoshard.errors import HintError, InputError
+from autoshard.errors import HintError, InputError, reason_of
 from autoshard.patterns.borrowed import batch_rule, whole_rule
 from autoshard.patterns.ops.routed_rows import with_routed_rows
 from autoshard.patterns.ops.view import with_merged_dims
@@ -467,7 +467,7 @@ def pinned_spec(placements: Sequence[Placement], shape: tuple[int, ...], mesh: M
     try:
         spec = canonical(shape, Spec.of(*placements, *[Replicate()] * (mesh.ndim - len(placements))), mesh)
     except ValueError as error:
-        raise HintError(f"{said} does not fit a tensor of shape {list(shape)}: {error}") from error
+        raise HintError(f"{said} does not fit a tensor of shape {list(shape)}: {reason_of(error)}") from error
     if not is_placeable(shape, spec, mesh):
         raise HintError(
             f"{said} does not divide a tensor of shape {list(shape)} evenly over the mesh {mesh}: choose a dim that "

@@ -49,6 +49,8 @@ class CallTimes:
         for (operation, node), start, end in zip(calls, timeline.starts, timeline.ends, strict=True):
             # Reshards of outputs belong to the position behind the last operator.
             moment = min(node.meta["position"], operators - 1)
+            if moment < 0:
+                continue  # a module that returns what it is given has no operators
             if operation.stream == COMPUTE:
                 if end > start:
                     compute.append((moment, start, end))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 from torch.distributed.tensor import Placement
 
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, reason_of
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import GraphRules, Value, value_of
 from autoshard.patterns.rule import Rule
@@ -190,7 +190,7 @@ class _Checks:
             normal = canonical(shape, spec, self.mesh)
             padded_segments_of(shape, spec, self.mesh)
         except ValueError as error:
-            return str(error)
+            return reason_of(error)
         # Compared as text: a dynamic size may be a number in one spec and an expression in the other.
         return "" if str(normal) == str(spec) else f"that is written {normal}"
 
@@ -262,4 +262,4 @@ def _unreachable_uses(flow: Flow, resharder: Resharder) -> Iterator[str]:
                 resharder.path(meta.shape, meta.dtype.itemsize, source.at(generic), spec.at(generic))
             except ValueError as error:
                 user = use.user.name if isinstance(use.user, fx.Node) else f"the {use.user.kind} {use.user.name}"
-                yield f"{value.name}, which {user} takes as {use.target}, can not be brought there: {error}"
+                yield f"{value.name}, which {user} takes as {use.target}, can not be brought there: {reason_of(error)}"

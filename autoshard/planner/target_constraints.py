@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from autoshard.capture.call_layout import without_omitted_arguments
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.marks import assign_task_graphs, defaults_of
-from autoshard.errors import HintError, PlanError
+from autoshard.errors import HintError, PlanError, reason_of
 from autoshard.options.placements import OUTPUTS, Pins, fill, names_reached, unknown_name_error
 from autoshard.options.target import Target
 from autoshard.planner import hints as hint_rules
@@ -182,6 +182,6 @@ def _check_spec(
     except ValueError as error:
         raise HintError(
             f"the {kind} {name} of shape {list(shape)} cannot lie as {Spec.of(*placements)}, as {kind}_placements or "
-            f"data_axes ask: {error}"
+            f"data_axes ask: {reason_of(error)}"
         ) from error
     return spec

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from autoshard import display, finite_json
 from autoshard.errors import AutoshardError, BudgetError, PlanError
-from autoshard.plans import frontier_page
+from autoshard.plans import frontier_page, plan_data
 from autoshard.plans.frontier_page import DEVICES
 from autoshard.plans.html import HasPage, write_page
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -258,9 +258,9 @@ class Frontier(Sequence[ShardingPlan], HasPage):
         Raises:
             PlanError: the file cannot be read, is not a frontier, or one of its plans was edited or cut short.
         """
-        what = f"frontier file {os.fspath(path)!r}"
+        text, what = plan_data.read(path, "frontier")
         try:
-            data = finite_json.read(Path(path).read_text("utf-8"))
+            data = finite_json.read(text)
             if data["format"] != FORMAT or data["version"] != 1:
                 raise PlanError(
                     f"{what} is of format {data['format']!r}, version {data['version']!r}: not one of ours."
@@ -269,8 +269,8 @@ class Frontier(Sequence[ShardingPlan], HasPage):
         except AutoshardError:
             # Some of them are ValueErrors, too.
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PlanError(f"{what} cannot be read: {error!r}. Was it cut short, or is it a plan's file?") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"{what} is not a frontier: was it cut short, or is it a plan's file?") from error
         return Frontier([ShardingPlan.from_json(text, f"plan {number} of {what}") for number, text in enumerate(texts)])
 
 

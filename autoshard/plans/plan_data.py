@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.tensor import Placement
 
 from autoshard import finite_json
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, file_problem, reason_of
 from autoshard.memory.footprint import Memory
 from autoshard.plans.step_replay import StepReplay
 from autoshard.specs.axes import MeshShape
@@ -379,13 +379,13 @@ def _checksum(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def read(path: str | os.PathLike[str]) -> tuple[str, str]:
+def read(path: str | os.PathLike[str], kind: str = "plan") -> tuple[str, str]:
     """Return the text of a file, and its name in errors; raise a `PlanError` if it cannot be read."""
-    what = f"plan file {os.fspath(path)!r}"
+    what = f"{kind} file {os.fspath(path)!r}"
     try:
         return Path(path).read_text("utf-8"), what
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{what} cannot be read: {error}.") from error
+        raise PlanError(f"{what} cannot be read: {file_problem(error)}.") from error
 
 
 def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
@@ -403,13 +403,10 @@ def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
     try:
         envelope = finite_json.read(text)
     except json.JSONDecodeError as error:
-        raise PlanError(
-            f"{what} is cut short or damaged: it ends or breaks at line {error.lineno}, column {error.colno} "
-            f"({error.msg}). {advice}"
-        ) from error
+        raise PlanError(f"{what} is cut short or damaged: {finite_json.place(error)}. {advice}") from error
     # `JSONDecodeError` is a ValueError too and is caught above: this one is NaN or infinity.
     except ValueError as error:
-        raise PlanError(f"{what} was edited or damaged since it was saved: {error}. {advice}") from error
+        raise PlanError(f"{what} was edited or damaged since it was saved: {reason_of(error)}. {advice}") from error
     data = _open(envelope, what, format)
     # Before the schema: of an edited file, which may break the schema as well, the edit is the better news.
     if _checksum(data) != envelope["checksum"]:

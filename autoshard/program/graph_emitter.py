@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.symbols import expression_of
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, reason_of
 from autoshard.program._torch import FakeTensorMode, SymbolicNumbers, run_meta_kernel
 from autoshard.size import DynamicSize, Ratio, Sizes, is_dynamic, plain
 from autoshard.specs.axes import MeshShape, SharedAxis
@@ -435,7 +435,7 @@ class SharesEmitter(GraphEmitter):
         try:
             return tuple(map(self._with_share, shape))
         except ValueError as error:
-            raise self._unequal_shares_error("a tensor", error) from error
+            raise self._unequal_shares_error("a tensor", reason_of(error)) from error
 
     def _with_share(self, value: Any) -> Any:
         is_share = isinstance(value, DynamicSize) and value.expr in self._share_expressions
@@ -446,7 +446,7 @@ class SharesEmitter(GraphEmitter):
         try:
             args, kwargs = fx.node.map_aggregate((args, kwargs), self._with_share)
         except ValueError as error:
-            raise self._unequal_shares_error(op, error) from error
+            raise self._unequal_shares_error(op, reason_of(error)) from error
         # A number among the arguments is a rank's share, or a multiple of it.
         numbers: list[Any] = []
         fx.node.map_aggregate((args, kwargs), numbers.append)
@@ -471,7 +471,7 @@ class SharesEmitter(GraphEmitter):
             self._coordinate_nodes.update(results if isinstance(results, tuple) else (results,))
         return results
 
-    def _unequal_shares_error(self, op: Any, why: object) -> PlanError:
+    def _unequal_shares_error(self, op: Any, why: str) -> PlanError:
         axis = self.mesh.names[self.shared.axis]
         return PlanError(
             f"axis {axis!r} shares {self.shared.whole} unevenly, and {op} of this plan needs equal shares: {why}. "

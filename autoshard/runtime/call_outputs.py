@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoshard.capture._torch import version_of
 from autoshard.capture.call_layout import ResultLayout
 from autoshard.capture.joint_graph import JointGraph
+from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class CallOutputs:
     def restore_views(
         self, step: LocalStep, result: ResultLayout, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> None:
-        """Replace outputs by views of tensors that the call changes in place, so that they see later changes, too.
+        """Replace outputs by views of the input or buffer whose memory they share, so that each sees changes of both.
 
         Args:
             step: of the program.
@@ -80,12 +84,21 @@ class CallOutputs:
         }
         for place, name in enumerate(result.names):
             view = result.views.get(name)
-            if view is None or view.name not in changed:
+            # Autograd's part in a view of an input is the program's.
+            if view is None or (view.name not in changed and outputs[place].requires_grad):
                 continue
             source = inputs_by_name[view.kind, view.name]
             restored = None if isinstance(source, DTensor) else view.of(source)
             if restored is not None and restored.shape == outputs[place].shape:
-                outputs[place] = restored
+                outputs[place] = restored if view.is_itself or view.name in changed else restored.detach()
+
+    def forbid_changes(self, graph: JointGraph, outputs: list[torch.Tensor]) -> None:
+        """Have autograd refuse in-place changes of outputs that would be in the histories of others on one device."""
+        if not graph.histories.entangled:
+            return
+        for place, name in enumerate(graph.result.names):
+            if name in graph.histories.entangled and outputs[place].requires_grad:
+                outputs[place] = OutputInSharedMemory.apply(outputs[place])
 
     def restore_same(
         self, step: LocalStep, graph: JointGraph, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -102,3 +115,56 @@ class CallOutputs:
             original = tensors.get(graph.histories.same.get(name, ("", "")))
             if original is not None:
                 outputs[place] = original
+
+
+class OutputInSharedMemory(torch.autograd.Function):
+    """The identity, as a view; torch's error of a change in place has the name of this class."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class ReturnedParameters:
+    """Outputs that are whole copies of parameters in shards, and on one device these parameters or views of them.
+
+    A change of one would be lost: the call behind it says so.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[str, str, weakref.ref[torch.Tensor], int]] = []
+
+    def watch(
+        self, step: LocalStep, graph: JointGraph, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        """Take those of a call in the place of those of earlier ones; as for `CallOutputs.restore_views`."""
+        parameters = graph.histories.of_parameters
+        if not parameters and not self._held:
+            return
+        placed = {border.name: tensor for border, tensor in zip(step.inputs, sources, strict=False)}
+        self._held = [
+            (name, parameters[name], weakref.ref(output), version_of(output))
+            for name, output in zip(graph.result.names, outputs, strict=True)
+            if name in parameters and not output.is_inference() and not _is_whole(placed.get(parameters[name]))
+        ]
+
+    def check(self) -> None:
+        """Raise an `InputError` if one was changed since the call."""
+        for name, parameter, reference, version in self._held:
+            output = reference()
+            if output is not None and version_of(output) != version:
+                self._held = []
+                raise InputError(
+                    f"{name}, an output of the last call, was changed in place. On one device it shares memory with "
+                    f"the parameter {parameter}, and that changes, too; here it is a copy, since the parameter is in "
+                    f"shards, and the change is lost. Change model.get_parameter({parameter!r}) itself, under "
+                    "torch.no_grad(), or a clone of the output."
+                )
+
+
+def _is_whole(tensor: torch.Tensor | None) -> bool:
+    return not isinstance(tensor, DTensor) or Spec(tuple(tensor.placements)).is_replicated

@@ -310,10 +310,14 @@ def _rebuild(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[
     arguments = {name: getattr(loader, name) for name in names if name not in omitted} | dict(changes)
     if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
         arguments["sampler"] = loader.sampler
+    signature = inspect.signature(type(loader))
     try:
-        return type(loader)(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
+        absent = [name for name in signature.parameters if name not in arguments]
+        lack = f"it has no attribute {' or '.join(absent)}" if absent else f"it does not take {', '.join(arguments)}"
         raise InputError(
-            f"{type(loader).__name__} cannot be built from its attributes ({error}): give shard_dataloader a "
+            f"{type(loader).__name__} cannot be built from its attributes: {lack}. Give shard_dataloader a "
             "torch.utils.data.DataLoader, or a class with the same arguments."
         ) from error
+    return type(loader)(**arguments)

@@ -176,7 +176,7 @@ def _allocate(parameter: nn.Parameter, device: torch.device) -> None:
     except RuntimeError as error:
         raise InputError(
             f"a parameter of shape {tuple(parameter.shape)} can't be materialized in place, because something still "
-            f"refers to its meta tensor, such as the graph of a forward pass or a weak reference: {error} Materialize "
+            f"refers to its meta tensor, such as the graph of a forward pass or a weak reference. Materialize "
             f"before the first call."
         ) from error
 

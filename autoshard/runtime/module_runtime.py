@@ -28,7 +28,7 @@ from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import InputError
 from autoshard.runtime import _torch
 from autoshard.runtime.call_order import CallOrder
-from autoshard.runtime.call_outputs import CallOutputs
+from autoshard.runtime.call_outputs import CallOutputs, ReturnedParameters
 from autoshard.runtime.calls import (
     MOST_PROGRAMS,
     CallSizes,
@@ -161,6 +161,7 @@ class Runtime:
         self.maker = maker
         self._compiles = False
         self._outputs = CallOutputs.of(maker)
+        self._returned_parameters = ReturnedParameters()
         # Of hooks for all modules.
         self._has_warned = False
         self._programs: dict[Hashable, CallProgram] = {}
@@ -543,6 +544,7 @@ class Runtime:
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._compiles and not served.program.compiled:
             served.program, served.with_sums = served.program.with_compiler(), None
+        self._returned_parameters.check()
         program = served.accumulating_program(self.accumulation.active)
         step = program.step
         # The tensors that the user knows, in the order of the program's inputs.
@@ -561,12 +563,15 @@ class Runtime:
             with _gradients_of(program):
                 outputs = [self._outputs.wrap(output, border) for output, border in zip(outputs, shown, strict=True)]
             self._outputs.restore_views(step, served.graph.result, outputs, sources)
+            with _gradients_of(program):
+                self._outputs.forbid_changes(served.graph, outputs)
             if served.graph.histories.ancestors:
                 names = served.graph.result.names
                 with _gradients_of(program):
                     linked = link_outputs(served.graph.histories, dict(zip(names, outputs, strict=True)))
                 outputs = [linked.get(name, output) for name, output in zip(names, outputs, strict=True)]
             self._outputs.restore_same(step, served.graph, outputs, sources)
+            self._returned_parameters.watch(step, served.graph, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
         return served.graph.result.unflatten(outputs, (args, kwargs))

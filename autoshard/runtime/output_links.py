@@ -16,7 +16,7 @@ import torch
 
 from autoshard.capture.output_history import OutputHistories
 from autoshard.errors import AutoshardError, InputError
-from autoshard.runtime._torch import graph_task, hooks_of, will_execute
+from autoshard.runtime._torch import graph_task, hooks_of, is_view, will_execute
 from autoshard.runtime.step_function import gradients_between, is_program
 
 _NEEDS_OTHER_OUTPUTS = (
@@ -83,13 +83,15 @@ def link_outputs(histories: OutputHistories, outputs: Mapping[str, torch.Tensor]
     probe = torch.empty(0, requires_grad=True)
     for name in order:
         ancestors = candidates[name]
-        output = _OutputLink.apply(links, name, ancestors, probe, outputs[name], *(linked[each] for each in ancestors))
+        output = OutputOfParallelisedModule.apply(
+            links, name, ancestors, probe, outputs[name], *(linked[each] for each in ancestors)
+        )
         linked[name] = output
         links.outputs[name] = weakref.ref(output), hooks_of(output) if name in inner else {}
     return linked
 
 
-class _OutputLink(torch.autograd.Function):
+class OutputOfParallelisedModule(torch.autograd.Function):
     """An output with the outputs that it is computed from."""
 
     @staticmethod
@@ -104,7 +106,8 @@ class _OutputLink(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.links, ctx.name, ctx.ancestors = links, name, ancestors
         ctx.set_materialize_grads(False)
-        return output.detach()
+        # A view that autograd refuses to change stays one.
+        return output.view_as(output) if is_view(output) else output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,8 @@ class PlacedTensor(DTensor):
         gradient = _torch.gradient_of(self)
         if type(gradient) is DTensor:
             make_placed(gradient)
+            if _STAGED in self.__dict__:
+                gradient.__dict__[_STAGED] = True
         return gradient
 
     @grad.setter
@@ -90,7 +92,7 @@ class PlacedTensor(DTensor):
 
 _torch.allow_foreach(PlacedTensor)
 
-_NAME, _SOURCE = "_autoshard_name", "_autoshard_source"
+_NAME, _SOURCE, _STAGED = "_autoshard_name", "_autoshard_source", "_autoshard_staged"
 
 
 def place_parameters(module: nn.Module, placements: Mapping[str, Spec], device_mesh: DeviceMesh) -> None:
@@ -123,6 +125,12 @@ def make_placed(tensor: DTensor) -> PlacedTensor:
     """Make a `DTensor` a placed tensor, in place, and return it."""
     tensor.__class__ = PlacedTensor
     return tensor  # type: ignore[return-value]
+
+
+def refuse_draws(parameters: Iterable[Tensor]) -> None:
+    """Refuse random numbers for parameters of which ranks of a pipeline hold others, and for what is made of them."""
+    for parameter in parameters:
+        parameter.__dict__[_STAGED] = True
 
 
 def _name_of_operator(func: Any) -> str:
@@ -211,13 +219,15 @@ def _is_recorded(tensors: Sequence[Tensor]) -> bool:
 def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on placed tensors."""
     # One loop, by exact classes: fused optimizers have five tensors a parameter among their arguments.
-    tensors, views, plain = [], [], []
+    tensors, views, plain, staged = [], [], [], None
     for leaf in _leaves(args, kwargs):
         kind = type(leaf)
         if kind is PlacedTensor:
             tensors.append(leaf)
             if _SOURCE in leaf.__dict__:
                 views.append(leaf)
+            if _STAGED in leaf.__dict__:
+                staged = leaf
         elif kind is not DTensor and isinstance(leaf, Tensor) and leaf.numel() > 1:
             plain.append(leaf)
     if effect.reshapes:
@@ -225,8 +235,19 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
             f"{_name_of_operator(func)} changes the shape of {_name_of(tensors[0])} in place, which a parallelised "
             "module can't follow. Change numbers only, or change the shape before autoshard.parallelize."
         )
-    for view in views:
-        _read_again(view)
+    if effect.draws and staged is not None:
+        raise InputError(
+            f"{_name_of_operator(func)} draws random numbers for {_name_of(staged)} of a pipeline. Each rank "
+            "holds other parameters, so that it draws other numbers than one device does. Initialise the model before "
+            "autoshard.parallelize (on the meta device: by pipeline.materialize(init=...)). For noise, draw plain "
+            "tensors for all parameters of the model on every rank, and use those of its own: parameter.add_(noise)."
+        )
+    if views:
+        written = {id(leaf) for leaf in effect.written_arguments(args, kwargs)}
+        _check_bases(func, views, written)
+        for view in views:
+            _read_again(view)
+        views = [view for view in views if id(view) in written]
     # Torch refuses all else beside plain tensors: it can't tell a whole one from the rows of a rank.
     is_mixed = bool(plain) and (effect.writes or (func is _ROWS and not _is_recorded(tensors)))
     if effect.draws or is_mixed or (effect.writes and not effect.is_elementwise):
@@ -244,7 +265,23 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         for view in views:
             _write_to_source(view)
         return result
-    return _mark_results(effect, func, args, kwargs, result)
+    _mark_results(effect, func, args, kwargs, result)
+    if staged is not None:
+        refuse_draws(leaf for leaf in _leaves((result,), {}) if type(leaf) is PlacedTensor)
+    return result
+
+
+def _check_bases(func: Any, views: Sequence[PlacedTensor], written: Collection[int]) -> None:
+    """Refuse an operator that writes a list with a tensor and a view of it: each change would undo the other."""
+    for view in views:
+        base = view
+        while id(view) in written and (source := base.__dict__.get(_SOURCE)) is not None:
+            base = source.base
+            if id(base) in written:
+                raise InputError(
+                    f"{_name_of_operator(func)} changes {_name_of(base)} and a view of it in one call, which are "
+                    "separate memory where parameters are in shards: change them one after the other."
+                )
 
 
 def _gather_whole(tensor: DTensor) -> Tensor:
@@ -365,7 +402,7 @@ def _write_to_source(tensor: PlacedTensor) -> None:
     _write_to_source(source.base)
 
 
-def _mark_results(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+def _mark_results(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
     """Make the results placed tensors, and note the sources of views."""
     base = args[0] if effect.is_view else None
     for place, leaf in enumerate(_leaves((result,), {})):
@@ -376,4 +413,3 @@ def _mark_results(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mappi
                 if not shares or _SOURCE in base.__dict__:
                     source = _Source(base, None if shares else func, tuple(args[1:]), kwargs, place)
                     leaf.__dict__[_SOURCE] = source
-    return result

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from autoshard import errors
-from autoshard.errors import AutoshardError, InputError
+from autoshard.errors import AutoshardError, InputError, summary_of
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
 
@@ -89,7 +89,9 @@ def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
         except AutoshardError as error:
             payload = [type(error).__name__, str(error)]
         except Exception as error:
-            _broadcast(device_mesh, [AutoshardError.__name__, f"planning failed on the first rank: {error!r}"])
+            _broadcast(
+                device_mesh, [AutoshardError.__name__, f"planning failed on the first rank: {summary_of(error)}"]
+            )
             raise
     kind, text = _broadcast(device_mesh, payload)
     if kind:
@@ -108,7 +110,7 @@ def on_all_ranks(device_mesh: DeviceMesh, make: Callable[[], Value]) -> Value:
     try:
         result = make()
     except Exception as error:
-        gather_from_mesh(device_mesh, (type(error).__name__, f"rank {process_rank()}: {error}"))
+        gather_from_mesh(device_mesh, (type(error).__name__, f"rank {process_rank()}: {_text_of(error)}"))
         raise
     failures = gather_from_mesh(device_mesh, None).values()
     failure: tuple[str, str] | None = next(filter(None, failures), None)
@@ -116,6 +118,10 @@ def on_all_ranks(device_mesh: DeviceMesh, make: Callable[[], Value]) -> Value:
         kind, text = failure
         raise getattr(errors, kind, AutoshardError)(text)
     return result
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) if isinstance(error, AutoshardError) else summary_of(error)
 
 
 def on_first_rank(device_mesh: DeviceMesh, act: Callable[[], object]) -> None:

@@ -99,7 +99,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f'{index} is no index of safetensors files: a JSON object with a "weight_map" from names to files is '
-            f"expected ({error})."
+            f"expected."
         ) from error
 
 
@@ -128,7 +128,7 @@ def _open_file(file: Path) -> Any:
     try:
         return safetensors.safe_open(str(file), framework="pt")
     except safetensors.SafetensorError as error:
-        raise InputError(f"{file} is no safetensors file: {error}.") from error
+        raise InputError(f"{file} is no safetensors file, or was cut short.") from error
 
 
 def _device_type(model: nn.Module) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.errors import MeshError, PlanError
+from autoshard.errors import MeshError, PlanError, reason_of
 from autoshard.names import suggestion
 from autoshard.runtime import _torch
 from autoshard.specs.axes import MeshShape
@@ -255,7 +255,7 @@ def _spec_of(
     try:
         check_fits(parameter.shape, spec, device_mesh)
     except ValueError as error:
-        raise PlanError(f"{name!r} can't be placed as {spec}: {error}") from error
+        raise PlanError(f"{name!r} can't be placed as {spec}: {reason_of(error)}") from error
     if isinstance(parameter, DTensor):
         _check_mesh(parameter, device_mesh)
     return spec

@@ -156,7 +156,7 @@ class RunnableStep:
         """The places of outputs in memory of an input or an earlier output, and True for those to be copied.
 
         Simplification of the graph makes one tensor of equal ones. Of these, one device has several: a change of one
-        changes no other then, unless it is a view.
+        changes no other then, unless it is a view. The tensor of a parameter is no output, which autograd would mark.
         """
         if self.histories is None:
             return []
@@ -164,16 +164,13 @@ class RunnableStep:
         nodes = self.step.graph_module.graph.find_nodes(op="placeholder")
         first = {node: (border.kind, border.name) for node, border in zip(nodes, self.step.inputs, strict=False)}
         results: Any = self.step.graph_module.graph.output_node().args[0]
-        returned: set[fx.Node] = set()
         for place, (node, border) in enumerate(zip(results, self.step.forward_outputs, strict=False)):
             if border.kind != "output":
                 continue
             key = (border.kind, border.name)
             original = first.setdefault(base_of(node), key)
-            copies = original is not key and memory.get(original) != memory.get(key, -1)
-            if copies or node in returned:
-                shared.append((place, copies))
-            returned.add(node)
+            if original is not key:
+                shared.append((place, memory.get(original) != memory.get(key, -1)))
         return shared
 
     def unpad(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:

@@ -8,11 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoshard.capture._torch import storage_of
 from autoshard.capture.output_taps import TAP
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep
-from autoshard.runtime._torch import dtensor_spec_of, is_view, local_tensors
+from autoshard.runtime._torch import dtensor_spec_of, is_view
 from autoshard.runtime.gradient_sums import OpenSums
 from autoshard.runtime.parameter_gradients import ParameterGradients, autograd_gradient
 from autoshard.runtime.step import RunnableStep
@@ -123,14 +122,7 @@ class _LastDerivative(torch.autograd.Function):
 
 def _without_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Detach outputs that are views, since autograd refuses to change views that a function returns in place."""
-    if not any(map(is_view, tensors)):
-        return list(tensors)
-    memory = [storage_of(local_tensors(tensor)[0]) for tensor in tensors]
-    # An output that shares memory with another one stays a view: the other's history would not know of a change.
-    return [
-        tensor.detach() if is_view(tensor) and memory.count(storage) == 1 else tensor
-        for tensor, storage in zip(tensors, memory, strict=True)
-    ]
+    return [tensor.detach() if is_view(tensor) else tensor for tensor in tensors]
 
 
 def _history(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,9 +86,7 @@ def minimise(
     try:
         from ortools.math_opt.python import mathopt
     except ImportError as error:
-        raise SolverError(
-            f"OR-Tools can't be imported ({error}); install ortools, or use a method that does without"
-        ) from error
+        raise SolverError("OR-Tools can't be imported; install ortools, or use a method that does without") from error
     model = mathopt.Model.from_model_proto(_proto(program))
     mixed = any(program.integer)
     parameters = mathopt.SolveParameters(time_limit=timedelta(seconds=max(time_limit, 0.01)))
@@ -107,7 +105,9 @@ def minimise(
         result = _run_interruptible(lambda: mathopt.solve(model, backend, params=parameters, model_params=settings))
     except (RuntimeError, ValueError, AttributeError) as error:
         # Some versions of OR-Tools raise an AttributeError while they translate the failure of a backend.
-        raise SolverError(f"OR-Tools could not solve the program: {error.__context__ or error}") from error
+        raise SolverError(
+            "OR-Tools could not solve the program, and its own error above says why; use a method that does without"
+        ) from error
     return _read_solution(mathopt, model, result)
 
 

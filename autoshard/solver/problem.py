@@ -245,13 +245,17 @@ class Problem:
             raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             document = json.loads(raw)
         except (ValueError, EOFError, gzip.BadGzipFile) as error:
-            raise SolverError(f"{path} is not a JSON file, or was cut short: {error}") from error
+            raise SolverError(f"{path} is not a JSON file, or was cut short") from error
         try:
             return _parse_problem(document["problem"])
         except SolverError as error:
             raise SolverError(f"{path}: {error}") from error
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise SolverError(f"{path} is not a problem in the contest's format: {error!r}") from error
+        except KeyError as error:
+            raise SolverError(f"{path} is not a problem in the contest's format: it lacks {error.args[0]!r}") from error
+        except (TypeError, ValueError, IndexError) as error:
+            raise SolverError(
+                f"{path} is not a problem in the contest's format: a field is of another type, or lists do not fit"
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write the problem in the same format; `load` reads an equal problem back, shared tables included."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention_operator import operators as attentions
+from autoshard.capture.fake_module import copy_fault
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.nodes import is_random
 from autoshard.errors import AutoshardError, InputError, PlanError
@@ -259,8 +260,8 @@ def _float64_example(
             module = copy.deepcopy(model_or_factory)
         except Exception as error:  # whatever an attribute raises
             raise InputError(
-                f"verify trains a copy of the model, and it cannot be copied ({type(error).__name__}: {error}): pass a "
-                "function that makes the model and returns (model, args, kwargs)."
+                f"verify trains a copy of the model, and it cannot be copied: {copy_fault(model_or_factory, error)}. "
+                "Pass a function that makes the model and returns (model, args, kwargs)."
             ) from error
     elif callable(model_or_factory):
         if args or kwargs:

@@ -137,6 +137,11 @@ def choose(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def drop_a_layer(y: torch.Tensor) -> torch.Tensor:
+    dropout_probability = torch.rand([])
+    return y if dropout_probability < 0.5 else -y
+
+
 def pick(y: torch.Tensor) -> torch.Tensor:
     return y[y > 0].tanh()
 
@@ -146,6 +151,12 @@ def pick(y: torch.Tensor) -> torch.Tensor:
     [
         (loop_over_experts, r"for expert in", "grouped_mm.*replace the module of the experts", "torch.where"),
         (grow, r"self.code", "pad to the longest", "expert"),
+        (
+            drop_a_layer,
+            "dropout_probability < 0.5",
+            r"set their probability to 0 \(Hugging Face: layerdrop",
+            "torch.where",
+        ),
         (choose, r"if y.sum\(\) > 0", "a branch: compute both ways", "expert"),
         (pick, r"self.code", "picking elements by a computed mask", "expert"),
     ],
@@ -157,3 +168,4 @@ def test_the_advice_suits_what_the_line_asks(
         joint.capture(DataDependent(code), (torch.ones(3, 4),), {})
     assert unfit not in str(raised.value).rpartition(")")[2]
     assert "one device" not in str(raised.value)
+    assert "guard" not in str(raised.value)

@@ -207,7 +207,6 @@ REFUSED: dict[Between, str] = {
     _saves_otherwise: r"\(with saved_tensors_hooks.* sets hooks for the tensors that backward reads",
     _sets_numbers: r"\(x.data = .* by setting its data",
     _changes_numbers: r"\(x.data.mul_.* changes the numbers of a tensor that has a gradient",
-    _changes_a_weight: r"\(model.scale.clamp_.* changes a tensor in place that a gradient is taken for",
     _freezes: r"\(model.scale.requires_grad_.* sets requires_grad of a parameter",
     _sets_gradient: r"\(model.scale.grad = .* sets the gradient of a tensor in forward",
     _transforms: r"\(return torch.func.grad.* inside of a transform of torch.func",

@@ -79,8 +79,11 @@ def test_a_factory_of_every_form(name: str) -> None:
     ("text", "message"),
     [
         ("example_factories", "names no factory"),
-        ("no_such_module:make", "no_such_module cannot be imported: No module named 'no_such_module'. Is it below"),
-        ("lacks_a_package:make", "lacks_a_package cannot be imported: No module named 'no_such_package'."),
+        (
+            "no_such_module:make",
+            "no_such_module cannot be imported: there is no module named 'no_such_module'. Is it below",
+        ),
+        ("lacks_a_package:make", "lacks_a_package cannot be imported: there is no module named 'no_such_package'."),
         (".example_factories:triple", "is a relative name"),
         ("example_factories:tripel", "has no function tripel. Close ones are triple"),
         ("example_factories:number", "has no function number"),

@@ -1,21 +1,15 @@
 """Ways of calling a model, on one of eight fake GPUs, by plans that were made without one.
 
-`python tests/fake_cuda/call_variants.py SHIM RANK FOLDER` reads a plan for every way from the folder, runs a step of
-each without numbers, and prints on which devices outputs and gradients lie.
+`call_variants.py RANK FOLDER`, in a process that believes in GPUs, reads a plan for every way from the folder, runs a
+step of each without numbers, and prints on which devices outputs and gradients lie.
 """
 
 from __future__ import annotations
 
-import sys
-
-from tests.fake_cuda.devices import exit_process, install_fake_gpus
-
-if __name__ == "__main__":
-    install_fake_gpus(sys.argv[1], int(sys.argv[2]))  # before torch is imported
-
 import contextlib
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import autoshard
 from tests import models
 from tests.fake_cuda.attention import prefer_kernels
+from tests.fake_cuda.devices import exit_process
 from tests.kernels.choice import HOPPER
 from tests.training import fast_links, loss_of, outputs_of, unlike_devices
 
@@ -95,7 +90,7 @@ CALL_VARIANTS = {
 
 
 def _model() -> tuple[torch.nn.Module, Inputs]:
-    return models.ZOO["hf_llama"](dtype=torch.float32, batch=8, layers=1)
+    return models.ZOO["gpt"](dtype=torch.float32, batch=8, layers=1)
 
 
 def run(way: CallVariant, plan: autoshard.ShardingPlan) -> list[str]:
@@ -119,6 +114,7 @@ def main(rank: int, folder: Path) -> None:
     """Run all ways and print what lies where."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    torch.cuda.set_device(rank)
     dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
     found = {
         name: run(way, autoshard.ShardingPlan.load(folder / f"{name}.json")) for name, way in CALL_VARIANTS.items()
@@ -127,5 +123,5 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))
     exit_process()

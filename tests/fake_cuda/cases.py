@@ -1,11 +1,9 @@
-"""What the fake ranks run: models of the zoo, each on every mesh, in one of two types, with a kernel for attention."""
+"""What the fake ranks run: models of the zoo, each on a mesh, in one of two types, with a kernel for attention."""
 
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +20,15 @@ MESHES: dict[str, dict[str, int]] = {
 }
 PIPELINES: dict[str, dict[str, int]] = {"rows": {"pp": 2, "a": 4}, "columns": {"a": 4, "pp": 2}}
 """Meshes with a pipeline: both ranks are on its first stage, or one on each."""
-PIPELINED = ("hf_gpt2", "hf_llama", "hf_qwen3")
+PIPELINED = ("hf_gpt2", "hf_llama")
 KERNELS = {0: {"line": HOPPER, "square": AMPERE, "cube": (EFFICIENT, MATH)}, 3: dict.fromkeys(MESHES, (MATH,))}
 """What GPUs prefer for attention, by rank and mesh: ranks must come to the same program all the same."""
 RANKS = tuple(KERNELS)  # on hosts of four devices or more, their devices have these numbers
 ALIKE = (
-    *("hf_opt", "hf_gemma", "hf_qwen3_moe", "hf_roberta", "hf_albert", "vgg", "wide_resnet"),
+    *("hf_opt", "hf_gemma", "hf_qwen3", "hf_qwen3_moe", "hf_roberta", "hf_albert", "resnet18", "wide_resnet"),
     *("hf_vit", "hf_clip", "hf_whisper", "gnmt"),
 )
-"""Models with the operators of GPT-2, Llama, Mixtral, BERT, ResNet, Swin and LSTM."""
+"""Models with the operators of GPT-2, Llama, Mixtral, BERT, VGG, Swin and LSTM."""
 REPEATED = ("hf_gpt2", "hf_llama", "hf_bert")
 """Models of several layers, which have the same operators: here they have one."""
 NAMES = tuple(name for name in MODELS if name not in ALIKE)
@@ -63,24 +61,14 @@ def build(model: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def cases(rank: int = RANKS[-1]) -> list[Case]:
-    """Return the cases of a rank: a mesh for every model, another one for the next; on the first rank, every fourth."""
+    """Return the cases of a rank: a mesh for every model, another one for the next.
+
+    The first rank has those whose attention it computes otherwise than the other, one on every mesh.
+    """
     made = [Case(model, mesh) for model, mesh in zip(NAMES, itertools.cycle(MESHES), strict=False)]
-    return made[:: 4 if rank == RANKS[0] else 1]
+    return [case for case in made if case.model in REPEATED] if rank == RANKS[0] else made
 
 
 def pipelines() -> list[Case]:
     """Every mesh with a pipeline, and a model for it, another one for the next mesh."""
-    return [Case(model, mesh) for model, mesh in zip(PIPELINED, itertools.cycle(PIPELINES), strict=False)]
-
-
-def wait_for(path: Path, seconds: float = 300.0) -> None:
-    """Until another process has written a file, whole.
-
-    Raises:
-        TimeoutError: it did not within so many seconds.
-    """
-    end = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{path.name} was not written within {seconds:g} s")
-        time.sleep(0.1)
+    return [Case(model, mesh) for model, mesh in zip(PIPELINED, PIPELINES, strict=True)]

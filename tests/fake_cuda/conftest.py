@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests.fake_cuda.believe import SHIM
 from tests.fake_cuda.build import compile_shim, compiler
+from tests.workers import USUAL, Origin
 
 
-@pytest.fixture(scope="package")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Origin:
+    """Of processes that believe in eight GPUs: `torch.cuda.set_device` chooses that of a rank."""
     found = compiler()
     if found is None:
         pytest.skip("no C++ compiler: what makes torch believe in GPUs is compiled from tests/fake_cuda/guard.cpp")
-    return compile_shim(found, tmp_path_factory.mktemp("shim"))
+    shim = compile_shim(found, tmp_path_factory.mktemp("shim"))
+    return Origin(("tests.fake_cuda.believe", "tests.fake_cuda.rank", *USUAL.modules), ((SHIM, str(shim)),))

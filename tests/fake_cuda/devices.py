@@ -1,4 +1,4 @@
-"""This process believes that it has eight GPUs, one of which is its own. There is no way back."""
+"""This process believes that it has eight GPUs, one of which is the current one. There is no way back."""
 
 from __future__ import annotations
 

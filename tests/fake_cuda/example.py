@@ -1,21 +1,15 @@
 """The second command of `examples/laptop_to_cluster.py` on one of eight fake GPUs.
 
-`python tests/fake_cuda/example.py SHIM RANK PLAN` trains without numbers by a plan that the first command made, and
-prints the devices of losses, parameters, gradients and states of the optimizer.
+`example.py RANK PLAN` trains without numbers, in a process that believes in GPUs, by a plan that the first command
+made, and prints the devices of losses, parameters, gradients and states of the optimizer.
 """
 
 from __future__ import annotations
 
-import sys
-
-from tests.fake_cuda.devices import exit_process, install_fake_gpus
-
-if __name__ == "__main__":
-    install_fake_gpus(sys.argv[1], int(sys.argv[2]))  # before torch is imported
-
 import itertools
 import json
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.fake_cuda.attention import prefer_kernels
+from tests.fake_cuda.devices import exit_process
 from tests.kernels.choice import HOPPER
 from tests.programs import ROOT
 
@@ -37,6 +32,7 @@ def main(rank: int, plan: Path) -> None:
     """Train for two steps and print what lies where."""
     example = runpy.run_path(str(ROOT / "examples" / "laptop_to_cluster.py"))
     axes = example["AXES"]
+    torch.cuda.set_device(rank)
     dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
     held: list[Tensor] = []
 
@@ -54,5 +50,5 @@ def main(rank: int, plan: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))
     exit_process()

@@ -1,4 +1,4 @@
-"""Plans made without a GPU, quickly: `python -m tests.fake_cuda.plans FOLDER`."""
+"""Plans made without a GPU, quickly: `plans.py FOLDER [MODEL ...]`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import autoshard
-from autoshard import PipelinePlan
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions
@@ -24,7 +21,6 @@ from autoshard.specs.axes import MeshShape
 from tests.fake_cuda.cases import Case, build, cases, pipelines
 from tests.random_plans import plan_of
 from tests.training import fast_links
-from tests.workers import keep_what_is_imported
 
 SECONDS = 2.0  # of search per axis
 SMALL = 340  # nodes of a graph whose decisions for two axes take a second or two
@@ -47,9 +43,9 @@ def plan_axis_by_axis(graph: JointGraph, mesh: MeshShape) -> ShardingPlan:
 
 
 def write_plan(case: Case, folder: Path) -> None:
-    """The plan of a model, as a file that another process may wait for."""
+    """The plan of a model, as a file."""
     module, inputs = build(case.model)
-    _write(plan_axis_by_axis(capture(module, (), inputs), MeshShape.of(case.axes())), folder / case.plan)
+    plan_axis_by_axis(capture(module, (), inputs), MeshShape.of(case.axes())).save(folder / case.plan)
 
 
 def write_pipeline_plan(case: Case, folder: Path) -> None:
@@ -59,14 +55,7 @@ def write_pipeline_plan(case: Case, folder: Path) -> None:
     plan = autoshard.plan(
         module, case.axes(), (), inputs, pipeline=autoshard.Pipeline(schedule="1F1B", microbatches=2), **options
     )
-    _write(plan, folder / case.plan)
-
-
-def _write(plan: ShardingPlan | PipelinePlan, path: Path) -> None:
-    """Save a plan whole, or not at all."""
-    part = path.with_suffix(".part")
-    plan.save(part)
-    part.rename(path)
+    plan.save(folder / case.plan)
 
 
 def main() -> None:
@@ -77,8 +66,6 @@ def main() -> None:
     asked = parser.parse_args()
     warnings.simplefilter("ignore")  # operators without a rule
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    keep_what_is_imported()
     for write, made in ((write_plan, cases()), (write_pipeline_plan, pipelines())):
         for case in made:
             if not asked.models or case.model in asked.models:

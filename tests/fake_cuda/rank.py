@@ -1,19 +1,15 @@
-"""One rank of a job on eight GPUs, all of them fake: `python -m tests.fake_cuda.rank SHIM RANK FOLDER [MODEL ...]`.
+"""One rank of a job on eight GPUs, all of them fake: `rank.py FOLDER [MODEL ...]`, in a process that believes in them.
 
-Reads plans from the folder as they appear, and writes what became of all cases to `rank-RANK.json`.
+Reads plans from the folder, and writes what became of all cases to `rank-RANK.json`. Which of `RANKS` it is, the
+variable `RANK` tells.
 """
 
 from __future__ import annotations
 
-import sys
-
-from tests.fake_cuda.devices import exit_process, install_fake_gpus
-
-if __name__ == "__main__":
-    install_fake_gpus(sys.argv[1], int(sys.argv[2]))  # before torch is imported
-
 import json
 import logging
+import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -37,11 +33,11 @@ from autoshard.pipeline.run.stage_runtime import StageCall
 from autoshard.runtime.module_runtime import RUNTIME
 from autoshard.runtime.step import RunnableStep
 from tests.fake_cuda.attention import prefer_kernels
-from tests.fake_cuda.cases import KERNELS, WORLD, Case, build, cases, pipelines, wait_for
+from tests.fake_cuda.cases import KERNELS, RANKS, WORLD, Case, build, cases, pipelines
+from tests.fake_cuda.devices import exit_process
 from tests.kernels.choice import MATH
 from tests.program_lint import exposed_gathers, gathers, program_findings
 from tests.training import loss_of, outputs_of
-from tests.workers import keep_what_is_imported
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -74,7 +70,6 @@ class Collectives(TorchDispatchMode):
 
 def run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     """Parallelise a model as planned elsewhere, run one step of it without numbers, and say what came of it."""
-    wait_for(folder / case.plan)
     plan = autoshard.ShardingPlan.load(folder / case.plan)
     sizes = case.axes()
     mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -91,7 +86,6 @@ def run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
 
 def run_pipeline(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     """The same for the stages of a rank of a pipeline."""
-    wait_for(folder / case.plan)
     plan = autoshard.PipelinePlan.load(folder / case.plan)
     sizes = case.axes()
     mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -157,8 +151,7 @@ def main(rank: int, folder: Path, *models: str) -> None:
     """Run the cases of a rank, model by model, and write the report."""
     warnings.simplefilter("ignore")  # operators without a rule
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    keep_what_is_imported()
+    torch.cuda.set_device(rank)
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     report: dict[str, Any] = {}
     for serve, made in ((run, cases(rank)), (run_pipeline, pipelines())):
@@ -178,5 +171,5 @@ def _run_catching(
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
+    main(RANKS[int(os.environ["RANK"])], Path(sys.argv[1]), *sys.argv[2:])
     exit_process()

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.fake_cuda.call_variants import CALL_VARIANTS
-from tests.programs import ROOT, run_by_command
+from tests.programs import ROOT, run_by_fork
+from tests.workers import Origin
 
 RANK = 3
 
 
 @pytest.fixture(scope="module")
-def devices(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def devices(gpus: Origin, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Where outputs and gradients of every way lie."""
     folder = tmp_path_factory.mktemp("ways")
     for name, way in CALL_VARIANTS.items():
         way.plan().save(folder / f"{name}.json")
     program = ROOT / "tests" / "fake_cuda" / "call_variants.py"
-    found: dict[str, list[str]] = json.loads(run_by_command(program, None, folder, str(shim), str(RANK), str(folder)))
+    found: dict[str, list[str]] = json.loads(run_by_fork(program, None, folder, str(RANK), str(folder), origin=gpus))
     return found
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, run_by_command, run_by_fork
+from tests.programs import ROOT, run_by_fork
+from tests.workers import Origin
 
 RANK = 3
 
@@ -21,8 +22,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_second_command_trains_on_the_device_of_the_rank(shim: Path, plan: Path, tmp_path: Path) -> None:
+def test_the_second_command_trains_on_the_device_of_the_rank(gpus: Origin, plan: Path, tmp_path: Path) -> None:
     program = ROOT / "tests" / "fake_cuda" / "example.py"
-    said = json.loads(run_by_command(program, None, tmp_path, str(shim), str(RANK), str(plan)))
+    said = json.loads(run_by_fork(program, None, tmp_path, str(RANK), str(plan), origin=gpus))
     assert said["devices"] == [f"cuda:{RANK}"]
     assert said["tensors"] > 100, "parameters, gradients and states of the optimizer"

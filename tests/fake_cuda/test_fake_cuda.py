@@ -3,60 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fake_cuda.cases import RANKS, Case, cases, pipelines
-from tests.programs import ROOT
+from tests.programs import run_by_fork
+from tests.workers import Origin
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 500.0
+HERE = Path(__file__).parent
 CASES = [(rank, case) for rank in RANKS for case in cases(rank)]
 Report = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def reports(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Report]:
-    """What every rank says of its cases: each a process, as the shim can not be taken away again."""
+def reports(gpus: Origin, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Report]:
+    """What every rank says of its cases: each a process, as belief in GPUs can not be taken away again."""
     folder = tmp_path_factory.mktemp("fake_cuda")
-    programs = [["plans", str(folder)], *(["rank", str(shim), str(rank), str(folder)] for rank in RANKS)]
-    _run_together(programs, folder)
+    run_by_fork(HERE / "plans.py", None, folder, str(folder))
+    run_by_fork(HERE / "rank.py", len(RANKS), folder, str(folder), origin=gpus)
     return {rank: json.loads((folder / f"rank-{rank}.json").read_text()) for rank in RANKS}
-
-
-def _run_together(programs: list[list[str]], folder: Path) -> None:
-    """Run programs of this folder side by side until all have ended, or one has failed."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    logs = [(folder / f"{number}.log").open("w+") for number in range(len(programs))]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", f"tests.fake_cuda.{program}", *arguments],
-            cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
-        )
-        for (program, *arguments), log in zip(programs, logs, strict=True)
-    ]  # fmt: skip
-    try:
-        end = time.monotonic() + SECONDS
-        while any(process.poll() is None for process in running):
-            if any(process.returncode for process in running) or time.monotonic() > end:
-                break
-            time.sleep(0.2)
-        codes = [process.returncode for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    for log in logs:
-        log.seek(0)
-    said = "\n".join(log.read()[-3000:] for log in logs)
-    assert codes == [0] * len(programs), f"{programs} ended with {codes}:\n{said}"
 
 
 @pytest.mark.parametrize(("rank", "case"), CASES, ids=[f"{rank}-{case.model}-{case.mesh}" for rank, case in CASES])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import sys
@@ -21,7 +20,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.errors import PlanError
-from tests import workers
 from tests.workers import Workers
 
 pytest.importorskip("torchtitan")
@@ -293,8 +291,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result,
     )
     references = [dataclasses.replace(job, folder="", reference=True) for job in jobs.values()]
     with (
-        mock.patch.object(workers, "PRELOADED", [__name__]),
-        mock.patch.object(workers, "_server", functools.cache(workers._server.__wrapped__)),
         Workers(2) as two,
         Workers(1) as one,
         ThreadPoolExecutor() as threads,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from autoshard import Pipeline
 from autoshard.capture.marks import Primitive
@@ -17,6 +18,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
 from tests import models
+from tests.models.common import fixed_seed
 from tests.targets import target as target_of
 
 
@@ -70,3 +72,27 @@ def gpt_plan(**changes: Any) -> PipelinePlan:
     wanted = quick_target(**changes)
     captures = PipelineCaptures(BatchCall(module, (), inputs), wanted)
     return plan_pipeline(captures, {"pp": 2, "x": 2}, Pipeline(axis="pp", microbatches=4, virtual=1), wanted)
+
+
+class Tied(nn.Module):
+    """Scores of the next word by the table that words are looked up in: its first and its last stage hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(24, 12)
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, 24, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.table(words)
+        x = self.norm(x + self.down(functional.gelu(self.up(x))))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def tied(seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model, and a batch that is the same for all seeds."""
+    with fixed_seed(torch.float64, seed):
+        module = Tied()
+    words, labels = torch.randint(24, (2, 4, 6), generator=torch.Generator().manual_seed(0))
+    return module, {"words": words, "labels": labels}

@@ -17,24 +17,23 @@ from autoshard.pipeline.schedule.actions import schedule
 from tests.pipeline.pipelines import (
     assert_equal,
     held_by,
-    model,
     optimizer_of,
     pipeline_of,
     plan_by_hand,
     resume,
     state_of,
-    train_model_alone,
+    train_alone,
     train_once,
 )
+from tests.pipeline.small_pipelines import tied
 from tests.training import STEPS
 from tests.workers import Workers
 
 pytestmark = pytest.mark.slow
-LAYERS: dict[str, Any] = {"layers": 1}
 
 
 def test_nothing_is_lost_but_the_step(tmp_path: Path) -> None:
-    plan = plan_by_hand(*model("gpt", **LAYERS), {"pp": 2}, schedule("1F1B", 2, 2))
+    plan = plan_by_hand(*tied(), {"pp": 2}, schedule("1F1B", 2, 2))
     with Workers(2, timeout=60.0) as workers:
         with pytest.raises(AssertionError) as caught:
             workers.run(dying, plan, str(tmp_path))
@@ -42,11 +41,11 @@ def test_nothing_is_lost_but_the_step(tmp_path: Path) -> None:
         assert "rank 1: the process ended" in told
         assert "PipelineError: a step of the pipeline broke off on rank 0 (rank 0 of 2 along the pipeline)" in told
         assert "no answer" not in told
-        assert_equal(workers.run(going_on, plan, str(tmp_path)), train_model_alone("gpt", 2, **LAYERS))
+        assert_equal(workers.run(going_on, plan, str(tmp_path)), train_alone(*tied(), 2))
 
 
 def started(plan: PipelinePlan) -> tuple[PipelineModule, torch.optim.Optimizer, dict[str, Any]]:
-    module, inputs = model("gpt", **LAYERS)
+    module, inputs = tied()
     pipeline = pipeline_of(module, inputs, plan)
     return pipeline, optimizer_of(pipeline), inputs
 

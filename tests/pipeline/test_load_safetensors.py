@@ -12,20 +12,20 @@ import autoshard
 from autoshard.errors import InputError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.schedule.actions import schedule
-from tests.pipeline.pipelines import held_by, model, pipeline_of, plan_by_hand
+from tests.pipeline.pipelines import held_by, pipeline_of, plan_by_hand
+from tests.pipeline.small_pipelines import tied
 from tests.workers import Workers
 
 pytestmark = pytest.mark.xdist_group("gloo")
-OPTIONS = {"layers": 1, "tied": True}
 LAST = "norm.bias"
 """A parameter of the last stage."""
 
 
 def loaded(plan: PipelinePlan, file: Path) -> dict[str, torch.Tensor]:
     """What the rank holds of a model without numbers that is filled from a file."""
-    inputs = model("gpt", **OPTIONS)[1]
+    inputs = tied()[1]
     with torch.device("meta"):
-        module = model("gpt", **OPTIONS)[0]
+        module = tied()[0]
     pipeline = pipeline_of(module, inputs, plan)
     assert autoshard.load_safetensors(pipeline, file) == ([], [])
     autoshard.materialize(pipeline)  # nothing is left to do
@@ -34,7 +34,7 @@ def loaded(plan: PipelinePlan, file: Path) -> dict[str, torch.Tensor]:
 
 def refused(plan: PipelinePlan, file: Path) -> str:
     """What is said of a file that lacks what the last stage holds, and has what no stage holds."""
-    module, inputs = model("gpt", **OPTIONS)
+    module, inputs = tied()
     pipeline = pipeline_of(module, inputs, plan)
     with pytest.raises(InputError) as error:
         autoshard.load_safetensors(pipeline, file)
@@ -42,13 +42,13 @@ def refused(plan: PipelinePlan, file: Path) -> str:
 
 
 def test_every_rank_reads_what_its_stages_hold(two: Workers, tmp_path: Path) -> None:
-    module, inputs = model("gpt", **OPTIONS)
+    module, inputs = tied()
     plan = plan_by_hand(module, inputs, {"pp": 2}, schedule("1F1B", 2, 2))
     file = tmp_path / "model.safetensors"
     state = {name: torch.randn_like(value) for name, value in module.state_dict().items() if name != "head.weight"}
     assert len(state) == len(module.state_dict()) - 1  # a file has a tied parameter once
     save_file(state, file)
-    state["head.weight"] = state["tokens.weight"]
+    state["head.weight"] = state["table.weight"]
     ranks = two.run(loaded, plan, file)
     for held in ranks:
         for name, value in held.items():

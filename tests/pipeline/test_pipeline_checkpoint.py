@@ -18,15 +18,14 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
 from autoshard.pipeline.schedule.actions import schedule
 from autoshard.runtime.shards import gather_full_tensor
-from tests import models
-from tests.pipeline.pipelines import FLAT, model, pipeline_of, plan_by_hand, resume, state_of
+from tests.pipeline.pipelines import FLAT, pipeline_of, plan_by_hand, resume, state_of
+from tests.pipeline.small_pipelines import tied
 from tests.training import fast_links
 from tests.workers import Workers
 
 pytestmark = pytest.mark.slow
 RATE = 1e-2
 DECAY = 0.1
-OPTIONS: dict[str, Any] = {"layers": 1, "tied": True}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -66,19 +65,14 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str,
     if isinstance(module, PipelineModule):
         loss = module.train_step(**inputs)
     else:
-        loss = module(**inputs)[1]
+        loss = module(**inputs)
         loss.backward()
     optimizer.step()
     return loss.detach()
 
 
-def other() -> models.Model:
-    """The model with other numbers, and the same batch."""
-    return model("gpt", seed=1, **OPTIONS)[0], model("gpt", **OPTIONS)[1]
-
-
 def saved_by_a_pipeline(plan: PipelinePlan, folder: str, in_groups: str) -> tuple[Tensors, torch.Tensor]:
-    module, inputs = model("gpt", **OPTIONS)
+    module, inputs = tied()
     pipeline = pipeline_of(module, inputs, plan)
     optimizer = optimizer_of(pipeline, RATE, DECAY)
     for _ in range(2):
@@ -89,7 +83,7 @@ def saved_by_a_pipeline(plan: PipelinePlan, folder: str, in_groups: str) -> tupl
 
 
 def resumed_by_replicas(folder: str, again: str) -> tuple[Tensors, torch.Tensor]:
-    module, inputs = other()
+    module, inputs = tied(seed=1)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
     optimizer = resumed(module, folder)
@@ -98,7 +92,7 @@ def resumed_by_replicas(folder: str, again: str) -> tuple[Tensors, torch.Tensor]
 
 
 def resumed_by_a_pipeline(plan: PipelinePlan, flat: str, in_groups: str) -> list[tuple[Tensors, torch.Tensor]]:
-    module, inputs = other()
+    module, inputs = tied(seed=1)
     pipeline = pipeline_of(module, inputs, plan)
     found = []
     for folder, options in ((flat, FLAT), (in_groups, None)):
@@ -112,7 +106,7 @@ def resumed_by_a_pipeline(plan: PipelinePlan, flat: str, in_groups: str) -> list
 def resumed_alone(
     folder: str, again: str | None = None, options: StateDictOptions | None = FLAT
 ) -> tuple[Tensors, torch.Tensor]:
-    module, inputs = other()
+    module, inputs = tied(seed=1)
     optimizer = resumed(module, folder, options)
     if again is not None:
         dcp.save(state_of(module, optimizer), checkpoint_id=again)
@@ -125,7 +119,8 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
 
 
 def test_a_pipeline_is_resumed_anywhere(four: Workers, tmp_path: Path) -> None:
-    plan = plan_by_hand(*model("gpt", **OPTIONS), {"pp": 2, "tp": 2}, schedule("1F1B", 2, 2))
+    plan = plan_by_hand(*tied(), {"pp": 2, "tp": 2}, schedule("1F1B", 2, 2))
+    assert any(not one.is_replicate() for stage in plan.stages for row in stage.placements.values() for one in row)
     names = ("pipeline", "groups", "replicas", "alone")
     pipeline, groups, replicas, alone = (str(tmp_path / name) for name in names)
     first = four.run(saved_by_a_pipeline, plan, pipeline, groups)

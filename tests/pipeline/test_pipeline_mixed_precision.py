@@ -30,7 +30,7 @@ def trained(policy: MixedPrecisionPolicy) -> tuple[torch.Tensor, dict[str, torch
     module, inputs = Tied(), example()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     pipeline = autoshard.parallelize(
-        module, mesh, (), inputs, cluster=fast_links(), mp_policy=policy, search=autoshard.Search(time_limit=10.0),
+        module, mesh, (), inputs, cluster=fast_links(), mp_policy=policy, search=autoshard.Search(effort="fast"),
         pipeline=autoshard.Pipeline(microbatches=2, batch_dims=ONE_SCALE),
     )  # fmt: skip
     assert isinstance(pipeline, PipelineModule)

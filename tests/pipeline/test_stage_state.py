@@ -5,6 +5,7 @@ Tied parameters in several stages: one object on one rank, and plans that agree 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.nn.utils import prune
 
 from autoshard.errors import PipelineError, PlanError
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
 from autoshard.pipeline.run.stage_state import (
+    Holders,
     TiedParameters,
     check_same_placements,
     register_stage_state,
@@ -69,6 +72,50 @@ def test_what_is_replaced_in_the_whole_is_replaced_in_its_stage() -> None:
     relink_entries(found)
     for name in ("layers.0.weight", "scale"):
         assert one.get_parameter(name) is whole.get_parameter(name)
+
+
+def _delete(whole: nn.Module) -> None:
+    del whole.get_submodule("layers.0").weight
+
+
+def _assign(whole: nn.Module, value: torch.Tensor) -> None:
+    whole.get_submodule("layers.0").weight = nn.Parameter(value)
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "prune": (
+        lambda whole: prune.identity(whole.get_submodule("layers.0"), "weight"),
+        r"layers\.0\.weight was deleted",
+    ),
+    "deleted": (_delete, r"layers\.0\.weight was deleted"),
+    "shape": (lambda whole: _assign(whole, torch.ones(3)), r"made float32 of shape \(3,\), where it was float32 .*2,"),
+    "dtype": (lambda whole: whole.double(), "made float64 of shape"),
+    "hook": (
+        lambda whole: whole.get_submodule("layers.0").register_forward_hook(print),
+        r"a hook of calls is set on layers\.0 of the pipeline",
+    ),
+    "module": (lambda whole: setattr(whole, "layers", nn.Linear(2, 2)), "layers of the pipeline was .* replaced"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_no_stage_can_take_is_refused(name: str) -> None:
+    change, message = CHANGES[name]
+    one, whole = stage("scale", "layers.0.weight"), nn.Module()
+    register_stage_state(whole, [one], constants=())
+    holders, entries = Holders(nn.Module(), whole), state_entries(one, whole, constants=())
+    former = one.get_parameter("scale")
+    whole.scale = nn.Parameter(torch.ones(2))
+
+    def check() -> None:
+        holders.check()
+        relink_entries(entries)
+        holders.check_hooks()
+
+    change(whole)
+    with pytest.raises(PipelineError, match=message):
+        check()
+    assert one.get_parameter("scale") is former or name == "hook"
 
 
 def test_names_that_are_taken() -> None:

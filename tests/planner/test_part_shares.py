@@ -42,6 +42,7 @@ from tests.workers import Workers
 
 Inputs = dict[str, torch.Tensor]
 SHARES = {"tp": (5, 3)}
+QUICKLY: dict[str, Any] = {"cluster": fast_links(), "search": autoshard.Search(effort="fast")}
 
 
 class Wide(nn.Module):
@@ -141,13 +142,13 @@ class Activated(TorchDispatchMode):
 
 
 def check(
-    made: Callable[[], tuple[nn.Module, Inputs]], *, evaluated: bool = True, **options: Any
+    made: Callable[[], tuple[nn.Module, Inputs]], *, evaluated: bool = False, **options: Any
 ) -> set[tuple[int, ...]]:
     """Three steps, and one without gradients if told, beside one device; the shapes that this rank activates."""
     (module, example), (alone, _) = made(), made()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     with Float64Mode():
-        autoshard.parallelize(module, mesh, (), example, **({"shares": SHARES, "cluster": fast_links()} | options))
+        autoshard.parallelize(module, mesh, (), example, **(QUICKLY | {"shares": SHARES} | options))
         expected = train(alone, example)
     seen = Activated()
     with default_float64(), seen:
@@ -172,13 +173,12 @@ def test_samples_are_split_in_shares_whatever_is_told_of_them(two: Workers) -> N
     assert two.run(samples, told, (5, 3)) == [{(10, 8, 24)}, {(6, 8, 24)}]
 
 
-def language_model(name: str, shares: tuple[int, int]) -> set[tuple[int, ...]]:
-    hints = {"": autoshard.split("tp")}
-    return check(lambda: build(name), evaluated=name.startswith("gpt"), shares={"tp": shares}, hints=hints)
-
-
 def test_columns_and_classes_are_split_in_shares(two: Workers) -> None:
-    assert two.run(check, wide) == [{(5, 15)}, {(5, 9)}]
+    assert two.run(columns) == [{(5, 15)}, {(5, 9)}]
+
+
+def columns() -> set[tuple[int, ...]]:
+    return check(wide, evaluated=True)
 
 
 def test_heads_are_split_in_shares(two: Workers) -> None:
@@ -186,22 +186,22 @@ def test_heads_are_split_in_shares(two: Workers) -> None:
 
 
 def test_language_models_are_split_in_shares(two: Workers) -> None:
-    assert two.run(language_model, ONE_LAYER, (3, 1)) == [{(12, 12, 144)}, {(12, 12, 48)}]
+    assert two.run(language_model, (3, 1), {"": autoshard.split("tp")}) == [{(12, 12, 144)}, {(12, 12, 48)}]
 
 
-def unmarked(name: str, shares: tuple[int, int]) -> None:
-    check(lambda: build(name), evaluated=False, shares={"tp": shares})
+def language_model(shares: tuple[int, int], hints: dict[str, Any] | None = None) -> set[tuple[int, ...]]:
+    return check(lambda: build(ONE_LAYER), shares={"tp": shares}, hints=hints)
 
 
 def test_two_dims_of_a_tensor_lie_in_parts_of_one_number(two: Workers) -> None:
     """Samples and positions of the same size, which one range counts."""
-    two.run(unmarked, ONE_LAYER, (2, 1))
+    two.run(language_model, (2, 1))
 
 
 def test_parameters_in_shards_of_another_axis_lie_in_parts_on_this_one() -> None:
     module, example = build("mlp")
     with Float64Mode():
-        plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), example, shares={"dp": (3, 1)}, cluster=fast_links())
+        plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), example, shares={"dp": (3, 1)}, **QUICKLY)
     assert len(plan.parts) == 2
 
 
@@ -228,9 +228,7 @@ def test_dims_that_can_not_all_lie_in_parts_do_so_alone(monkeypatch: pytest.Monk
 
 def test_a_diagonal_lies_in_parts_as_its_matrix_does(two: Workers) -> None:
     module, inputs = square()
-    plan = autoshard.plan(
-        module, {"tp": 2}, (), inputs, shares=SHARES, cluster=fast_links(), search=autoshard.Search(effort="fast")
-    )
+    plan = autoshard.plan(module, {"tp": 2}, (), inputs, shares=SHARES, **QUICKLY)
     assert len(plan.parts) == 1
     two.run(check, square)
 
@@ -252,7 +250,7 @@ def test_parts_beside_an_axis_that_splits_the_batch(four: Workers) -> None:
 def beside_data_parallelism() -> set[tuple[int, ...]]:
     (module, example), (alone, _) = wide(6), wide(6)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    options = {"shares": {"tp": (3, 1)}, "hints": {"": autoshard.split("tp")}, "cluster": fast_links()}
+    options = {"shares": {"tp": (3, 1)}, "hints": {"": autoshard.split("tp")}} | QUICKLY
     with Float64Mode():
         autoshard.parallelize(module, mesh, (), example, **options)
         expected = train(alone, example)
@@ -291,7 +289,7 @@ def pinned() -> None:
     hints = {"up": (Shard(0),), "down.weight": (Shard(1),)}
     module, example = wide()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    plan = autoshard.plan(module, mesh, (), example, shares=SHARES, hints=hints, cluster=fast_links())
+    plan = autoshard.plan(module, mesh, (), example, shares=SHARES, hints=hints, **QUICKLY)
     assert plan.shares == SHARES
     assert plan.placements["up.weight"] == (Replicate(),)
     assert "5 of 8 parts on 1 of tp, 3 on 1" in str(plan)

@@ -32,6 +32,7 @@ from tests.workers import Workers
 Inputs = dict[str, torch.Tensor]
 ROWS = {"x": {0: "batch"}, "target": {0: "batch"}}
 SHARES = {"dp": (4, 2)}
+QUICKLY: dict[str, Any] = {"cluster": fast_links(), "search": autoshard.Search(effort="fast")}
 COUNTS = ((4, 2), (3, 1))
 """Rows of two ranks, of 6 and of 4 rows in the proportion of 4 to 2."""
 
@@ -78,7 +79,7 @@ def check(made: Callable[[], tuple[nn.Module, Inputs]], inputs: str, counts: Any
     """Two steps with each of these shares, beside one device; the rows that this rank activates in the last."""
     (module, example), (alone, _) = made(), made()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    options = {"dynamic": ROWS, "shares": SHARES, "cluster": fast_links(), "inputs": inputs} | options
+    options = {"dynamic": ROWS, "shares": SHARES, "inputs": inputs} | QUICKLY | options
     with Float64Mode():
         autoshard.parallelize(module, mesh, (), first_rows(example, 6), **options)
     seen = Rows()
@@ -128,7 +129,7 @@ def beside_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     batch = first_rows(example, 6)
     hints = {"up": (Replicate(), Shard(0)), "down.weight": (Replicate(), Shard(1))}
-    autoshard.parallelize(module, mesh, (), batch, hints=hints, cluster=fast_links(), dynamic=ROWS, shares=SHARES)
+    autoshard.parallelize(module, mesh, (), batch, hints=hints, **QUICKLY, dynamic=ROWS, shares=SHARES)
     seen = Rows()
     with seen:
         trained = train(module, batch, 2)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 import autoshard
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, InputError
 from autoshard.runtime.placed_tensor import PlacedTensor, place_parameters
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.spec import Spec, shard_placement
@@ -227,6 +227,25 @@ def refuse_and_change_nothing(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_what_no_program_could_take_is_refused(two: Workers, name: str) -> None:
     two.run(refuse_and_change_nothing, name)
+
+
+def change_a_base_and_its_view() -> None:
+    def change(weight: nn.Parameter) -> None:
+        torch._foreach_mul_([weight, weight[2]], 2.0)
+
+    def refuse(weight: nn.Parameter) -> None:
+        with pytest.raises(InputError, match="_foreach_mul_ changes the parameter weight and a view"):
+            change(weight)
+
+    for place, placement in PLACEMENTS.items():
+        # Where rows are whole, a row shares the memory of its shard.
+        is_right = place in ("whole", "uneven columns")
+        expected = _changed(None, change)[0] if is_right else Holder().weight.data
+        torch.testing.assert_close(_changed(placement, change if is_right else refuse)[0], expected)
+
+
+def test_a_list_with_a_view_and_its_base_is_refused_where_a_view_is_a_copy(two: Workers) -> None:
+    two.run(change_a_base_and_its_view)
 
 
 def change_gradients_as_one_device_does() -> None:

@@ -33,6 +33,10 @@ class Lazy(nn.Module):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         self.turns.mul_(1.5)
         y = torch.fft.rfft(self.up(x), dim=-1) * self.phase * self.turns
+        # In place, by way of views that are lazy, and with complex numbers.
+        y.conj().mul_(0.5 + 1j)
+        y.conj()[1:3].div_(2j)
+        y.conj().imag.sub_(0.5)
         parts = (y.conj().real, y.mH.imag.mT, torch.view_as_real((y * self.constant).conj().resolve_conj()).sum(-1))
         return torch.stack(parts).sum(0) * self.negative + torch.view_as_real(z * z.conj().mT.mT).sum(-1)
 

@@ -73,7 +73,7 @@ def broken_documents() -> list[tuple[bytes, str]]:
     misfit["problem"]["edges"]["costs"][0] = [1, 2, 3]
     return [
         (short[:100], "not a JSON file, or was cut short"),
-        (json.dumps(missing).encode(), "not a problem in the contest's format: KeyError"),
+        (json.dumps(missing).encode(), "not a problem in the contest's format: it lacks '"),
         (json.dumps(misfit).encode(), "an edge table has 3 entries, its nodes need 1 x 2"),
     ]
 

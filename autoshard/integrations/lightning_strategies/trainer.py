@@ -23,6 +23,7 @@ from autoshard.integrations.lightning_strategies.layout import (
     no_backward_sync,
     parallelized_mesh,
 )
+from autoshard.names import suggestion
 from autoshard.options import OptionKeywords
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.checkpoint import checkpointable
@@ -160,7 +161,11 @@ class TrainerStrategy(Base):
             try:
                 root.get_submodule(self._module_name)
             except AttributeError as error:
-                raise InputError(f"module={self._module_name!r}: {error}.") from error
+                names = [name for name, _ in root.named_modules() if name]
+                raise InputError(
+                    f"module={self._module_name!r}: {type(root).__name__} has no such module. "
+                    f"{suggestion(self._module_name, names)}"
+                ) from error
             return self._module_name
         model = getattr(root, "model", None)
         trained = [name for name, parameter in root.named_parameters() if parameter.requires_grad]

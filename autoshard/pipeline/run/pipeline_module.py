@@ -30,6 +30,7 @@ from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
 from autoshard.pipeline.run.optimizer_groups import prepare_checkpoints
 from autoshard.pipeline.run.stage_runtime import ADVICE, CallCache, PreparedCall
 from autoshard.pipeline.run.stage_state import (
+    Holders,
     TiedParameters,
     check_same_placements,
     register_stage_state,
@@ -43,7 +44,8 @@ from autoshard.runtime.copies import pickle_error
 from autoshard.runtime.materialize import Initializer, materialize_stages
 from autoshard.runtime.module_runtime import RUNTIME
 from autoshard.runtime.optimizers import prepare_optimizers
-from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, from_first_rank
+from autoshard.runtime.placed_tensor import refuse_draws
+from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, from_first_rank, on_all_ranks
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.runtime.shards import local_of
 from autoshard.specs.axes import MeshShape
@@ -165,6 +167,9 @@ class PipelineModule(nn.Module):
         self._order.open(call_cache.device_mesh)
         self._tied_parameters = TiedParameters(self, first.stages, plan.schedule.placement, call_cache.group)
         self._tied_parameters.broadcast_values()
+        self._holders = Holders(call_cache.model, self)
+        if plan.schedule.ranks > 1:
+            refuse_draws(self.parameters())
         install_hooks(self)
         # `train_step` leaves no gradient unreduced.
         prepare_optimizers(self, lambda: None, functools.partial(prepare_checkpoints, self, call_cache.group))
@@ -184,11 +189,19 @@ class PipelineModule(nn.Module):
         known = self._prepared_calls.get(signature, ())
         prepared = next((call for call in known if call.call_format.state.guards.hold()), None)
         if prepared is not None:
+            try:
+                self._take_parameters(prepared)
+            except PipelineError as error:
+                # Other ranks may begin the step, and would wait for this one in it.
+                with contextlib.suppress(InputError):
+                    self._order.begin_new(prepared.texts, {"the stages of a rank": str(error)})
+                raise
             self._order.begin_known(prepared.texts)
         else:
             changes = dict(known[0].call_format.state.guards.changes()) if known else {}
             self._order.begin_new(cache.describe_call(args, kwargs), changes)
             cache.compare_calls(args, kwargs)
+            on_all_ranks(cache.device_mesh, self._holders.check)
             check_invalidating_effects([call.call_format.state for call in known])
             self._check_model()
             # With the parameters of this module: those of the model are on the meta device by now.
@@ -200,9 +213,13 @@ class PipelineModule(nn.Module):
                 cache.device_mesh, {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
             )
             self._compared_signatures.add(signature)
-        # A parameter may have been loaded or materialized since the last call of this kind.
-        relink_entries(prepared.entries)
         return prepared
+
+    def _take_parameters(self, prepared: PreparedCall) -> None:
+        """Give the stages the present parameters: they may have been loaded or materialized since the last call."""
+        self._holders.check()
+        relink_entries(prepared.entries)
+        self._holders.check_hooks()
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -357,10 +374,18 @@ class PipelineModule(nn.Module):
             f"called: train_step(...) runs a whole batch forward and backward, eval_step(...) forward."
         )
 
+    def apply(self, fn: object) -> NoReturn:
+        raise PipelineError(
+            "the modules of a pipeline hold parameters, and have neither the types nor the methods of the model's: a "
+            "function that asks for them, as those that initialise do, would change nothing. Apply it to the model "
+            "before autoshard.parallelize, or, on the meta device, pass it to pipeline.materialize(init=...)."
+        )
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise InputError(
             "a pipeline cannot be deep-copied: its stages and process groups are bound to this object. Copy the module "
-            "before parallelize and parallelize the copy with the same plan."
+            "before parallelize and parallelize the copy with the same plan. For averages of weights, such as an EMA, "
+            "keep clones: {name: parameter.detach().clone() for name, parameter in pipeline.named_parameters()}."
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -391,6 +416,7 @@ def build_pipeline_module(
     check_pipeline_options(target)
     call_cache = CallCache(call.module, device_mesh, plan, target, call.batch_dims)
     call_cache.compare_calls(call.args, call.kwargs)
+    Holders(call.module, nn.Module()).check_hooks()
     prepared = call_cache.cut(call.args, call.kwargs)
     plan.check(MeshShape.of(device_mesh), forward_fingerprint(prepared.call_format.graph))
     check_same_placements(prepared.stages, plan.stages)

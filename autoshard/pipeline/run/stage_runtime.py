@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import AutoshardError, PipelineError
+from autoshard.errors import AutoshardError, PipelineError, summary_of
 from autoshard.options.target import Target
 from autoshard.pipeline._torch import ActionsRuntime, MultiPeerStage
 from autoshard.pipeline.graph.microbatch import BatchCall, CallFormat, Inputs, Loss, loss_shares
@@ -253,7 +253,7 @@ class PipelineRuntime:
                 raise cause from error
             raise PipelineError(
                 f"a step of the pipeline broke off on rank {dist.get_rank()} (rank {dist.get_rank(self._group)} of "
-                f"{self.schedule.ranks} along the pipeline): {type(cause).__name__}: {cause}\nIf a connection was "
+                f"{self.schedule.ranks} along the pipeline): {summary_of(cause)}\nIf a connection was "
                 f"closed or timed out, another rank ended or hangs, and its own log says why. The ranks are no longer "
                 f"at the same point: start all anew, from the last checkpoint."
             ) from error

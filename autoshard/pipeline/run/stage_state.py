@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,26 @@ from autoshard.errors import PipelineError, PlanError
 from autoshard.pipeline.graph.stage_modules import StageModule, owner_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.shards import local_of, set_tensor
+from autoshard.specs.spec import Spec
 
-StateEntry = tuple[dict[str, Any], dict[str, Any], str]
-"""The `_parameters` or `_buffers` of a module of a stage and of the whole, and the key of a tensor in both."""
+
+class StateEntry(NamedTuple):
+    """A parameter or buffer of a stage.
+
+    Attributes:
+        stage, whole: the `_parameters` or `_buffers` of a module of the stage and of the whole.
+        key: of the tensor in both.
+        name: of the tensor in the model.
+        dtype: of the tensor.
+        text: what an error says of it.
+    """
+
+    stage: dict[str, Any]
+    whole: dict[str, Any]
+    key: str
+    name: str
+    dtype: torch.dtype
+    text: str
 
 
 def register_stage_state(
@@ -68,14 +85,88 @@ def state_entries(stage: nn.Module, whole: nn.Module, constants: Collection[str]
                 f"this call reads {name} on a stage whose rank does not hold it: the pipeline was made for "
                 f"another one. Make it with an example of such a call."
             )
-        entries.append((getattr(_holder(stage, name), kind), table, key))
+        tensor = table[key]
+        entries.append(
+            StateEntry(getattr(_holder(stage, name), kind), table, key, name, tensor.dtype, _text_of(tensor))
+        )
     return entries
 
 
 def relink_entries(entries: Sequence[StateEntry]) -> None:
-    """Put the objects of the whole into the stages: loading and materializing may have replaced them."""
-    for stage, whole, key in entries:
-        stage[key] = whole[key]
+    """Put the objects of the whole into the stages: loading and materializing may have replaced them.
+
+    Raises:
+        PipelineError: a tensor was deleted, or replaced by one that no stage can take; nothing was changed.
+    """
+    new = []
+    for entry in entries:
+        tensor = entry.whole.get(entry.key)
+        if tensor is None or tensor.dtype != entry.dtype:
+            raise _replaced_error(entry.name, tensor, entry.text)
+        if tensor is not entry.stage[entry.key]:
+            if _text_of(tensor) != entry.text:
+                raise _replaced_error(entry.name, tensor, entry.text)
+            new.append((entry, tensor))
+    for entry, tensor in new:
+        entry.stage[entry.key] = tensor
+
+
+def _replaced_error(name: str, tensor: torch.Tensor | None, text: str) -> PipelineError:
+    change = "deleted" if tensor is None else f"made {_text_of(tensor)}, where it was {text},"
+    return PipelineError(
+        f"{name} was {change} after the pipeline was made, and its stages run with what they were made with. Change "
+        "numbers in place, or load them (pipeline.load_state_dict); change the model itself (nn.utils.prune, "
+        "parametrize, other dtypes or shapes) before autoshard.parallelize."
+    )
+
+
+def _text_of(tensor: torch.Tensor) -> str:
+    placed = f" placed as {Spec(tuple(tensor.placements))}" if isinstance(tensor, DTensor) else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}{placed}"
+
+
+class Holders:
+    """The modules that hold the parameters and buffers of a rank's stages, which nobody calls.
+
+    Args:
+        model: the model that the stages are of, which nobody calls either.
+        whole: of all of them.
+    """
+
+    def __init__(self, model: nn.Module, whole: nn.Module) -> None:
+        self._roots = {f"the {type(model).__name__}": model, "the pipeline": whole}
+        self._links = [
+            (part._modules, key, child, f"{path}.{key}" if path else key)
+            for path, part in whole.named_modules()
+            for key, child in part._modules.items()
+        ]
+
+    def check(self) -> None:
+        """Raise a `PipelineError` if one was deleted or replaced."""
+        for table, key, child, name in self._links:
+            if table.get(key) is not child:
+                raise PipelineError(
+                    f"{name} of the pipeline was deleted or replaced by another module after the pipeline was made, "
+                    "whose stages run with the parameters that they were made with. Load numbers into these "
+                    "(pipeline.load_state_dict), or change the model before autoshard.parallelize."
+                )
+
+    def check_hooks(self) -> None:
+        """Raise a `PipelineError` if one has hooks of calls, which would never run."""
+        for _, _, child, name in self._links:
+            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+                raise _hook_error(f"{name} of the pipeline")
+        for name, part in self._roots.items():
+            if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+                raise _hook_error(name)
+
+
+def _hook_error(name: str) -> PipelineError:
+    return PipelineError(
+        f"a hook of calls is set on {name}, and would never run: stages run programs, and nothing calls that module. "
+        "Return from forward what the hook looks at (eval_step hands on all outputs), do what it does around "
+        "train_step, or use a mesh without a pipeline axis."
+    )
 
 
 def _holder(module: nn.Module, name: str) -> nn.Module:

@@ -1,0 +1,74 @@
+"""Parameters that `forward` changes in place, unseen by autograd, as in `weight.data.clamp_(-1, 1)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from autoshard.capture.capture_errors import node_place
+from autoshard.capture.export import Exported
+from autoshard.capture.nodes import base_of, changed_memory, regions_of
+from autoshard.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+def assign_changed_parameters(exported: Exported, unless: str = "") -> Exported:
+    """Return a graph that changes copies of such parameters and assigns them: autograd allows no change of a leaf.
+
+    The copy passes gradients on as they are, so that a parameter has the gradients of its changed numbers, as on one
+    device.
+
+    Args:
+        exported: the graph, which is changed.
+        unless: why no parameter may be changed; empty if any may.
+
+    Raises:
+        CaptureError: an input that has a gradient is changed, or a parameter that may not be.
+    """
+    graph, placeholders = exported.graph, exported.placeholders
+    changed: dict[fx.Node, fx.Node] = {}
+    for memory, node in _changes(graph):
+        if memory in placeholders and placeholders[memory].fake.requires_grad:
+            changed.setdefault(memory, node)
+    last = next(reversed(placeholders), None)
+    copies: dict[fx.Node, fx.Node] = {}
+    for source, node in changed.items():
+        item = placeholders[source]
+        if item.kind != "parameter":
+            raise CaptureError(
+                f"{node_place(node, f'changes the {item.kind} {item.name} in place, which a gradient is taken for')}. "
+                "Compute a new tensor, such as x.clamp(...) in place of x.clamp_(...)."
+            )
+        if unless:
+            raise CaptureError(
+                f"{node_place(node, f'changes the parameter {item.name} in place')}: {unless}. Switch the line off, "
+                "and change the parameter between steps, behind the optimizer's: with torch.no_grad(): "
+                "weight.clamp_(...)."
+            )
+        with graph.inserting_after(last):
+            copy = graph.call_function(aten.clone.default, (source,))
+        copy.meta = {key: value for key, value in node.meta.items() if key != "val"} | {"val": source.meta["val"]}
+        for user in [user for user in source.users if user is not copy]:
+            user.replace_input_with(source, copy)
+        copies[source] = copy
+    outputs = tuple(copies.get(node, node) for node in exported.outputs)
+    assigned = [(name, copies.get(node, node)) for name, node in exported.assigned]
+    assigned += [(placeholders[source].name, copy) for source, copy in copies.items()]
+    return replace(exported, outputs=outputs, assigned=tuple(assigned))
+
+
+def _changes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the nodes that made memory that is changed in place, with those that change it, in regions too."""
+    for node in graph.nodes:
+        yield from ((memory, node) for memory in changed_memory(node))
+        # Such as code under torch.no_grad: a call of a graph with the operands that follow it.
+        for source, region in regions_of(node):
+            operands = node.args[node.args.index(source) + 1 :]
+            passed = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=False))
+            for memory, change in _changes(region.graph):
+                if isinstance(operand := passed.get(memory), fx.Node):
+                    yield base_of(operand), change
