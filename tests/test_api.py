@@ -16,17 +16,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 import autoshard
+from autoshard.capture.joint import JointGraph, capture
 from autoshard.errors import BudgetError, InputError, PlanError
 from autoshard.runtime.shards import distribute, local_of
 from autoshard.specs.spec import Spec
 from tests import models
 from tests.runtime.meshes import simulated_mesh
-from tests.training import TOLERANCE, fast_links, held_by_ranks, outputs_of, relative_difference
+from tests.training import TOLERANCE, captured_as, fast_links, held_by_ranks, outputs_of, relative_difference
 
 Inputs = dict[str, Any]
 Usage = Callable[[nn.Module, Inputs], Mapping[str, torch.Tensor]]
 """What a user does with a module; returns what is to be compared."""
 MESH = {"dp": 2, "tp": 2}
+FAST = autoshard.Search(effort="fast")
 
 
 def gpt(**options: Any) -> models.Model:
@@ -34,10 +36,18 @@ def gpt(**options: Any) -> models.Model:
 
 
 @functools.cache
+def graph_of_gpt() -> JointGraph:
+    """For the tests in which the step of the example alone runs."""
+    module, inputs = gpt()
+    return capture(module, (), inputs)
+
+
+@functools.cache
 def plan_of_gpt() -> autoshard.ShardingPlan:
     """For the tests of what is done with a plan, whatever it is."""
     module, inputs = gpt()
-    return autoshard.plan(module, MESH, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
+    with captured_as(graph_of_gpt()):
+        return autoshard.plan(module, MESH, (), inputs, cluster=fast_links(), search=FAST)
 
 
 def mlp() -> models.Model:
@@ -63,9 +73,7 @@ def check(usage: Usage, module: nn.Module, inputs: Inputs, **options: Any) -> nn
     """The usage gives on a mesh what it gives on one device."""
     expected = alone(usage, module, inputs)
     with simulated_mesh(**MESH) as mesh:
-        autoshard.parallelize(
-            module, mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"), **options
-        )
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), search=FAST, **options)
         assert relative_difference(_results(usage(module, inputs), module), expected) <= TOLERANCE
     return module
 
@@ -89,7 +97,7 @@ def test_the_module_stays_the_same_object_with_the_same_names() -> None:
     module, inputs = gpt()
     names, kind = list(module.state_dict()), type(module)
     with simulated_mesh(dp=2, tp=2) as mesh:
-        assert autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links()) is module
+        assert autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), search=FAST) is module
         assert type(module) is kind
         assert list(module.state_dict()) == names
         assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
@@ -110,7 +118,7 @@ def test_without_examples_an_optimizer_made_before_the_first_call_trains_the_rig
     with simulated_mesh(dp=2, tp=2) as mesh:
         with pytest.raises(InputError, match="is not parallelised"):
             autoshard.plan_of(module)
-        autoshard.parallelize(module, mesh, cluster=fast_links())
+        autoshard.parallelize(module, mesh, cluster=fast_links(), search=FAST)
         assert all(placement == Replicate() for p in module.parameters() for placement in p.placements)
         with pytest.raises(InputError, match="it is planned at its first call"):
             autoshard.plan_of(module)
@@ -206,7 +214,8 @@ def test_planned_outputs_are_dtensors_as_they_lie() -> None:
         (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
         return {"logits": logits, "loss": loss}
 
-    module = check(usage, *gpt(), output_placements="planned")
+    with captured_as(graph_of_gpt()):
+        module = check(usage, *gpt(), output_placements="planned")
     assert any(placement != Replicate() for placement in module.sharding_plan.output_placements["output[0]"])
 
 
@@ -217,7 +226,8 @@ def test_outputs_are_handed_back_as_asked() -> None:
         (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
         return {"logits": logits}
 
-    check(usage, *gpt(), output_placements={"output[0]": (Shard(0), Shard(2))})
+    with captured_as(graph_of_gpt()):
+        check(usage, *gpt(), output_placements={"output[0]": (Shard(0), Shard(2))})
 
 
 def local_inputs(inputs: Inputs, mesh: DeviceMesh) -> Inputs:
@@ -236,7 +246,7 @@ def test_local_inputs() -> None:
     with simulated_mesh(dp=2, tp=2) as mesh:
         placements = dict.fromkeys(inputs, (Shard(0), Replicate()))
         autoshard.parallelize(
-            module, mesh, (), inputs, cluster=fast_links(), inputs="local", input_placements=placements
+            module, mesh, (), inputs, cluster=fast_links(), search=FAST, inputs="local", input_placements=placements
         )
         assert module.sharding_plan.input_placements == placements
         shards = local_inputs(inputs, mesh)
@@ -284,7 +294,9 @@ def test_local_inputs_need_no_placements_and_no_global_example() -> None:
             name: torch.empty(tensor.shape[0] // 2, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
             for name, tensor in inputs.items()
         }
-        autoshard.parallelize(module, mesh, (), example, cluster=fast_links(), inputs="local", example_inputs="local")
+        autoshard.parallelize(
+            module, mesh, (), example, cluster=fast_links(), search=FAST, inputs="local", example_inputs="local"
+        )
         assert module.sharding_plan.input_placements == dict.fromkeys(inputs, (Shard(0), Replicate()))
         results = _results({"loss": step(module, {name: rows(one, mesh) for name, one in inputs.items()})}, module)
         assert relative_difference(results, expected) <= TOLERANCE
@@ -320,6 +332,7 @@ def test_local_outputs_are_rows_and_their_gradients_those_of_the_mean() -> None:
             module,
             mesh,
             cluster=fast_links(),
+            search=FAST,
             inputs="local",
             outputs="local",
             output_placements={"los*": {"dp": Replicate(), "tp": Replicate()}},
@@ -340,7 +353,8 @@ def test_dtensor_inputs_may_lie_anyhow() -> None:
     module, inputs = gpt()
     expected = alone(lambda module, inputs: {"loss": step(module, inputs)}, module, inputs)
     with simulated_mesh(dp=2, tp=2) as mesh:
-        autoshard.parallelize(module, mesh, (), inputs, plan=plan_of_gpt())
+        with captured_as(graph_of_gpt()):
+            autoshard.parallelize(module, mesh, (), inputs, plan=plan_of_gpt())
         placed = {name: distribute(tensor, mesh, Spec.of(Shard(1), Shard(0))) for name, tensor in inputs.items()}
         results = _results({"loss": step(module, placed)}, module)
         assert relative_difference(results, expected) <= TOLERANCE
@@ -392,7 +406,8 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error() -> None:
     """As on one device: the gradient would be of other numbers."""
     module, inputs = gpt()
     with simulated_mesh(dp=2, tp=2) as mesh:
-        autoshard.parallelize(module, mesh, (), inputs, plan=plan_of_gpt())
+        with captured_as(graph_of_gpt()):
+            autoshard.parallelize(module, mesh, (), inputs, plan=plan_of_gpt())
         logits, loss = module(**inputs)
         with torch.no_grad():
             for parameter in module.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.capture.attention_operator import operators
-from autoshard.capture.joint import capture
+from autoshard.capture.joint import JointGraph, capture
 from autoshard.specs.axes import MeshShape
 from autoshard.verify.float64 import Float64Mode, default_float64
 from tests import models
@@ -27,6 +28,12 @@ STEP = 1e-5
 def build(name: str) -> models.Model:
     with Float64Mode():
         return models.ZOO[name](dtype=torch.float64, layers=1, dropout=RATE)
+
+
+@cache
+def graph_of(name: str) -> JointGraph:
+    module, inputs = build(name)
+    return capture(module, (), inputs)
 
 
 def loss(module: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -68,8 +75,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["gpt", "hf_gpt2", "hf_bert"])
 def test_attention_with_dropout_is_captured_as_one_operator(name: str) -> None:
-    module, inputs = build(name)
-    graph = capture(module, (), inputs)
+    graph = graph_of(name)
     targets = [node.target for node in graph.graph.nodes]
     assert targets.count(operators.attention.default) == 1
     assert targets.count(operators.attention_seed.default) == 1
@@ -81,8 +87,9 @@ def test_attention_with_dropout_is_captured_as_one_operator(name: str) -> None:
 def test_planned_gradients_are_those_of_what_was_dropped(name: str, recompute: Literal["none", "full"]) -> None:
     module, inputs = build(name)
     with simulated_mesh(dp=2, tp=2) as mesh:
-        with Float64Mode():
-            autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), recompute=recompute)
+        with Float64Mode(), captured_as(graph_of(name)):
+            search = autoshard.Search(effort="fast")
+            autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), search=search, recompute=recompute)
         with default_float64():
             assert gradients_disagree(module, inputs) < 1e-7
 
@@ -90,7 +97,7 @@ def test_planned_gradients_are_those_of_what_was_dropped(name: str, recompute: L
 @pytest.mark.parametrize("seed", range(2))
 def test_gradients_under_random_plans(seed: int) -> None:
     module, inputs = build("gpt")
-    graph = capture(module, (), inputs)
+    graph = graph_of("gpt")
     plan = random_plan(graph, MeshShape.of({"a": 2, "b": 2}), seed, recompute=seed % 2)
     with simulated_mesh(a=2, b=2) as mesh:
         with Float64Mode(), captured_as(graph):

@@ -189,7 +189,7 @@ def check_border(
         _assert_same(one.grad, other.grad, mesh, "the gradient of a parameter")
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=9, deadline=None, derandomize=True, database=None)
 @given(
     steps=st.lists(STEPS, min_size=2, max_size=5),
     returned=st.lists(st.integers(0, 9), min_size=2, max_size=5),
@@ -234,7 +234,7 @@ def test_gradients_that_forward_enables_under_no_grad() -> None:
         check_border(module, {"x": torch.randn(6, WIDTH)}, mesh, [True], False)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gpt", 1), ("hf_gpt2", 2), ("hf_vit", 1)])
+@pytest.mark.parametrize(("name", "layers"), [("gpt", 1), ("hf_gpt2", 2)])
 def test_models_of_the_zoo(name: str, layers: int) -> None:
     with simulated_mesh(x=2) as mesh:
         module, inputs = models.ALL[name](dtype=torch.float64, layers=layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,20 +14,37 @@ from torch.autograd import Function
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
+from autoshard.capture.joint import capture
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.schedule.actions import schedule
+from autoshard.specs.axes import MeshShape
 from tests.models.gradients import BETWEEN, Small, gradients
 from tests.option_groups import grouped
 from tests.pipeline.pipelines import assert_equal, pipeline_of, plan_by_hand, train_alone, train_pipeline
+from tests.random_plans import random_plan
 from tests.runtime.meshes import simulated_mesh
-from tests.training import PLANNING_SECONDS, TOLERANCE, Trace, compare, fast_links, train
+from tests.training import (
+    PLANNING_SECONDS,
+    TOLERANCE,
+    Beside,
+    Trace,
+    captured_as,
+    compare,
+    fast_links,
+    train,
+    worst_by_name,
+)
 from tests.workers import Workers
 
 Builder = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
 
-MESHES = [(name, (2, 2)) for name in BETWEEN] + [
-    (name, mesh) for name in ("straight-through", "lean linear", "hooks set late") for mesh in ((1,), (2,))
-]
+OFTEN = ("straight-through", "lean linear", "hooks set late")
+GROUPS = [[*BETWEEN][first::3] for first in range(3)]
+
+
+def several(names: Sequence[str]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The models of these names beside one another, and their inputs."""
+    return Beside(gradients(name)[0] for name in names), gradients(names[0])[1]
 
 
 def _on_mesh(build: Builder, mesh: tuple[int, ...], **options: Any) -> Trace:
@@ -38,15 +55,31 @@ def _on_mesh(build: Builder, mesh: tuple[int, ...], **options: Any) -> Trace:
         return train(module, inputs)
 
 
+def _under_random_plan(build: Builder, sizes: tuple[int, ...]) -> Trace:
+    """Whatever is split how: no search, which takes long for many models at once."""
+    module, inputs = build()
+    graph, mesh = capture(module, (), inputs), {f"axis{place}": size for place, size in enumerate(sizes)}
+    plan = random_plan(graph, MeshShape.of(mesh), seed=0, forced=0.3)
+    with simulated_mesh(**mesh) as device_mesh, captured_as(graph):
+        autoshard.parallelize(module, device_mesh, (), inputs, plan=plan)
+        return train(module, inputs, 1)
+
+
 def _check(build: Builder, mesh: tuple[int, ...], **options: Any) -> None:
     trace = _on_mesh(build, mesh, **options)
     assert compare(trace, train(*build())).worst < TOLERANCE
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(("name", "mesh"), MESHES, ids=str)
-def test_training_agrees_with_one_device(name: str, mesh: tuple[int, ...]) -> None:
-    _check(lambda: gradients(name), mesh)
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
+def test_training_agrees_with_one_device(names: Sequence[str]) -> None:
+    trace, reference = _under_random_plan(lambda: several(names), (2,)), train(*several(names), 1)
+    assert worst_by_name(names, trace, reference) == {}
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,)], ids=str)
+def test_planned_training_agrees_with_one_device(mesh: tuple[int, ...]) -> None:
+    assert worst_by_name(OFTEN, _on_mesh(lambda: several(OFTEN), mesh), train(*several(OFTEN))) == {}
 
 
 @pytest.mark.parametrize("name", ["hooks set late", "gradient inside", "non-differentiable"])
@@ -54,10 +87,10 @@ def test_whole_layers_are_run_again(name: str) -> None:
     _check(lambda: gradients(name, layers=3), (2, 2), recompute="full")
 
 
-@pytest.mark.parametrize("name", ["hooks set late", "gradient inside", "context apart", "non-differentiable"])
-def test_sizes_may_change(name: str) -> None:
-    module, inputs = gradients(name)
-    reference, _ = gradients(name)
+def test_sizes_may_change() -> None:
+    names = ["hooks set late", "gradient inside", "context apart", "non-differentiable"]
+    module, inputs = several(names)
+    reference, _ = several(names)
     others = {key: tensor.repeat(2, 1)[:18] for key, tensor in inputs.items()}
     dims = {key: {0: "batch"} for key in inputs}
     with simulated_mesh(dp=2) as mesh:
@@ -73,7 +106,7 @@ def test_sizes_may_change(name: str) -> None:
         train(module, inputs, 1)
         trace = train(module, others, 1)
     train(reference, inputs, 1)
-    assert compare(trace, train(reference, others, 1)).worst < TOLERANCE
+    assert worst_by_name(names, trace, train(reference, others, 1)) == {}
 
 
 @torch.library.custom_op("test_gradients::exponential", mutates_args=())

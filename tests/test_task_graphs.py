@@ -60,7 +60,8 @@ def assert_like_one_device(model: nn.Module, batch: tuple[Tensor, ...], mesh: di
     alone = copy.deepcopy(module)
     reference = train(alone, inputs)
     with simulated_mesh(**mesh) as device_mesh, default_float64():
-        autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links())
+        search = autoshard.Search(effort="fast")
+        autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), search=search)
         trace = train(module, inputs)
     assert compare(trace, reference).worst < TOLERANCE
     return module
@@ -73,8 +74,15 @@ def build(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return example(name).build(2)
 
 
-@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 2, "y": 2}])
-@pytest.mark.parametrize("name", ["data_parallel", "replicate_and_split", "mixture_of_experts"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("data_parallel", {"x": 2}),
+        ("replicate_and_split", {"x": 2, "y": 2}),
+        ("mixture_of_experts", {"x": 2}),
+        ("mixture_of_experts", {"x": 2, "y": 2}),
+    ],
+)
 def test_the_examples_train_as_on_one_device(name: str, mesh: dict[str, int]) -> None:
     placements = assert_like_one_device(*build(name), mesh).sharding_plan.placements
     if name == "replicate_and_split":
@@ -128,7 +136,8 @@ def test_other_calls_keep_the_task_graphs(dynamic: dict[str, dict[int, str]] | N
     alone = copy.deepcopy(model)
     calls = [{"x": torch.randn(rows, 6, 16).double(), "target": torch.randn(rows, 6, 16).double()} for rows in (4, 8)]
     with simulated_mesh(x=2) as mesh:
-        autoshard.parallelize(model, mesh, (), calls[0], cluster=fast_links(), dynamic=dynamic)
+        search = autoshard.Search(effort="fast")
+        autoshard.parallelize(model, mesh, (), calls[0], cluster=fast_links(), search=search, dynamic=dynamic)
         for call in calls:
             with torch.no_grad():
                 ours, theirs = model(**call), alone(**call)

@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -37,7 +37,8 @@ from tests.runtime.meshes import simulated_mesh
 
 OF_ONE_LAYER = " of one layer"  # behind the name of a model that has two
 ONE_LAYER = "gpt" + OF_ONE_LAYER
-STEPS = 3
+STEPS = 3  # of the rows of docs/numerics.md, and of pipelines
+FEW = 2  # of tests: the second has the state that the first one leaves to the optimizer
 LEARNING_RATE = 0.1
 MOMENTUM = 0.9
 PLANNING_SECONDS = 10.0  # enough for one and two axes; on three, the search ends there
@@ -139,7 +140,7 @@ def loss_of(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return outputs["loss"] if "loss" in outputs else next(iter(outputs.values())).square().mean()
 
 
-def train(module: nn.Module, inputs: Mapping[str, Any], steps: int = STEPS) -> Trace:
+def train(module: nn.Module, inputs: Mapping[str, Any], steps: int = FEW) -> Trace:
     """Train with SGD and momentum on the same batch.
 
     Adam would divide the rounding of gradients that are exactly zero, such as those of key biases, by itself.
@@ -186,7 +187,7 @@ def build(name: str, **options: Any) -> models.Model:
 
 
 @functools.cache
-def one_device(name: str, steps: int = STEPS) -> Trace:
+def one_device(name: str, steps: int = FEW) -> Trace:
     """The trace of a model on one device."""
     module, inputs = build(name)
     with Float64Mode():
@@ -194,14 +195,14 @@ def one_device(name: str, steps: int = STEPS) -> Trace:
 
 
 def train_on_mesh(
-    name: str, mesh: Mapping[str, int], steps: int = STEPS, *, effort: Effort = "full", **options: Any
+    name: str, mesh: Mapping[str, int], steps: int = FEW, *, effort: Effort = "full", **options: Any
 ) -> Trace:
     """Train a model, built with these options, as planned on all ranks of a mesh in this process."""
     with simulated_mesh(**mesh) as device_mesh:
         return _train_planned(name, device_mesh, steps, effort, **options)
 
 
-def train_on_processes(name: str, mesh: Mapping[str, int], steps: int = STEPS, *, effort: Effort = "full") -> Trace:
+def train_on_processes(name: str, mesh: Mapping[str, int], steps: int = FEW, *, effort: Effort = "full") -> Trace:
     """Train a model as planned on a mesh of processes of which this is one."""
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     return _train_planned(name, device_mesh, steps, effort)
@@ -273,6 +274,38 @@ def train_random_plan(
             autoshard.parallelize(module, device_mesh, (), inputs, plan=plan, output_placements=outputs)
         with default_float64():
             return train(module, inputs, steps)
+
+
+class Beside(nn.Module):
+    """Models beside one another, each called with the same inputs: the loss of each, and their sum.
+
+    One capture and one plan serve them all; `worst_by_name` tells whose numbers are wrong.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for place, module in enumerate(modules):
+            self.add_module(f"model{place}", module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        losses = {name: module(*args, **kwargs) for name, module in self.named_children()}
+        return {"loss": torch.stack([*losses.values()]).sum()} | losses
+
+
+def worst_by_name(names: Sequence[str], trace: Trace, reference: Trace) -> dict[str, float]:
+    """The largest difference to one device of every model of a `Beside`, by these names, where it is too large."""
+    errors = {"all together": compare(trace, reference).worst}
+    for place, name in enumerate(names):
+        errors[name] = compare(*(_part(one, f"model{place}") for one in (trace, reference))).worst
+    return {name: error for name, error in errors.items() if error > TOLERANCE}
+
+
+def _part(trace: Trace, model: str) -> Trace:
+    kinds = {
+        kind: {name: held for name, held in getattr(trace, kind).items() if name.split(".")[0] == model}
+        for kind in ("outputs", "gradients", "parameters", "buffers")
+    }
+    return dataclasses.replace(trace, losses={}, **kinds)
 
 
 def compare(trace: Trace, reference: Trace) -> Errors:

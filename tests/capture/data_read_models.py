@@ -155,12 +155,8 @@ def _series() -> dict[str, Tensor]:
     return {**inputs, "past_observed_mask": torch.ones(2, 10, dtype=torch.float64)}
 
 
-def time_series() -> ModelCall:
-    config = transformers.TimeSeriesTransformerConfig(**_SERIES)
-    return transformers.TimeSeriesTransformerForPrediction(config).double(), _series()
-
-
 def informer() -> ModelCall:
+    """With the scaling and the distributions of the Time Series Transformer."""
     return transformers.InformerForPrediction(transformers.InformerConfig(**_SERIES)).double(), _series()
 
 
@@ -183,7 +179,6 @@ MODELS: dict[str, Callable[[], ModelCall]] = {
     "EnCodec": encodec,
     "Mimi": mimi,
     "EoMT": eomt,
-    "Time Series Transformer": time_series,
     "Informer": informer,
     "BigBird": big_bird,
 }

@@ -20,8 +20,8 @@ from tests.capture.interpret import run_joint
 from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
-LENGTH, HEADS = 12, 4
-DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+LENGTH, HEADS = 8, 4
+DOCUMENTS = torch.tensor([[0] * 3 + [1] * 5, [0] * 8])
 BIAS = torch.linspace(-1, 1, 2 * LENGTH * LENGTH).view(2, 1, LENGTH, LENGTH).double()
 
 Modification = Callable[..., Tensor]

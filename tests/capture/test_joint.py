@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,16 +21,23 @@ F64 = torch.float64
 
 CASES = {
     "mlp": lambda: models.mlp(dtype=F64),
-    "gpt-view": lambda: models.gpt(dtype=F64, split="view"),
-    "gpt-chunk": lambda: models.gpt(dtype=F64, split="chunk"),
-    "gpt-split-tied": lambda: models.gpt(dtype=F64, split="split", tied=True),
-    "hf_gpt2": lambda: models.hf_gpt2(dtype=F64),
+    "gpt-view": lambda: models.gpt(dtype=F64, split="view", layers=1),
+    "gpt-chunk": lambda: models.gpt(dtype=F64, split="chunk", layers=1),
+    "gpt-split-tied": lambda: models.gpt(dtype=F64, split="split", tied=True, layers=1),
+    "hf_gpt2": lambda: models.hf_gpt2(dtype=F64, layers=1),
     "hf_llama": lambda: models.hf_llama(dtype=F64),
-    "hf_bert": lambda: models.hf_bert(dtype=F64),
-    "hf_bert-masked": lambda: models.hf_bert(dtype=F64, task="masked"),
-    "hf_vit": lambda: models.hf_vit(dtype=F64),
-    "resnet18": lambda: models.resnet18(dtype=F64),
+    "hf_bert": lambda: models.hf_bert(dtype=F64, layers=1),
+    "hf_bert-masked": lambda: models.hf_bert(dtype=F64, layers=1, task="masked"),
+    "hf_vit": lambda: models.hf_vit(dtype=F64, layers=1),
+    "wide_resnet": lambda: models.ZOO["wide_resnet"](dtype=F64),
 }
+
+
+@functools.cache
+def captured(case: str) -> JointGraph:
+    """The graph of a case, which tests only read."""
+    module, kwargs = CASES[case]()
+    return capture(module, (), kwargs)
 
 
 class Small(nn.Module):
@@ -77,16 +85,15 @@ def assert_same_step(graph: JointGraph, module: nn.Module, kwargs: dict[str, Any
 @pytest.mark.parametrize("case", CASES)
 def test_joint_graph_computes_what_the_module_computes(case: str) -> None:
     module, kwargs = CASES[case]()
-    graph = capture(module, (), kwargs)
+    graph = captured(case)
     assert graph.tangent_outputs == tuple(output.name for output in graph.outputs if output.tangent)
     assert len(graph.tangent_outputs) == 1
     assert_same_step(graph, module, kwargs)
 
 
 def test_batch_norm_buffers_are_mutations() -> None:
-    module, kwargs = models.resnet18(dtype=F64)
-    graph = capture(module, (), kwargs)
-    mutated = {output.name for output in graph.outputs if output.kind == "mutation"}
+    module, _ = CASES["wide_resnet"]()
+    mutated = {output.name for output in captured("wide_resnet").outputs if output.kind == "mutation"}
     assert mutated == {name for name, _ in module.named_buffers()}
 
 
@@ -112,8 +119,8 @@ def test_evaluation_and_no_grad() -> None:
 
 
 def test_capture_under_no_grad_still_has_gradients() -> None:
-    module, kwargs = models.mlp(dtype=F64)
-    expected = capture(module, (), kwargs).fingerprint
+    module, kwargs = CASES["mlp"]()
+    expected = captured("mlp").fingerprint
     with torch.no_grad():
         assert capture(module, (), kwargs).fingerprint == expected
     with torch.inference_mode():
@@ -131,8 +138,8 @@ def test_capture_leaves_module_and_random_state_alone() -> None:
 
 
 def test_only_the_loss_is_differentiated_unless_asked() -> None:
-    module, kwargs = models.gpt(dtype=F64, layers=1)
-    loss = capture(module, (), kwargs)
+    module, kwargs = CASES["gpt-view"]()
+    loss = captured("gpt-view")
     everything = capture(module, (), kwargs, tangents="all")
     assert loss.tangent_outputs == ("output[1]",)
     assert everything.tangent_outputs == ("output[0]", "output[1]")
@@ -165,8 +172,8 @@ def test_a_scalar_without_gradient_is_no_loss() -> None:
 
 
 def test_tied_parameters_appear_once() -> None:
-    module, kwargs = models.gpt(tied=True, layers=1)
-    graph = capture(module, (), kwargs)
+    module, _ = CASES["gpt-split-tied"]()
+    graph = captured("gpt-split-tied")
     names = [item.name for item in graph.inputs if item.kind == "parameter"]
     assert names == [name for name, _ in module.named_parameters()]
     assert graph.aliases["tokens.weight"] == ("tokens.weight", "head.weight")
@@ -215,7 +222,7 @@ def test_input_gradient() -> None:
 
 
 def test_meta_module_gives_the_same_graph() -> None:
-    module, kwargs = models.hf_llama()
+    module, kwargs = models.hf_llama(layers=1)
     expected = capture(module, (), kwargs)
     inputs = {name: tensor.to("meta") for name, tensor in kwargs.items()}
     with torch.device("meta"):  # capture does not follow the default device
@@ -271,11 +278,11 @@ def test_flatten_inputs_refuses_another_structure() -> None:
 
 
 def test_the_same_tensor_twice_is_two_inputs() -> None:
-    module, kwargs = models.gpt(dtype=F64, layers=1)
+    module, kwargs = CASES["gpt-view"]()
     tokens = kwargs["input_ids"]
     graph = capture(module, (), {"input_ids": tokens, "labels": tokens})
     assert [item.name for item in graph.inputs if item.kind == "input"] == ["input_ids", "labels"]
-    assert graph.fingerprint == capture(module, (), kwargs).fingerprint
+    assert graph.fingerprint == captured("gpt-view").fingerprint
 
 
 def test_constants_keep_their_values() -> None:
@@ -341,11 +348,11 @@ def test_autocast_is_captured() -> None:
 
 
 def test_module_paths_and_phases() -> None:
-    module, kwargs = models.gpt()
-    graph = capture(module, (), kwargs)
+    module, _ = CASES["gpt-view"]()
+    graph = captured("gpt-view")
     phases = [graph.phase(node) for node in graph.graph.nodes if node.op == "call_function"]
     assert phases == sorted(phases, key=["forward", "backward"].index)
-    linear = [node for node in graph.graph.nodes if graph.module_path(node) == "layers.1.mlp.0"]
+    linear = [node for node in graph.graph.nodes if graph.module_path(node) == "layers.0.mlp.0"]
     assert {graph.phase(node) for node in linear} == {"forward", "backward"}
     assert [node.target for node in linear].count(torch.ops.aten.mm.default) == 2
     known = {name for name, _ in module.named_modules()}

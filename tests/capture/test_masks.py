@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
 
 from autoshard.capture import capture, masks
 from autoshard.capture.attention_operator import operators
@@ -15,17 +16,29 @@ from tests.capture.interpret import run_joint
 LENGTH = 12
 
 
+Mask = Callable[[Tensor], Tensor]
+
+
 class Masked(nn.Module):
-    """Attention under a mask that a function of the input makes."""
+    """Attention under each of some masks that functions of the input make: losses by the names of these functions."""
 
-    def __init__(self, mask: Callable[[Tensor], Tensor], queries: int = LENGTH) -> None:
+    def __init__(self, *masks: Mask, queries: int = LENGTH) -> None:
         super().__init__()
-        self.into, self.mask, self.queries = nn.Linear(8, 24).double(), mask, queries
+        self.masks, self.queries = masks, queries
+        self.into = nn.ModuleDict({mask.__name__: nn.Linear(8, 24).double() for mask in masks})
 
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.into(x).unflatten(-1, (3, 2, 4)).movedim(-3, 0).transpose(-3, -2)
-        query = query[:, :, : self.queries]
-        return scaled_dot_product_attention(query, key, value, attn_mask=self.mask(x)).square().mean()
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        losses = {}
+        for place, mask in enumerate(self.masks):
+            query, key, value = self.into[mask.__name__](x).unflatten(-1, (3, 2, 4)).movedim(-3, 0).transpose(-3, -2)
+            query = query[:, :, : self.queries]
+            # The scale tells the calls apart.
+            y = scaled_dot_product_attention(query, key, value, attn_mask=self.mask(mask, x), scale=1.0 / (place + 1))
+            losses[mask.__name__] = y.square().mean()
+        return losses
+
+    def mask(self, mask: Mask, x: Tensor) -> Tensor:
+        return mask(x)
 
 
 def positions(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +130,7 @@ def every_other(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1]) <= count.unsqueeze(1)
 
 
-KNOWN: dict[Callable[[Tensor], Tensor], tuple[bool, int]] = {
+KNOWN: dict[Mask, tuple[bool, int]] = {
     causal: (True, 0),
     triangle: (True, 0),
     window: (True, 5),
@@ -139,61 +152,84 @@ UNKNOWN = (
 )
 NUMBERS = (as_numbers, zeros)  # masks of numbers, which are not followed at sizes that change
 
+Arguments = dict[str, tuple[Any, bool, int]]
+"""By the name of a mask, what attention gets instead: the mask, the causal flag, the window."""
 
-def called(module: nn.Module, dynamic: bool = False) -> tuple[Any, Any]:
-    """The arguments of attention in the graph, and the graph."""
+
+def called(module: Masked, dynamic: bool = False) -> tuple[Arguments, fx.Graph]:
+    """What attention gets in the graph, and the graph, which computes what the module does."""
     x = torch.randn(3, LENGTH, 8, dtype=torch.float64)
-    graph = capture(module, (x,), {}, dynamic={"x": {0: "batch", 1: "length"}} if dynamic else None)
-    (node,) = graph.graph_module.graph.find_nodes(op="call_function", target=operators.attention.default)
-    loss = module(x)
-    loss.backward()
-    run = run_joint(graph, module, (x,))
-    torch.testing.assert_close(run.output, loss, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(run.gradients["into.weight"], module.into.weight.grad, rtol=1e-9, atol=1e-9)
-    return node.args, graph.graph_module.graph
+    captured = capture(module, (x,), {}, dynamic={"x": {0: "batch", 1: "length"}} if dynamic else None)
+    graph = captured.graph_module.graph
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=operators.attention.default):
+        mask, _, causal, window, scale = node.args[3:8]
+        found[module.masks[round(1 / scale) - 1].__name__] = (mask, causal, window)
+    assert found.keys() == module.into.keys()
+    losses = module(x)
+    torch.stack([*losses.values()]).sum().backward()
+    run = run_joint(captured, module, (x,))
+    expected = {f"into.{name}.weight": layer.weight.grad for name, layer in module.into.items()}
+    assert_close(run.output, losses, rtol=1e-9, atol=1e-9)
+    assert_close({name: run.gradients[name] for name in expected}, expected, rtol=1e-9, atol=1e-9)
+    return found, graph
 
 
-@pytest.mark.parametrize("mask", KNOWN, ids=lambda mask: mask.__name__)
-@pytest.mark.parametrize("small", [1 << 22, 40])
-def test_what_a_flag_says(mask: Callable[[Tensor], Tensor], small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of masks so large that they are looked at rows at a time."""
-    monkeypatch.setattr(masks, "_SMALL", small)
-    args, graph = called(Masked(mask))
-    assert args[3] is None
-    assert tuple(args[5:7]) == KNOWN[mask]
+def assert_flags(found: Arguments, graph: fx.Graph, masks: Sequence[Mask]) -> None:
+    assert found == {mask.__name__: (None, *KNOWN[mask]) for mask in masks}
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.arange.default)
 
 
-@pytest.mark.parametrize("mask", UNKNOWN, ids=lambda mask: mask.__name__)
-def test_what_no_flag_says_stays(mask: Callable[[Tensor], Tensor]) -> None:
-    args, _ = called(Masked(mask))
-    assert args[3] is not None
-    assert tuple(args[5:7]) == (False, 0)
+def assert_no_flags(found: Arguments) -> None:
+    assert {name for name, (mask, *flags) in found.items() if mask is None or flags != [False, 0]} == set()
+
+
+@pytest.mark.parametrize("small", [1 << 22, 40])
+def test_what_a_flag_says(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of masks so large that they are looked at rows at a time."""
+    monkeypatch.setattr(masks, "_SMALL", small)
+    assert_flags(*called(Masked(*KNOWN)), [*KNOWN])
+
+
+def test_what_no_flag_says_stays() -> None:
+    assert_no_flags(called(Masked(*UNKNOWN))[0])
+
+
+def first_queries(x: Tensor) -> Tensor:
+    return causal(x)[:8]
+
+
+def all_of_first_queries(x: Tensor) -> Tensor:
+    return nothing(x)[:, :, :8]
 
 
 def test_fewer_queries_than_keys() -> None:
     """A causal flag would count queries from the first key, and these do."""
-    args, _ = called(Masked(lambda x: causal(x)[:8], queries=8))
-    assert args[3] is not None
-    args, _ = called(Masked(lambda x: nothing(x)[:, :, :8], queries=8))
-    assert args[3] is None
+    found, _ = called(Masked(first_queries, all_of_first_queries, queries=8))
+    assert found["first_queries"][0] is not None
+    assert found["all_of_first_queries"][0] is None
 
 
 class Kept(Masked):
     """A causal mask in a buffer."""
 
     def __init__(self) -> None:
-        super().__init__(lambda x: self.get_buffer("kept"))
+        super().__init__(causal)
         self.register_buffer("kept", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.mask = lambda _: self.kept
-        return super().forward(x)
+    def mask(self, mask: Mask, x: Tensor) -> Tensor:
+        return self.get_buffer("kept")
 
 
 def test_a_buffer_may_change() -> None:
-    args, _ = called(Kept())
-    assert args[3] is not None
+    assert_no_flags(called(Kept())[0])
+
+
+def test_at_all_sizes() -> None:
+    """What a flag says and what none says, with sizes that change."""
+    known = [mask for mask in KNOWN if mask not in NUMBERS]
+    assert_flags(*called(Masked(*known, queries=1 << 60), dynamic=True), known)
+    assert_no_flags(called(Masked(*UNKNOWN, *NUMBERS, queries=1 << 60), dynamic=True)[0])
 
 
 def test_models_of_transformers() -> None:
@@ -206,22 +242,6 @@ def test_models_of_transformers() -> None:
     graph = capture(module, (), {"input_ids": ids, "labels": ids}).graph_module.graph
     calls = graph.find_nodes(op="call_function", target=operators.attention.default)
     assert [(call.args[3], call.args[5]) for call in calls] == [(None, True)] * 2
-
-
-@pytest.mark.parametrize("mask", KNOWN, ids=lambda mask: mask.__name__)
-def test_what_a_flag_says_at_all_sizes(mask: Callable[[Tensor], Tensor]) -> None:
-    args, graph = called(Masked(mask, 1 << 60), dynamic=True)
-    if mask in NUMBERS:
-        assert args[3] is not None
-        return
-    assert args[3] is None
-    assert tuple(args[5:7]) == KNOWN[mask]
-    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.arange.default)
-
-
-@pytest.mark.parametrize("mask", UNKNOWN, ids=lambda mask: mask.__name__)
-def test_what_no_flag_says_stays_at_all_sizes(mask: Callable[[Tensor], Tensor]) -> None:
-    assert called(Masked(mask, 1 << 60), dynamic=True)[0][3] is not None
 
 
 def _language_model(name: str) -> nn.Module:

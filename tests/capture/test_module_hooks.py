@@ -7,7 +7,7 @@ import copy
 import functools
 import gc
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -270,49 +270,72 @@ def _assert_equal(kept: Any, expected: Any, mesh: DeviceMesh) -> None:
             torch.testing.assert_close(held, other.detach(), rtol=1e-9, atol=1e-12)
 
 
-def _step(module: nn.Module, x: Tensor, kept: Any) -> Tensor:
+class Nets(nn.Module):
+    """Networks beside one another, by name, for the same input."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict({name: Net() for name in names})
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: net(x) for name, net in self.nets.items()}
+
+
+def _registered(module: Nets) -> dict[str, Any]:
+    """What the hooks of each network, which are registered, keep."""
+    return {name: PROGRAMS[name](net) for name, net in module.nets.items()}
+
+
+def _step(module: nn.Module, x: Tensor, all_kept: dict[str, Any]) -> dict[str, Tensor]:
     module.zero_grad()
-    loss = module(x).square().mean()
-    extra = _kept(kept)
-    if isinstance(extra, dict) and "loss" in extra:
-        loss = loss + extra["loss"]
-    loss.backward()
-    return loss
+    losses = {name: output.square().mean() for name, output in module(x).items()}
+    for name in losses:
+        extra = _kept(all_kept[name])
+        if isinstance(extra, dict) and "loss" in extra:
+            losses[name] = losses[name] + extra["loss"]
+    torch.stack([*losses.values()]).sum().backward()
+    return losses
 
 
-def _assert_same_steps(module: nn.Module, alone: nn.Module, ours: Any, expected: Any, mesh: DeviceMesh) -> None:
+def _assert_same_steps(module: Nets, alone: Nets, ours: Any, expected: Any, mesh: DeviceMesh) -> None:
     for _ in range(2):
-        x = _x()
-        _assert_equal(_step(module, x, ours), _step(alone, x, expected), mesh)
-        _assert_equal(_kept(ours), _kept(expected), mesh)
-        for one, other in zip(module.parameters(), alone.parameters(), strict=True):
-            _assert_equal(gather_full_tensor(one.grad).detach(), other.grad, mesh)
+        x, wrong = _x(), {}
+        found, wanted = _step(module, x, ours), _step(alone, x, expected)
+        for name, net in alone.nets.items():
+            try:
+                _assert_equal(found[name], wanted[name], mesh)
+                _assert_equal(_kept(ours[name]), _kept(expected[name]), mesh)
+                for one, other in zip(module.nets[name].parameters(), net.parameters(), strict=True):
+                    _assert_equal(gather_full_tensor(one.grad).detach(), other.grad, mesh)
+            except AssertionError as error:
+                wrong[name] = str(error)
+        assert not wrong
 
 
 @pytest.mark.parametrize(
-    ("name", "moment"),
+    ("names", "moment"),
     [
-        *((name, "before parallelize") for name in PROGRAMS),
-        *((name, moment) for name in ("dict", "method", "change") for moment in ("after parallelize", "after a call")),
+        ([*PROGRAMS], "before parallelize"),
+        (("dict", "method", "change"), "after parallelize"),
+        (("dict", "method", "change"), "after a call"),
     ],
 )
-def test_hooks_leave_what_they_leave_on_one_device(name: str, moment: str, mesh: DeviceMesh) -> None:
-    register = PROGRAMS[name]
+def test_hooks_leave_what_they_leave_on_one_device(names: Sequence[str], moment: str, mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
-    module = Net()
+    module = Nets(names)
     alone, x = copy.deepcopy(module), _x()
-    ours = register(module) if moment == "before parallelize" else None
-    autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
+    ours = _registered(module) if moment == "before parallelize" else None
+    autoshard.parallelize(module, mesh, (x,), cluster=fast_links(), search=autoshard.Search(effort="fast"))
     if moment == "after a call":
         module(x)
         alone(x)
     if ours is None:
-        ours = register(module)
-    if name == "global":  # of both
-        theirs: dict[str, Any] = {}
-        alone.last.register_forward_hook(lambda m, a, out: theirs.setdefault("all", []).append(out.detach()))
-    else:
-        theirs = register(alone)
+        ours = _registered(module)
+    theirs = {name: PROGRAMS[name](net) for name, net in alone.nets.items() if name != "global"}
+    if "global" in names:  # which is of both
+        kept = theirs["global"] = {}
+        last = alone.nets["global"].last
+        last.register_forward_hook(lambda m, a, out: kept.setdefault("all", []).append(out.detach()))
     _assert_same_steps(module, alone, ours, theirs, mesh)
 
 
@@ -331,16 +354,19 @@ def _reached(*roots: Any) -> Iterator[Any]:
             waiting += gc.get_referents(value)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_no_fake_tensor_stays_behind_a_capture(name: str) -> None:
-    module = Net()
-    kept = PROGRAMS[name](module)
-    before = _kept(kept) if name != "attribute" else None
+def test_no_fake_tensor_stays_behind_a_capture() -> None:
+    module = Nets(PROGRAMS)
+    kept = _registered(module)
+    before = {name: pytree.tree_leaves(_kept(one)) for name, one in kept.items() if name != "attribute"}
     capture(module, (_x(),), {})
-    assert not any(isinstance(value, (FakeTensor, torch.SymInt, torch.SymFloat)) for value in _reached(module, kept))
-    assert not GLOBAL or name != "global"
-    if name != "attribute":
-        assert pytree.tree_leaves(_kept(kept)) == pytree.tree_leaves(before)
+    assert {name for name, net in module.nets.items() if _has_fakes(net, kept[name])} == set()
+    assert not _has_fakes(module, GLOBAL)
+    assert not GLOBAL
+    assert {name: pytree.tree_leaves(_kept(kept[name])) for name in before} == before
+
+
+def _has_fakes(*roots: Any) -> bool:
+    return any(isinstance(value, (FakeTensor, torch.SymInt, torch.SymFloat)) for value in _reached(*roots))
 
 
 def test_a_hook_that_is_removed_is_gone(mesh: DeviceMesh) -> None:

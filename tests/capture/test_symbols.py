@@ -37,9 +37,9 @@ def told(graph: JointGraph) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt", "unet"])
-def test_a_module_of_one_stage_is_captured_as_the_model_is(name: str) -> None:
-    module, inputs = models.ZOO[name](batch=4)
+@pytest.mark.parametrize(("name", "options"), [("gpt", {"layers": 1}), ("unet", {})])
+def test_a_module_of_one_stage_is_captured_as_the_model_is(name: str, options: dict[str, int]) -> None:
+    module, inputs = models.ZOO[name](batch=4, **options)
     sizes = BatchCall(module, (), inputs).dynamic_sizes
     whole = export_forward(module, (), inputs, dynamic=sizes)
     (stage,) = cut(whole, dict.fromkeys((node.name for node in whole.operators), 0), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoshard
-from autoshard.capture.joint import capture
+from autoshard.capture.joint import JointGraph, capture
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.registry import call_of
@@ -20,6 +21,7 @@ from autoshard.patterns.rule import FACTORS_BY_LAYOUT, Rule, build
 from autoshard.program.graph_emitter import supports_layout
 from autoshard.specs.axes import MeshShape
 from tests.random_plans import random_plan
+from tests.training import captured_as
 
 EYE = 2 * torch.eye(4, dtype=torch.float64)
 
@@ -176,9 +178,16 @@ class Factored(nn.Module):
         return torch.stack([_weighted(FUNCTIONS[name](view(y))) for name in names for view in OPERANDS.values()]).sum()
 
 
+@functools.cache
+def factored_graph() -> JointGraph:
+    return capture(Factored(), (torch.randn(12, 8, dtype=torch.float64),), {})
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_factored_matrices_on_all_ranks(size: int) -> None:
     model, x = Factored(), torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    plan = random_plan(capture(model, (x,), {}), MeshShape.of({"a": size}), size, forced=1.0)
-    report = autoshard.verify(model, {"a": size}, (x,), plan=plan, steps=1)
+    graph = factored_graph()
+    plan = random_plan(graph, MeshShape.of({"a": size}), size, forced=1.0)
+    with captured_as(graph):
+        report = autoshard.verify(model, {"a": size}, (x,), plan=plan, steps=1)
     assert report.ok, str(report)

@@ -98,7 +98,8 @@ def _pair(mesh: DeviceMesh, make: Callable[[], nn.Module] = Net, **options: Any)
     """A model on the mesh, and its copy on one device."""
     module = make()
     alone = copy.deepcopy(module)
-    autoshard.parallelize(module, mesh, (_x(),), cluster=fast_links(), **options)
+    search = autoshard.Search(effort="fast")
+    autoshard.parallelize(module, mesh, (_x(),), cluster=fast_links(), search=search, **options)
     return module, alone
 
 

@@ -57,7 +57,8 @@ def _parallel(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module, d
     module, inputs = _mlp()
     alone = copy.deepcopy(module)
     hints = {"up.weight": Shard(0), "down.weight": Shard(1)}
-    autoshard.parallelize(module, mesh, (), inputs, **{"hints": hints, "cluster": fast_links(), **options})
+    given = {"hints": hints, "cluster": fast_links(), "search": autoshard.Search(effort="fast"), **options}
+    autoshard.parallelize(module, mesh, (), inputs, **given)
     return module, alone, inputs
 
 

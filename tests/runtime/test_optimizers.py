@@ -121,7 +121,7 @@ def every_other_optimizer_steps_on_shards() -> None:
                 return loss
 
             try:
-                for _ in range(3):
+                for _ in range(2):
                     optimizer.step(closure)
             except InputError as error:
                 # Named, where torch has no operator for it; nothing was changed. Adagrad begins with a state.

@@ -26,7 +26,6 @@ FAST = [
 SLOW = [
     ("mlp", (2, 2, 2), 7, OPEN),
     ("hf_llama" + OF_ONE_LAYER, (5,), 10, UNEVEN),
-    ("hf_vit" + OF_ONE_LAYER, (2,), 12, FSDP),
     ("wide_resnet", (2,), 13, OPEN),
 ]
 CASES = [*(pytest.param(*case) for case in FAST), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]

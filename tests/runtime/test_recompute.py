@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard.capture.joint import capture
+from autoshard.capture.joint import JointGraph, capture
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests import models
@@ -30,6 +30,7 @@ from tests.training import (
     captured_as,
     compare,
     fast_links,
+    joint_graph,
     one_device,
     train,
     train_random_plan,
@@ -72,7 +73,8 @@ def test_planned_steps_equal_one_device(recompute: str) -> None:
     limit = None if recompute == "full" else 1_200_000
     with simulated_mesh(x=2) as mesh:
         options: dict[str, Any] = {"cluster": fast_links(), "memory_limit": limit, "recompute": recompute}
-        autoshard.parallelize(module, mesh, (), inputs, **options)
+        with captured_as(joint_graph(ONE_LAYER)):
+            autoshard.parallelize(module, mesh, (), inputs, search=autoshard.Search(effort="fast"), **options)
         trace = train(module, inputs)
     assert compare(trace, one_device(ONE_LAYER)).worst <= TOLERANCE
     assert recompute != "full" or module.sharding_plan.recomputed
@@ -155,6 +157,12 @@ class LiveBytes(TorchDispatchMode):
         self.held -= size
 
 
+@cache
+def _deep_graph() -> JointGraph:
+    module, inputs = models.gpt(layers=6, batch=48)
+    return capture(module, (), inputs)
+
+
 def _peak(sizes: dict[str, int], **options: Any) -> tuple[int, ShardingPlan]:
     """The most that a forward and backward pass makes and holds at once on the first of the ranks, and the plan."""
     mesh_shape = MeshShape.of(sizes)
@@ -162,7 +170,10 @@ def _peak(sizes: dict[str, int], **options: Any) -> tuple[int, ShardingPlan]:
     try:
         mesh = init_device_mesh("cpu", mesh_shape.sizes, mesh_dim_names=mesh_shape.names)
         module, inputs = models.gpt(layers=6, batch=48)
-        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
+        with captured_as(_deep_graph()):
+            autoshard.parallelize(
+                module, mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"), **options
+            )
         module(**inputs)[1].backward()
         module.zero_grad()
         with LiveBytes() as live:

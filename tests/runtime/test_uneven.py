@@ -102,6 +102,7 @@ def resnet() -> Model:
     return build("wide_resnet", batch=3)
 
 
+@functools.cache
 def on_one_device(make: Make, steps: int) -> Trace:
     module, inputs = make()
     with Float64Mode():
@@ -193,7 +194,8 @@ def test_larger_models_under_random_plans(make: Make, sizes: tuple[int, ...]) ->
 )
 def test_planned_models_equal_one_device(make: Make, sizes: tuple[int, ...], sharded: dict[str, str]) -> None:
     """Inner dims, vocabularies and classes that no axis divides are sharded all the same, at rest too."""
-    trace = parallel(make, axes(sizes), 2)
+    with captured_as(captured(make)):
+        trace = parallel(make, axes(sizes), 2)
     assert compare(trace, on_one_device(make, 2)).worst <= TOLERANCE
     assert {name: placement_text(trace.placements[name][0]) for name in sharded} == sharded
 
@@ -201,7 +203,9 @@ def test_planned_models_equal_one_device(make: Make, sizes: tuple[int, ...], sha
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "sizes"), [(llama, (3,)), (cnn, (7,))])
 def test_larger_models_as_planned(make: Make, sizes: tuple[int, ...]) -> None:
-    assert compare(parallel(make, axes(sizes), 2), on_one_device(make, 2)).worst <= TOLERANCE
+    with captured_as(captured(make)):
+        trace = parallel(make, axes(sizes), 1)
+    assert compare(trace, on_one_device(make, 1)).worst <= TOLERANCE
 
 
 def test_outputs_left_as_planned_have_no_padding() -> None:
@@ -222,6 +226,7 @@ def test_a_vocabulary_that_no_axis_divides_is_sharded_from_the_table_to_the_logi
         autoshard.parallelize(
             *(module, device_mesh, (), inputs),
             cluster=fast_links(),
+            search=autoshard.Search(effort="fast"),
             hints=hints,
             output_placements={"output[0]": Shard(2)},
         )
@@ -266,7 +271,7 @@ def test_an_output_that_no_tensor_of_torch_can_be_is_refused() -> None:
         autoshard.plan(module, {"x": 2, "y": 2}, (), inputs, output_placements=wanted)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     st.integers(2, 9), st.integers(2, 11), st.integers(1, 7), st.sampled_from([(2,), (3,), (4,), (5,), (2, 3), (3, 2)])
 )

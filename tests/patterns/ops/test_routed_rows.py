@@ -117,6 +117,7 @@ def assert_parts(route: Route, rule: Rule, choices: Choices, found: Sequence[Per
             torch.testing.assert_close(together, expected, **close)
 
 
+@functools.cache
 def routes(routed: str) -> list[Route]:
     """Every way to split a route on the meshes: sources anywhere, groups on one axis at most."""
     meshes = map(MeshShape.of, MESHES)

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from autoshard.program.graph_emitter import supports_layout
+from autoshard.specs.axes import MeshShape
 from tests.patterns.soundness._torch import tree_flatten, tree_leaves, tree_unflatten
+from tests.patterns.soundness.conditioning import add_to_operands, lost_digits
 from tests.patterns.soundness.record import RecordedOperator, record
 from tests.patterns.soundness.samples import own_calls
-from tests.patterns.soundness.sweep import OperatorSamples, ambiguous, collect, everything, findings
+from tests.patterns.soundness.sweep import NOT_COMPARED, OperatorSamples, ambiguous, collect, everything, findings
 
 aten = torch.ops.aten
 
@@ -101,6 +103,21 @@ def test_every_strategy_of_the_operators_of_neural_networks() -> None:
     assert [error for entry in met.values() for error in entry.errors] == []
     found = [finding for entry in met.values() for recorded in entry.chosen for finding in findings(recorded)]
     assert found == []
+
+
+@pytest.mark.slow
+def test_every_operator_that_torch_samples_meet_is_as_exact_as_on_one_device() -> None:
+    """One call of each, whose floating operands lie far from zero, whatever they are."""
+    double = [
+        next((call for call in met.chosen if any(meta.dtype == torch.float64 for meta in call.call.operands)), None)
+        for met in _met().values()
+    ]
+    compared = [call for call in double if call is not None and call.op._schema.name not in NOT_COMPARED]
+    far = [call for recorded in compared if (call := add_to_operands(recorded, 1e6)) is not None]
+    assert len(far) > 400
+    meshes = [MeshShape.of({"x": size}) for size in (4, 5)]
+    found = [problem for call in far for problem in lost_digits(call, meshes)]
+    assert not found, "\n".join(found[:5])
 
 
 def test_records_are_functional_and_hold_the_backward_half() -> None:
