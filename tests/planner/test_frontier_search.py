@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import dataclasses
 import itertools
 import re
 
@@ -49,7 +50,8 @@ def test_no_plan_beats_another_and_each_is_what_the_account_says(name: str, mesh
     for plan in plans:
         decisions = Decisions.from_data(plan.decisions)
         found = search.planner.evaluate(decisions, plan.cost, 0.0, "given")
-        assert (plan.memory, plan.step_seconds) == (found.memory, found.step_seconds)
+        memory = dataclasses.replace(plan.memory, saved=())  # which are listed of the plans that users get alone
+        assert (memory, plan.step_seconds) == (found.memory, found.step_seconds)
         assert plan.lower_bound <= plan.cost * (1 + 1e-9)
 
 
