@@ -6,8 +6,8 @@ Mixtures of plans: everywhere as one of them, and worth their memory.
 from __future__ import annotations
 
 import contextlib
-import functools
 import dataclasses
+import functools
 import itertools
 import re
 
