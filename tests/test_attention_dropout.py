@@ -33,7 +33,8 @@ def build(name: str) -> models.Model:
 @cache
 def graph_of(name: str) -> JointGraph:
     module, inputs = build(name)
-    return capture(module, (), inputs)
+    with Float64Mode():
+        return capture(module, (), inputs)
 
 
 def loss(module: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
