@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 from autoshard.capture._torch import FakeTensor, storage_of, traced_node
 from autoshard.capture.capture_errors import code_line, node_line
 from autoshard.capture.counters import FILLABLE, ContainerStandIn, Counter, added_entries, container_stand_in
-from autoshard.capture.fake_module import (
+from autoshard.capture.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
+from autoshard.capture.reachable import (
     MODULE_STATE,
     NumPyGenerator,
     Reachable,
@@ -26,7 +27,6 @@ from autoshard.capture.fake_module import (
     elements,
     is_parameter_list,
 )
-from autoshard.capture.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
 from autoshard.errors import CaptureError
 
 _EMPTY: Mapping[Any, Any] = {}

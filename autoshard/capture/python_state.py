@@ -25,15 +25,7 @@ from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_pa
 from autoshard.capture.call_layout import Attribute
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.conditions import Conditions, ModuleTensor
-from autoshard.capture.fake_module import (
-    DEPTH,
-    FOREIGN,
-    MODULE_STATE,
-    Reachable,
-    fake_copy,
-    is_checked_method,
-    is_object,
-)
+from autoshard.capture.fake_module import fake_copy, is_checked_method
 from autoshard.capture.guards import (
     ABSENT,
     HOOKS,
@@ -44,6 +36,7 @@ from autoshard.capture.guards import (
 )
 from autoshard.capture.module_hooks import HookWatch, Key, ObservedCall
 from autoshard.capture.mutations import Mutation, Mutations
+from autoshard.capture.reachable import DEPTH, FOREIGN, MODULE_STATE, Reachable, is_object
 from autoshard.errors import CaptureError, InputError, warn_caller
 
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module

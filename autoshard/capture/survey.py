@@ -22,7 +22,8 @@ from autoshard.capture._torch import (
     survey_mode,
 )
 from autoshard.capture.capture_errors import fault_reason, is_fault, running_line, user_line
-from autoshard.capture.fake_module import Reachable, fake_copy, fake_like
+from autoshard.capture.fake_module import fake_copy, fake_like
+from autoshard.capture.reachable import Reachable
 
 aten = torch.ops.aten
 

@@ -73,6 +73,22 @@ class ReplayedStep(NamedTuple):
     calls: CallTimes
 
 
+class Footprint(NamedTuple):
+    """Bytes of one device in a step.
+
+    Attributes:
+        memory: the account, with the peak.
+        held: bytes at every moment, of shape `(moments,)`.
+        changes: kind -> moments and bytes, as `changes_by_kind` returns them.
+        saved: bytes of the saved tensors at the peak, by the moments at which they are made.
+    """
+
+    memory: Memory
+    held: np.ndarray
+    changes: dict[AllocationKind, np.ndarray]
+    saved: dict[int, int]
+
+
 class ProgramEstimate:
     """Time and memory of the program of some decisions, each computed on first use since that takes long.
 
@@ -92,8 +108,8 @@ class ProgramEstimate:
         return self._context.replay(program, self._context.prices), self._context.update_seconds(program)
 
     @cached_property
-    def footprint(self) -> tuple[Memory, np.ndarray, dict[AllocationKind, np.ndarray], dict[int, int]]:
-        """Bytes of one device, at every moment, the changes of every kind, and what is saved at the peak."""
+    def footprint(self) -> Footprint:
+        """Bytes of one device."""
         program, context, settings = self._take_program(), self._context, self._context.settings
         with context.time_phase("account"):
             allocated = list(
@@ -101,11 +117,11 @@ class ProgramEstimate:
             )
             held = live_bytes(allocated, len(context.rules.operators) + 1)
             memory = Memory.of(allocated, context.operation_at)
-            return memory, held, changes_by_kind(allocated), saved_at_peak(allocated)
+            return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated))
 
     def step_replay(self) -> StepReplay:
         """Return the record of the step for a plan."""
-        return self.times[0].calls.step_replay(self.footprint[2], len(self._context.rules.operators))
+        return self.times[0].calls.step_replay(self.footprint.changes, len(self._context.rules.operators))
 
     def _take_program(self) -> PredictedProgram:
         # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
@@ -135,12 +151,12 @@ class CandidatePlan:
     @property
     def memory(self) -> Memory:
         """Bytes of one device."""
-        return self.estimate.footprint[0]
+        return self.estimate.footprint.memory
 
     @property
     def held_bytes(self) -> np.ndarray:
         """Bytes of one device at every moment of the step."""
-        return self.estimate.footprint[1]
+        return self.estimate.footprint.held
 
     @property
     def step_seconds(self) -> float:
@@ -595,7 +611,7 @@ class PlanningContext(ABC):
             shapes=shapes,
             step_seconds=plan.step_seconds,
             update_seconds=plan.update_seconds,
-            memory=replace(plan.memory, saved=self._saved_tensors(plan.estimate.footprint[3])),
+            memory=replace(plan.memory, saved=self._saved_tensors(plan.estimate.footprint.saved)),
             device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),
             cost=plan.cost,

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture.fake_module import Reachable
 from autoshard.capture.joint import capture
 from autoshard.capture.mutations import Mutations
 from autoshard.capture.python_state import AssignedTensors
+from autoshard.capture.reachable import Reachable
 from autoshard.errors import CaptureError
 from tests.capture.interpret import run_joint
 from tests.runtime.meshes import simulated_mesh
