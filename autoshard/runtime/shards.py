@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from autoshard.errors import MeshError, PlanError, reason_of
 from autoshard.names import suggestion
@@ -62,6 +63,30 @@ def distribute(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> DTensor:
     result = wrap(local, device_mesh, spec, tensor.shape, tensor.dtype)
     result.requires_grad = tensor.requires_grad
     return result
+
+
+def redistribute(tensor: DTensor, placements: Sequence[Placement], async_op: bool = False) -> DTensor:
+    """Return a `DTensor` without partial placements placed otherwise, differentiably, as `DTensor.redistribute` does.
+
+    Where torch has no way, the whole tensor is gathered.
+    """
+    try:
+        return DTensor.redistribute(tensor, tensor.device_mesh, placements, async_op=async_op)
+    except ValueError as error:
+        if not _torch.is_strided_refusal(error):
+            raise
+    return _Redistribution.apply(tensor, Spec(tuple(placements)))  # type: ignore[no-any-return]
+
+
+class _Redistribution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, spec: Spec) -> DTensor:
+        ctx.spec = Spec(tuple(tensor.placements))
+        return distribute(tensor.detach(), tensor.device_mesh, spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
+        return distribute(gradient.detach(), gradient.device_mesh, ctx.spec), None
 
 
 def cut(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> Tensor:
