@@ -186,7 +186,7 @@ def test_an_optimizer_made_before_trains_on(optimizer_class: type[torch.optim.Op
 @pytest.mark.parametrize("text", ["S(0,f=3) R", "S(0,f=3) S(1)", "S(0,f=2) S(0)"])
 @pytest.mark.parametrize("target", ["R R", "S(1) S(0)", "R S(0,f=3)"])
 def test_parameters_of_strided_pieces_are_redistributed_with_their_gradients(text: str, target: str) -> None:
-    """By torch, or by the whole tensor where this release has no way."""
+    """Torch's own redistribution is refused, or wrong, for some of them."""
     module = nn.Linear(4, 12, bias=False)
     value, factors = module.weight.detach().clone(), torch.randn(12, 4)
     with simulated_mesh(a=2, b=2) as mesh:
