@@ -56,7 +56,9 @@ def shows_operators_to_subclasses() -> bool:
 
     class Probe(DTensor):
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             raise LookupError
 
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)  # needs no process group

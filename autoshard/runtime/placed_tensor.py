@@ -57,7 +57,7 @@ class PlacedTensor(DTensor):
     if not _torch.shows_operators_to_subclasses():
 
         @classmethod
-        def __torch_function__(  # type: ignore[override]
+        def __torch_function__(
             cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
             """Show a function's operators to the class, where torch does not."""

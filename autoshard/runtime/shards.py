@@ -72,7 +72,7 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement], async_op: boo
     elements there than it says where several axes are concerned.
     """
     if any(split_factor_of(each) > 1 for each in (*tensor.placements, *placements) if is_shard(each)):
-        return _Redistribution.apply(tensor, Spec(tuple(placements)))  # type: ignore[no-any-return]
+        return _Redistribution.apply(tensor, Spec(tuple(placements)))
     return DTensor.redistribute(tensor, tensor.device_mesh, placements, async_op=async_op)
 
 
@@ -87,7 +87,7 @@ class _Redistribution(torch.autograd.Function):
         return distribute(tensor.detach(), tensor.device_mesh, spec)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
         return _Redistribution.apply(gradient, ctx.spec), None
 
 
