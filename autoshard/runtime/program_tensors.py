@@ -14,7 +14,7 @@ from autoshard.capture.joint import JointGraph
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.runtime.in_place_changes import place_constant
-from autoshard.runtime.shards import local_of, to_mesh_device, written_out
+from autoshard.runtime.shards import local_of, redistribute, to_mesh_device, written_out
 
 Location = tuple[dict[str, Any], str] | torch.Tensor | None
 """Where an input of a program is: a table of the module and its key, the tensor itself, or, with None, in the call."""
@@ -82,7 +82,7 @@ def _local_input(tensor: torch.Tensor, border: ProgramTensor, device_mesh: Devic
         # Without autograd's part in it, which takes time: a cache is many such inputs of every call.
         if tensor.placements == border.spec.placements and not tensor.requires_grad:
             return written_out(local_of(tensor)).contiguous()
-        return written_out(tensor.redistribute(device_mesh, border.spec.placements).to_local())
+        return written_out(redistribute(tensor, border.spec.placements).to_local())
     return written_out(tensor).contiguous()
 
 
