@@ -230,7 +230,7 @@ class GraphEmitter:
         if key not in self._results:
             fakes = fx.node.map_aggregate((args, kwargs), _fake)
             with torch.no_grad():
-                made = run_meta_kernel(self._mode, op, *fakes) if op in _BY_META_KERNEL else None
+                made: Any = run_meta_kernel(self._mode, op, *fakes) if op in _BY_META_KERNEL else None
                 if made is None:
                     with self._mode:
                         made = op(*fakes[0], **fakes[1])
