@@ -262,7 +262,9 @@ def _is_recorded(tensors: Sequence[Tensor]) -> bool:
 def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on placed tensors."""
     # One loop, by exact classes: fused optimizers have five tensors a parameter among their arguments.
-    tensors, views, plain, numbers, parts, staged = [], [], [], [], [], None
+    tensors, views, parts, staged = [], [], [], None
+    plain: list[Tensor] = []
+    numbers: list[Tensor] = []
     for leaf in _leaves(args, kwargs):
         kind = type(leaf)
         if kind is PlacedTensor:
@@ -330,8 +332,8 @@ def _mixed_error(func: Any, tensors: Sequence[DTensor], plain: Sequence[Tensor])
     name, placed = _name_of_operator(func), _name_of(tensors[0]) if tensors else "a tensor"
     return InputError(
         f"{running_line()}: {name} got mixed torch.Tensor and DTensor, namely plain tensors of shape "
-        f"{', '.join(str(tuple(each.shape)) for each in plain)} and {placed}, which lies on a mesh. A rank's rows can't be "
-        "told from a whole tensor here. If it is whole, place it: torch.distributed.tensor.distribute_tensor(tensor, "
+        f"{', '.join(str(tuple(each.shape)) for each in plain)} and {placed}, which lies on a mesh. A rank's rows can't "
+        "be told from a whole tensor here. If it is whole, place it: torch.distributed.tensor.distribute_tensor(tensor, "
         "mesh, [Replicate()] * mesh.ndim), with mesh = parameter.device_mesh. Or compute this in forward, and return "
         "it, as a loss of logits and labels."
     )
@@ -374,7 +376,7 @@ def _gather_whole(tensor: DTensor) -> Tensor:
 
 
 def _whole_numbers(tensor: PlacedTensor) -> Tensor:
-    """Return the whole tensor for the host; it requires gradients where the tensor does, which torch refuses to read."""
+    """Return the whole tensor for the host; it requires gradients where the tensor does: torch refuses to read it."""
     _read_again(tensor)
     return _gather_whole(tensor).requires_grad_(tensor.requires_grad)
 

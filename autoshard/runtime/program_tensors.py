@@ -36,7 +36,7 @@ class Place:
     ties: tuple[tuple[dict[str, Any], str], ...] = ()
 
     def holds(self, parameter: Any) -> bool:
-        """Return True for a parameter that the program can take: one that lies as that of the capture, under its names."""
+        """Return True for a parameter that the program can take: one that lies as before, under the same names."""
         if not isinstance(parameter, DTensor) or self.spec is None:
             return False
         spec = dtensor_spec_of(parameter)
@@ -52,7 +52,7 @@ Location = Place | torch.Tensor | None
 def locate(
     module: nn.Module, graph: JointGraph, borders: Sequence[ProgramTensor], device_mesh: DeviceMesh
 ) -> tuple[Location, ...]:
-    """Return where the inputs of the program of a graph are; constants of the module are placed on the rank's device."""
+    """Return where the inputs of the program of a graph are; constants of the module move to the rank's device."""
     parameters = {parameter: names for parameter, names in names_of_parameters(module).items() if len(names) > 1}
     return tuple(_locate(module, graph, border, device_mesh, parameters) for border in borders)
 
@@ -75,7 +75,7 @@ def _locate(
         owner, key = place(border.name)
         parameter = owner._parameters[key]
         assert isinstance(parameter, DTensor)
-        others = [place(name) for name in tied.get(parameter, ()) if name != border.name]  # type: ignore[call-overload]
+        others = [place(name) for name in tied.get(parameter, ()) if name != border.name]
         ties = tuple((other._parameters, name) for other, name in others)
         return Place(owner._parameters, key, dtensor_spec_of(parameter), ties)
     if border.kind == "constant":

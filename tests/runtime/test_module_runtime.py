@@ -251,7 +251,7 @@ def test_derivatives_in_forward_mode_are_refused() -> None:
             module(**{**inputs, "x": forward_ad.make_dual(inputs["x"], torch.ones_like(inputs["x"]))})
 
 
-_TRANSFORMS: dict[str, Callable[[nn.Module, Tensor, Tensor], object]] = {
+_TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], object]] = {
     "vmap": lambda module, x, target: torch.vmap(lambda x: module(x=x, target=target))(torch.stack([x, x])),
     "grad": lambda module, x, target: torch.func.grad(lambda x: module(x=x, target=target))(x),
     "grad of parameters": lambda module, x, target: torch.func.grad(

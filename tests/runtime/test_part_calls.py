@@ -116,7 +116,7 @@ def test_other_methods_and_arguments_run_as_before(model: Any, mesh: DeviceMesh)
     with implicit_replication():
         assert isinstance(model.encode(_x()), DTensor)
     # Who passes both is told what to place.
-    with pytest.raises(InputError, match="got mixed .* distribute_tensor"):
+    with pytest.raises(InputError, match=r"got mixed .*distribute_tensor"):
         model.encode(_x(), scale=distribute_tensor(torch.ones(8), mesh))
 
 
