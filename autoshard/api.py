@@ -275,7 +275,7 @@ def parallelize(
     planner = ModulePlanner(module, shape, target)
     runtime = Runtime(ProgramMaker(module, mesh, planner, plan))
     runtime.start(args, kwargs)
-    runtime.order.open(mesh)
+    runtime.programs.order.open(mesh)
     return module
 
 
@@ -409,7 +409,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             are not reduced.
     """
     check_module(module)
-    with runtime_of(module, "no_sync").accumulation.without_reductions():
+    with runtime_of(module, "no_sync").programs.accumulation.without_reductions():
         yield
 
 

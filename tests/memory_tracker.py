@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -94,7 +95,8 @@ class Tracker(TorchDispatchMode):
     def track(self, values: Iterable[Any], maker: str) -> None:
         """Count the memory of these tensors until it is freed."""
         for value in values:
-            if isinstance(value, torch.Tensor) and not value.is_meta:
+            # Fake tensors, in which DTensor looks for placements, hold nothing.
+            if isinstance(value, torch.Tensor) and not value.is_meta and not isinstance(value, FakeTensor):
                 self._add(local_of(value) if isinstance(value, DTensor) else value, maker)
         peak = self.peaks.get(self.phase, Peak())
         if self.held > peak.bytes:

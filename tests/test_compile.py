@@ -43,7 +43,7 @@ def _parallelized(mesh: DeviceMesh, compile: bool, **options: Any) -> tuple[nn.M
 
 def _graphs(model: nn.Module) -> list[fx.Graph]:
     """The forward and the backward graph of the one program that a model has."""
-    (served,) = model.__dict__["_autoshard_runtime"]._programs.values()
+    (served,) = model.__dict__["_autoshard_runtime"].programs.table.values()
     halves = served.program.halves
     return [getattr(half, "_orig_mod", half).graph for half in (halves.forward, halves.backward)]
 
@@ -101,7 +101,7 @@ def _compiled_equals_eager() -> None:
             torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-12 * float(largest))
         assert issued == issued_eagerly
         assert "wait_tensor" in issued
-    programs = inside._autoshard_runtime._programs.values()  # type: ignore[union-attr]
+    programs = inside._autoshard_runtime.programs.table.values()  # type: ignore[union-attr]
     assert [served.program.compiled for served in programs] == [True]
 
 

@@ -86,7 +86,7 @@ def check(
 
 def programs(module: nn.Module) -> int:
     """How many call signatures a parallelised module has programs for."""
-    return len(module.__dict__["_autoshard_runtime"]._programs)
+    return len(module.__dict__["_autoshard_runtime"].programs.table)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 3}, {"dp": 2, "tp": 2}])

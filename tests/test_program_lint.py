@@ -159,7 +159,7 @@ class Stack(nn.Module):
 def program_of(module: nn.Module, inputs: dict[str, Tensor], sizes: dict[str, int], **options: Any) -> RunnableStep:
     with first_rank(sizes) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **grouped(options))
-    (served,) = module.__dict__[RUNTIME]._programs.values()
+    (served,) = module.__dict__[RUNTIME].programs.table.values()
     return served.program
 
 

@@ -129,6 +129,13 @@ _ADVICE = (
 )
 
 
+OBJECT_FAULT = "takes an object such as a torch.Generator, which no graph can hold"
+OBJECT_ADVICE = (
+    "Leave the generator out: numbers are drawn by the seed of the step, the same on every mesh of one shape; or draw "
+    "them outside of forward."
+)
+
+
 def advice_for(text: str, line: str = "") -> str | None:
     """Return advice on an error of this text at a line of the user's; None where there is none."""
     advice = next((advice for words, advice in _ADVICE if any(word in text for word in words)), None)
@@ -139,6 +146,9 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
     """Return a `CaptureError` for an exception of `torch.export` or of tracing the backward pass."""
     where = user_line(error.__traceback__)
     text = str(error).strip()
+    if "argument of type: <class 'torch._C.Generator'>" in text:  # torch 2.11 and 2.12 do not trace it
+        fault = f"a call{where} {OBJECT_FAULT}"
+        return CaptureError(f"{model} could not be captured as one graph: {fault}. {OBJECT_ADVICE}")
     reason = text.splitlines()[0].split(" (unhinted:")[0] if text else "no further message"
     if "Constraints violated" in reason:
         # The first line names no size; a list with one item per dynamic size follows.

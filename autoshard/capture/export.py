@@ -37,6 +37,8 @@ from autoshard.capture.call_layout import (
     result_names,
 )
 from autoshard.capture.capture_errors import (
+    OBJECT_ADVICE,
+    OBJECT_FAULT,
     ModelError,
     Regions,
     capture_error,
@@ -348,11 +350,7 @@ def _take_inputs(
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         kind = _KINDS.get(spec.kind)
         if kind is None:
-            what = "takes an object such as a torch.Generator, which no graph can hold"
-            raise CaptureError(
-                f"{node_place(next(iter(node.users), node), what)}. Leave the generator out: numbers are drawn by the "
-                "seed of the step, the same on every mesh of one shape; or draw them outside of forward."
-            )
+            raise CaptureError(f"{node_place(next(iter(node.users), node), OBJECT_FAULT)}. {OBJECT_ADVICE}")
         value = None
         if kind == "input":
             name, fake = next(passed)

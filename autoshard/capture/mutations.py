@@ -388,7 +388,7 @@ class Mutations:
         return Mutation(path, place, entries, removed, mode, line, is_write_only)
 
     def _keep(self, path: str, tensor: Tensor) -> int:
-        """Return the number of a tensor that the call leaves, and note it under a path of its own."""
+        """Register a tensor as an extra output under a unique path, and return its index."""
         # A path may keep several tensors; names of outputs have to differ.
         paths = [path for path, _ in self.kept]
         self.kept.append((path if path not in paths else f"{path} ({len(paths)})", tensor))

@@ -114,7 +114,7 @@ def group_by_list_element(paths: Mapping[Key, str]) -> dict[str, list[Key]]:
 
 
 def _parts(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
-    """Yield the nodes in about as many parts as a part has operators."""
+    """Cut n operators into about sqrt(n) parts, at places where few bytes cross."""
     # Of n operators in k parts, k tensors are kept between parts, and n / k inside of the one that is recomputed: the
     # sum is least for k = sqrt(n).
     count = math.isqrt(_compute_count(nodes))

@@ -114,6 +114,7 @@ def add_compare(verbs: Verbs) -> None:
     )
     parser.add_argument("--details", action="store_true", help="print what every layout spends where")
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all figures to write")
+    parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the plan and the layouts to write")
 
 
 def add_search(verbs: Verbs) -> None:
@@ -341,7 +342,7 @@ def _fits(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> None:
     """Print the plan beside standard layouts, and write the file of the figures."""
-    check_output("-o", options.output)
+    _check_outputs(options)
     keywords = planning_keywords("compare", options)
     module, args, kwargs = load_target(options)
     comparison = compare(module, parse_mesh(options.mesh), args, kwargs, baselines=options.baseline, **keywords)
@@ -352,6 +353,7 @@ def _compare(options: argparse.Namespace) -> None:
     if options.output is not None:
         options.output.write_text(comparison.to_json(), "utf-8")
         print_line(f"wrote {options.output}")
+    _write_page(comparison, options)
 
 
 def _search(options: argparse.Namespace) -> None:

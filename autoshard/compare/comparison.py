@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, Literal
 
 from rich import box
@@ -17,7 +18,9 @@ from autoshard.errors import PlanError
 from autoshard.names import suggestion
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.layouts.standard_layouts import Hints
+from autoshard.plans import plan_page
 from autoshard.plans.expenses import Expenses
+from autoshard.plans.html import Fold, HasPage, Part, text_table
 from autoshard.plans.plan_difference import PlanDifference
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
@@ -109,8 +112,8 @@ class NearestLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """The result of `autoshard.compare`.
+class Comparison(HasPage):
+    """The result of `autoshard.compare`. `to_html` writes the page of the plan, with the layouts in it.
 
     Attributes:
         mesh: the mesh axes.
@@ -169,37 +172,59 @@ class Comparison:
 
     def table(self) -> Group:
         """Return the layouts as a table, what cannot be had and why, and the nearest standard layout."""
-        title = f"on {self.mesh} ({self.mesh.size} devices) on cluster {self.cluster}, "
-        table = Table(
-            title=f"{title}{format_bytes(self.memory_limit)} per device",
-            box=box.SIMPLE_HEAD,
-            title_justify="left",
-            pad_edge=False,
-        )
-        axes = [axis.name for axis in self.mesh.axes if axis.size > 1]
-        table.add_column("layout", no_wrap=True)
-        for label in ("step", "to plan", "compute", "exposed", *(f"{axis} bytes" for axis in axes), "peak"):
+        table = Table(title=self._title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+        first, *amounts, last = self._labels
+        table.add_column(first, no_wrap=True)
+        for label in amounts:
             table.add_column(Text(label), justify="right", no_wrap=True)
-        table.add_column("", overflow="fold")
-        for layout in self.layouts:
-            if layout.plan is not None:
-                table.add_row(*map(Text, self._cells(layout.name, layout.plan, axes)))
+        table.add_column(last, overflow="fold")
+        for row in self._rows():
+            table.add_row(*map(Text, row))
+        near: list[Text | Group] = [] if self.nearest is None else [Text(), self.nearest.table()]
+        return Group(table, *map(Text, self._left_out()), *near)
+
+    def _page(self) -> str:
+        lines = "".join(f"<p>{escape(text)}</p>" for text in (self._title, *self._left_out()))
+        rows: list[Part] = [text_table(self._labels, self._rows(), texts=(self._labels[0], "")), lines]
+        if self.nearest is not None:
+            rows.append(Fold(f"Nearest: {self.nearest.name}", [f"<pre>{escape(str(self.nearest))}</pre>"]))
+        return plan_page.page(self.plan, layouts=rows)
+
+    @property
+    def _title(self) -> str:
+        title = f"on {self.mesh} ({self.mesh.size} devices) on cluster {self.cluster}, "
+        return f"{title}{format_bytes(self.memory_limit)} per device"
+
+    @property
+    def _axes(self) -> list[str]:
+        return [axis.name for axis in self.mesh.axes if axis.size > 1]
+
+    @property
+    def _labels(self) -> list[str]:
+        """The titles of the columns: a layout, amounts, and a note."""
+        sent = [f"{axis} bytes" for axis in self._axes]
+        return ["layout", "step", "to plan", "compute", "exposed", *sent, "peak", ""]
+
+    def _rows(self) -> list[list[str]]:
+        """Return the cells of every layout that can be had."""
+        return [list(self._cells(layout.name, layout.plan)) for layout in self.layouts if layout.plan is not None]
+
+    def _left_out(self) -> list[str]:
+        """Return a line for every reason why layouts cannot be had."""
         reasons: dict[str, list[str]] = {}
         for layout in self.layouts:
             if layout.plan is None:
                 reasons.setdefault(layout.reason, []).append(layout.name)
-        left_out = [f"no {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        near: list[Text | Group] = [] if self.nearest is None else [Text(), self.nearest.table()]
-        return Group(table, *map(Text, left_out), *near)
+        return [f"no {', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
-    def _cells(self, name: str, plan: ShardingPlan, axes: list[str]) -> Iterator[str]:
+    def _cells(self, name: str, plan: ShardingPlan) -> Iterator[str]:
         expenses = Expenses(plan)
         yield name
         yield format_seconds(plan.step_seconds)
         yield f"{100 * (plan.step_seconds / self.plan.step_seconds - 1):+.1f} %" if name != PLAN else ""
         yield format_seconds(expenses.compute)
         yield format_seconds(expenses.exposed)
-        yield from (format_bytes(expenses.sent[axis]) for axis in axes)
+        yield from (format_bytes(expenses.sent[axis]) for axis in self._axes)
         yield format_bytes(plan.memory.peak)
         notes = [f"{len(plan.recomputed)} layers recomputed"] if plan.recomputed else []
         yield ", ".join([*(["does not fit"] if plan.memory.peak > self.memory_limit else []), *notes])

@@ -113,14 +113,14 @@ def _mesh_strategies(call: OpCall) -> Iterator[TorchStrategy]:
 
 
 def _axis_placements(specs: Sequence[DTensorSpec | None]) -> list[Placement | None]:
-    """The placements on the one axis."""
+    """Return the placements of every operand or result on a mesh of one axis."""
     return [None if spec is None else spec.placements[0] for spec in specs]
 
 
 def _arguments(
     call: OpCall, operand: Callable[[TensorMeta], Any], operands: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with tensors, and lists that hold tensors, replaced."""
+    """Return the arguments of a call with its tensors, and its lists of tensors, replaced."""
 
     def replace(value: Any) -> Any:
         if isinstance(value, TensorMeta):

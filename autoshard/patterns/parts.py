@@ -351,7 +351,7 @@ def _is_shape(argument: Any) -> bool:
 
 
 def _is_size(argument: Any) -> bool:
-    """Return True if an argument may be a size, by its type: dims and flags are plain integers."""
+    """Return True for an argument whose schema type is SymInt: a size, not a dim or a flag."""
     kind = argument.real_type
     while kind.kind() in ("ListType", "OptionalType"):
         kind = kind.getElementType()

@@ -310,7 +310,7 @@ def _specs(
             dynamic = any(is_dynamic(size) for dim in sizes for size in dim)
             cache = caches[id(variant)] = _SpecCache(sizes, _spec if dynamic else _cached_spec)
         for choice in chosen:
-            # Many choices have one effect on a tensor: all that split none of its dims.
+            # All choices that split no dim of a tensor give it the same spec.
             if choice not in cache.effect_numbers:
                 cache.effect_numbers[choice] = numbers.setdefault(effect_of(variant, choice), len(numbers))
         key = tuple(map(cache.effect_numbers.__getitem__, chosen))

@@ -229,7 +229,7 @@ def devices_along(cluster: Cluster, mesh: MeshShape, axis: int) -> list[Device]:
 
 
 def _memory_by_rows(memory: Memory, equal: float) -> Callable[[int], float]:
-    """Return a function of a rank's rows: its bytes, by a plan's account of equal shares.
+    """Return a function that estimates a rank's peak bytes for a number of rows, scaled from a plan with equal shares.
 
     With more rows, the largest amount of activations grows. With fewer, the activations at the peak's moment shrink.
     """

@@ -40,9 +40,9 @@ from autoshard.units import format_bytes, format_seconds
 _LONG = 30  # rows of a table that are about a screen: longer ones are folded up
 
 
-def page(plan: PlanContents) -> str:
-    """Return the page of a plan."""
-    return document(f"Sharding plan: {plan.mesh}", plan_cards(plan), plan_sections(plan))
+def page(plan: PlanContents, layouts: Sequence[Part] = ()) -> str:
+    """Return the page of a plan; `layouts` are a table of other layouts of the step."""
+    return document(f"Sharding plan: {plan.mesh}", plan_cards(plan), plan_sections(plan, layouts=layouts))
 
 
 def plan_cards(plan: PlanContents) -> str:
@@ -69,13 +69,20 @@ def plan_cards(plan: PlanContents) -> str:
     return cards(figures, alarms=("Search",) if plan.ended_early else ())
 
 
-def plan_sections(plan: PlanContents, prefix: str = "") -> list[Section]:
-    """Return the sections of a plan; `prefix` makes the names of its figures unique in a page of several plans."""
+def plan_sections(plan: PlanContents, prefix: str = "", layouts: Sequence[Part] = ()) -> list[Section]:
+    """Return the sections of a plan.
+
+    Args:
+        plan: of one step.
+        prefix: makes the names of its figures unique in a page of several plans.
+        layouts: a table of other layouts of the step, if they were compared.
+    """
+    changes: list[Part] = [facts_table(levers(plan, is_compared=bool(layouts)))] if plan.choices else []
     work = collective_rows(plan.collectives)
     return [
         Section("Step", [step_bar(plan), *_step_figures(plan, prefix)]),
         Section("Summary", [facts_table(summary(plan))]),
-        Section("What would change it", [facts_table(levers(plan)) if plan.choices else ""]),
+        Section("What would change it", [*changes, *layouts]),
         Section("Memory at the peak", [memory_bar(plan), *saved_by_operator(plan)]),
         Section("Modules", [*modules_figure(plan, prefix), f'<p class="legend-text">{escape(LEGEND)}</p>']),
         Section("Collectives", [*collectives_figure(plan, prefix), *_work(_COLLECTIVE, work, sized=True)]),
@@ -134,15 +141,23 @@ _TRACE = (
 )
 
 
-def levers(plan: PlanContents) -> list[tuple[str, str]]:
-    """Return what would change a plan: a label, and what it is now with the way to another value."""
+def levers(plan: PlanContents, *, is_compared: bool = False) -> list[tuple[str, str]]:
+    """Return what would change a plan: a label, and what it is now with the way to another value.
+
+    Args:
+        plan: of one step.
+        is_compared: True if standard layouts are listed below.
+    """
+    compared = "in the table below"
+    if not is_compared:
+        compared = "autoshard compare --html lists DDP, FSDP2, HSDP and tensor parallelism here, beside this plan"
     expenses, outputs = Expenses(plan), plan.memory.held.get("output", 0)
     waits = ", ".join(
         f"{axis} {format_seconds(seconds)}" for axis, seconds in plan.step_replay.exposed_by_axis().items()
     )
     lines = [
         ("mesh", f"{plan.mesh}; autoshard search finds the best of {plan.mesh.size} devices"),
-        ("standard layouts", "autoshard compare sets DDP, FSDP2, HSDP and tensor parallelism beside this plan"),
+        ("standard layouts", compared),
         ("other placements", "autoshard why, or plan.why_not(...), finds the nearest plan that has what you ask for"),
         ("communication", f"exposed {waits}; faster links or a larger batch hide more of it" if waits else ""),
         ("recomputation", f"{expenses.rerun} layers run again; more memory avoids it" if expenses.rerun else ""),

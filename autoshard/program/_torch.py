@@ -16,6 +16,9 @@ from torch._dispatch.python import enable_python_dispatcher
 # Split a joint graph in halves; `min_cut` recomputes cheap operators, which pays where the halves are compiled.
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
+# The strides that kernels of elementwise operators give their results.
+from torch._prims_common import compute_elementwise_output_strides as compute_elementwise_output_strides
+
 # The tensors of a program before it runs, which have shapes and no numbers, and the mode in which they are made.
 from torch._subclasses import FakeTensor as FakeTensor
 from torch._subclasses import FakeTensorMode as FakeTensorMode

@@ -17,7 +17,12 @@ from torch import fx
 
 from autoshard.capture.symbols import expression_of
 from autoshard.errors import PlanError, reason_of
-from autoshard.program._torch import FakeTensorMode, SymbolicNumbers, run_meta_kernel
+from autoshard.program._torch import (
+    FakeTensorMode,
+    SymbolicNumbers,
+    compute_elementwise_output_strides,
+    run_meta_kernel,
+)
 from autoshard.size import DynamicSize, Ratio, Sizes, is_dynamic, plain
 from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.emitter import collectives
@@ -229,6 +234,8 @@ class GraphEmitter:
                 if made is None:
                     with self._mode:
                         made = op(*fakes[0], **fakes[1])
+                        if op in _ARGUMENT_OF_ORDER:
+                            made = _in_order_of_argument(_ARGUMENT_OF_ORDER[op], fakes[0], made)
             self._results[key] = made
         return self._results[key]
 
@@ -314,6 +321,34 @@ _BY_META_KERNEL = frozenset(
         collectives.wait_tensor.default,
     }
 )
+
+
+# Elementwise operators whose kernels order the memory of their result as that of one argument, here by its number,
+# where torch's fake result has the order of another one. They were found by calling every elementwise operator and
+# gradient with tensors in rows and in columns.
+_ARGUMENT_OF_ORDER = dict.fromkeys(
+    (
+        aten.copysign.Tensor,
+        aten.elu_backward.default,
+        aten.floor_divide.default,
+        aten.hardsigmoid_backward.default,
+        aten.hardswish_backward.default,
+        aten.hardtanh_backward.default,
+        aten.logit_backward.default,
+        aten.native_dropout_backward.default,
+        aten.rrelu_with_noise_backward.default,
+        aten.softplus_backward.default,
+        aten.special_xlog1py.default,
+        aten.xlogy.Tensor,
+    ),
+    0,
+) | {aten.binary_cross_entropy_backward.default: 1}
+
+
+def _in_order_of_argument(number: int, args: Sequence[Any], result: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor like the result of an elementwise operator, with the strides that its kernel gives it."""
+    tensors = [arg.expand(result.shape) for arg in (*args[number:], *args[:number]) if isinstance(arg, torch.Tensor)]
+    return result.new_empty_strided(result.shape, compute_elementwise_output_strides(*tensors))
 
 
 def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_tensor
 from torch.distributed.checkpoint import hf_storage, state_dict, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, placement_types
 
 # Mesh, placements, shape and strides of a DTensor: its public constructors compute them anew, in six times the time.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # the identity of a
 # Both have a list of the classes that functions on lists of tensors take, in which torch puts DTensor at its import.
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees operators while it is active
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -49,9 +50,58 @@ def is_mixed_tensors_error(error: Exception) -> bool:
     return "got mixed torch.Tensor and DTensor" in str(error)
 
 
-def lacks_rule(error: RuntimeError) -> bool:
+def lacks_rule(error: Exception) -> bool:
     """Return True for torch's errors about an operator that it can't run on DTensors."""
     return isinstance(error, NotImplementedError) or "Sharding propagation failed" in str(error)
+
+
+@functools.cache
+def shows_operators_to_subclasses() -> bool:
+    """Return True if this release of torch runs `__torch_dispatch__` of subclasses of `DTensor`; 2.11 does not."""
+
+    class Probe(DTensor):
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            raise LookupError
+
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)  # needs no process group
+    probe = dtensor(torch.zeros(1, device="cpu"), dtensor_spec(mesh, (Replicate(),), (1,), torch.float32))
+    probe.__class__ = Probe
+    try:
+        torch.neg(probe)
+    except LookupError:
+        return True
+    return False
+
+
+def computes_with_strided_pieces(tensors: Sequence[DTensor]) -> bool:
+    """Return True if torch knows that the dims of strided pieces are split: 2.11 takes some of them for whole dims."""
+    strided = placement_types._StridedShard  # no public name yet
+    return hasattr(placement_types, "_is_shard_like") or not any(
+        isinstance(placement, strided) for tensor in tensors for placement in tensor.placements
+    )
+
+
+def is_getter(function: Any) -> bool:
+    """Return True for what `__torch_function__` is told where an attribute of a tensor is read that is no tensor."""
+    attribute = getattr(getattr(function, "__self__", None), "__name__", "data")
+    return getattr(function, "__name__", "") == "__get__" and attribute not in ("data", "T", "mT", "H", "mH", "real")
+
+
+def without_torch_functions() -> Any:
+    """Context in which no `__torch_function__` of a class of tensors is called."""
+    # What torch's own `__torch_function__` is run in.
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_strided_refusal(error: Exception) -> bool:
+    """Return True for the error of torch 2.11 about strided pieces that no order of mesh axes makes.
+
+    Its `DTensor`s hold such pieces, and it has no way from or to them; later releases have.
+    """
+    return isinstance(error, ValueError) and "unable to be interpreted into a corresponding shard_order" in str(error)
 
 
 def dtensor_spec(

@@ -136,7 +136,8 @@ class _MethodRuntime:
             self._runtime = self._start()
         self._caller.training = self._main.module.training
         # Local inputs lie as those of `forward` of the same name.
-        self._runtime.input_placements = self._main.input_placements | self._runtime.input_placements
+        programs = self._runtime.programs
+        programs.input_placements = self._main.programs.input_placements | programs.input_placements
         return self._runtime
 
     def _start(self) -> Runtime:
@@ -150,7 +151,7 @@ class _MethodRuntime:
         maker = ProgramMaker(self._caller, main.device_mesh, self._make_planner(self._caller, main.mesh, target), None)
         maker.placed = {f"{_CHILD}.{name}": placements for name, placements in main.maker.placed.items()}
         runtime = Runtime(maker)
-        runtime.accumulation, runtime.order = main.accumulation, main.order
+        runtime.programs.accumulation, runtime.programs.order = main.programs.accumulation, main.programs.order
         return runtime
 
 

@@ -19,7 +19,7 @@ from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep
 from autoshard.runtime._torch import copy_all
-from autoshard.runtime.shards import local_of, to_mesh_device, wrap
+from autoshard.runtime.shards import local_of, redistribute, to_mesh_device, wrap
 
 
 def check_changes(step: LocalStep, tensors: Sequence[Tensor]) -> None:
@@ -101,7 +101,7 @@ def write_back(step: LocalStep, changes: Mapping[str, Tensor], tensors: Sequence
         if isinstance(tensor, DTensor) and source.kind == "input" and placed_otherwise:
             mesh = tensor.device_mesh
             changed = wrap(value.contiguous(), mesh, source.spec, tensor.shape, tensor.dtype)
-            value = local_of(changed.redistribute(mesh, tensor.placements))
+            value = local_of(redistribute(changed, tensor.placements))
         target = local_of(tensor)
         if target.is_conj() or target.is_neg():  # the copy of many refuses them
             target.detach().copy_(value)

@@ -1,39 +1,28 @@
-"""The `forward` of a parallelised module: the program of every call signature, and its runs."""
+"""The `forward` of a parallelised module: how it is installed, and what a call does before and after its program."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement
-from torch.utils import _pytree as pytree
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
+from autoshard.capture.call_layout import call_tensors
 from autoshard.capture.capture_errors import running_line
-from autoshard.capture.conditions import check_conditions
-from autoshard.capture.dynamic import may_be_dynamic
-from autoshard.capture.joint import JointGraph, warn_of_global_hooks
-from autoshard.capture.python_state import check_invalidating_effects
+from autoshard.capture.joint import warn_of_global_hooks
 from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import InputError
 from autoshard.runtime import _torch
-from autoshard.runtime.call_order import CallOrder
 from autoshard.runtime.call_outputs import CallOutputs, ReturnedParameters
+from autoshard.runtime.call_programs import ADVICE, CallProgram, CallPrograms
 from autoshard.runtime.calls import (
-    MOST_PROGRAMS,
-    CallSizes,
-    NewCall,
-    PinsByName,
     PlacementsByName,
     Shapes,
     check_blocks,
@@ -46,79 +35,24 @@ from autoshard.runtime.calls import (
     wants_gradient,
     whole_shapes,
     with_global_shapes,
-    with_numbers,
-    without_dynamic_sizes,
-    without_numbers,
 )
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.copies import bound_forward, pickle_error, share_specs
-from autoshard.runtime.gradient_sums import Accumulation
 from autoshard.runtime.hub_methods import replace_hub_methods
 from autoshard.runtime.in_place_changes import check_changes, write_back
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
 from autoshard.runtime.output_links import link_outputs
 from autoshard.runtime.part_calls import check_calls, checks_of, uncheck_method
 from autoshard.runtime.program_maker import ProgramMaker
-from autoshard.runtime.program_tensors import Location, find_tensors, local_inputs, locate, replaced_error
-from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
+from autoshard.runtime.program_tensors import find_tensors, local_inputs
+from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone
 from autoshard.runtime.shards import place_buffers
 from autoshard.runtime.step import RunnableStep
 from autoshard.runtime.step_function import refuse_transforms, run_step
 from autoshard.size import Sizes, at
 
-# The end of an error about ranks whose calls differ.
-ADVICE = (
-    'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" its own '
-    "rows of it, as many as the others, or, at the end of an epoch, the parts that Shard makes of fewer, the last ones "
-    "shorter or empty. autoshard.shard_dataloader gives every rank its part; or drop what is over (drop_last=True of a "
-    "DataLoader)."
-)
-
 # The attribute of a parallelised module that holds its runtime.
 RUNTIME = "_autoshard_runtime"
-
-
-@dataclass(slots=True, eq=False)
-class CallProgram:
-    """The graph and program of a call signature.
-
-    Attributes:
-        graph: of the call.
-        program: of the graph.
-        locations: for every input of the program, a place in the module, a tensor, or None for arguments.
-        texts: what all ranks have in common in calls of the signature, as for `CallOrder.begin_known`.
-        compared: True if the ranks have compared the inputs of the first call.
-        others: programs of the signature for other flags, numbers, submodules or hooks of the module.
-        with_sums: the program whose backwards add up gradients; None before the first call in `autoshard.no_sync`.
-    """
-
-    graph: JointGraph
-    program: RunnableStep
-    locations: tuple[Location, ...]
-    texts: Mapping[str, str]
-    compared: bool = False
-    others: tuple[CallProgram, ...] = ()
-    with_sums: RunnableStep | None = None
-
-    def accumulating_program(self, active: bool) -> RunnableStep:
-        """Return the program to run: in `autoshard.no_sync`, or with sums, the one whose backwards add up gradients."""
-        if self.with_sums is None:
-            if not active:
-                return self.program
-            self.with_sums = self.program.with_sums()
-        sums = self.with_sums.sums
-        return self.with_sums if active or (sums is not None and not sums.is_empty) else self.program
-
-    def candidates(self) -> tuple[CallProgram, ...]:
-        """Return all programs of the signature."""
-        return (self, *self.others)
-
-    def put_before(self, programs: Iterable[CallProgram]) -> CallProgram:
-        """Put this program before others of the signature, and return it."""
-        self.others = tuple(served for served in programs if served is not self)
-        for served in self.others:
-            served.others = ()
-        return self
 
 
 class Replacement(Protocol):
@@ -138,38 +72,24 @@ class Runtime:
 
     Attributes:
         maker: as given.
+        programs: of the calls of the module.
         methods_before: the methods that were replaced, which captures run: the module or submodule, the name, and the
             method. `forward` of the module is the first, once `install` has replaced it.
-        only_call: for a part of another module, which calls it in one way only, that call with tensors of global
-            shapes. Shapes are not exchanged then, and outputs are local tensors.
-        input_placements: the placements of inputs in programs, which local inputs have in other calls, too.
-        owners: the modules that hold the parameters that were placed, by the parameters' names.
-        accumulation: the gradients that were added up in `autoshard.no_sync`.
-        order: of the calls of the module, its copies and its other methods.
     """
 
     def __init__(self, maker: ProgramMaker) -> None:
         self.module, self.device_mesh, self.mesh = maker.module, maker.device_mesh, maker.mesh
         self.inputs, self.data_axes = maker.target.inputs, maker.target.data_axes
         self.dynamic = maker.target.dynamic or {}
-        self.input_placements: dict[str, tuple[Placement, ...]] = {}
-        self.methods_before: list[tuple[nn.Module, str, Callable[..., Any]]] = []
-        self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.owners: dict[str, nn.Module] = {}
-        self.accumulation = Accumulation()
-        self.order = CallOrder(ADVICE)
         self.maker = maker
+        self.programs = CallPrograms(maker)
+        self.methods_before: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         self._compiles = False
         self._outputs = CallOutputs.of(maker)
         self._returned_parameters = ReturnedParameters()
         # Of hooks for all modules.
         self._has_warned = False
-        self._programs: dict[Hashable, CallProgram] = {}
-        # Of the module that this one is a copy of: the programs of its calls, by the fingerprints of their graphs.
-        self._original_programs: dict[Hashable, dict[str, RunnableStep]] = {}
         self._forward: MethodType | None = None
-        module_type = type(self.module).__name__
-        self._sizes = CallSizes(module_type, self.dynamic, quiet=not is_first_rank(self.device_mesh))
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan and place now if there is an example call, else replicate and plan at the first call.
@@ -189,7 +109,7 @@ class Runtime:
             # Before the capture, which compares hooks and methods at every call.
             undo.callback(check_calls(self.module))
             if args or kwargs:
-                self._program_for_call(args, kwargs, wants_gradient(self.module, args, kwargs))
+                self.programs.for_call(args, kwargs, wants_gradient(self.module, args, kwargs))
             else:
                 self.maker.replicate_parameters()
             undo.pop_all()
@@ -199,11 +119,11 @@ class Runtime:
         # Parameters that are left are held by somebody else, such as an optimizer that was made before.
         left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
         replace_in_optimizers(left)
-        prepare_optimizers(self.module, self.accumulation.check_reduced)
+        prepare_optimizers(self.module, self.programs.accumulation.check_reduced)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copy of the module, which shares plan, programs, planner and process groups."""
-        if self.only_call is not None:
+        if self.programs.only_call is not None:
             raise InputError("a stage of a pipeline cannot be deep-copied: copy the module before parallelize.")
         registered = [name for _, name, _ in self.methods_before[1:]]
         if registered:
@@ -226,26 +146,14 @@ class Runtime:
             return copied
         share_specs(self.module, memo)
         copied = memo[id(self)] = Runtime(self.maker.for_module(module))
-        copied.input_placements = dict(self.input_placements)
+        owners = {name: memo[id(owner)] for name, owner in self.programs.owners.items() if id(owner) in memo}
+        copied.programs = self.programs.for_copy(copied.maker, owners)
         forward_before = self.methods_before[0][2]
         copied.methods_before = [(module, "forward", copy.deepcopy(forward_before, memo))]
         copied._forward = copy.deepcopy(self._forward, memo)
-        copied.order = self.order
-        copied.owners = {name: memo[id(owner)] for name, owner in self.owners.items() if id(owner) in memo}
         copied._has_warned = self._has_warned
-        copied._original_programs = self._programs_by_fingerprint()
-        prepare_optimizers(module, copied.accumulation.check_reduced)
+        prepare_optimizers(module, copied.programs.accumulation.check_reduced)
         return copied
-
-    def _programs_by_fingerprint(self) -> dict[Hashable, dict[str, RunnableStep]]:
-        """Return the programs of every signature by the fingerprints of their graphs."""
-        known = {signature: dict(programs) for signature, programs in self._original_programs.items()}
-        for signature, first in self._programs.items():
-            for served in first.candidates():
-                # The general program is made by this runtime, for this module.
-                program = replace(served.program, general=None, between=None)
-                known.setdefault(signature, {})[served.graph.fingerprint] = program
-        return known
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise pickle_error("a parallelised module")
@@ -262,7 +170,7 @@ class Runtime:
     def counted_no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of `autoshard.no_sync` if the plan counts the sums, else one that changes nothing."""
         counted = self.maker.target.options.accumulate > 1
-        return self.accumulation.without_reductions() if counted else contextlib.nullcontext()
+        return self.programs.accumulation.without_reductions() if counted else contextlib.nullcontext()
 
     def replace_method(self, owner: nn.Module, name: str, replacement: Replacement) -> None:
         """Replace a method of the module or of a submodule; captures run the one before."""
@@ -293,21 +201,21 @@ class Runtime:
         self._has_warned = self._has_warned or warn_of_global_hooks()
         counts = None
         whole_args, whole_kwargs = args, kwargs
-        if self.only_call is not None:
-            whole_args, whole_kwargs = self.only_call
+        if self.programs.only_call is not None:
+            whole_args, whole_kwargs = self.programs.only_call
         elif self.inputs == "local":
             self._decide_input_placements(args, kwargs)
             is_uneven = self._compare_sizes(args, kwargs, grad)
             (whole_args, whole_kwargs), counts = self._with_global_shapes((args, kwargs), is_uneven)
         elif self.dynamic:
             self._compare_sizes(args, kwargs, grad)
-        served, sizes = self._program_for_call(whole_args, whole_kwargs, grad)
+        served, sizes = self.programs.for_call(whole_args, whole_kwargs, grad)
         try:
             if not served.compared:
                 self._compare(served, args, kwargs)
             return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
         except RuntimeError as error:
-            self.order.raise_failure(error)
+            self.programs.order.raise_failure(error)
             raise
 
     # Dynamo would trace the runtime, exchanges between ranks included, and fail.
@@ -319,12 +227,12 @@ class Runtime:
 
     def _decide_input_placements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide how the local inputs lie that no call had before."""
-        shapes = self._input_shapes(args, kwargs)
-        if shapes.keys() <= self.input_placements.keys():
+        shapes = self.programs.input_shapes(args, kwargs)
+        if shapes.keys() <= self.programs.input_placements.keys():
             return
         # Of the rows of a rank, one may be the whole batch of the rank.
         placements = self.maker.target.input_pins(self.mesh, shapes, may_be_one=True)
-        self.input_placements = placements | self.input_placements
+        self.programs.input_placements = placements | self.programs.input_placements
 
     def _compare_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> bool:
         """Return True if ranks pass shards of different lengths; raise an `InputError` on every rank if calls differ
@@ -334,7 +242,7 @@ class Runtime:
             return False
         tensors = call_tensors(self.module, args, kwargs)
         split = {
-            name: [dim for dim, _ in split_dims(self.input_placements[name], tensor.ndim, self.mesh)]
+            name: [dim for dim, _ in split_dims(self.programs.input_placements[name], tensor.ndim, self.mesh)]
             for name, tensor in (tensors.items() if self.inputs == "local" else ())
             if not isinstance(tensor, DTensor)
         }
@@ -349,11 +257,13 @@ class Runtime:
 
     def _compare(self, served: CallProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the first batch of a signature over all ranks that must pass the same."""
-        if self.only_call is None:
+        if self.programs.only_call is None:
             names = [border.name for border in served.program.step.inputs if border.kind == "input"]
             leaves = served.graph.call.flatten(args, kwargs)
             inputs = {name: tensor for name, tensor in zip(names, leaves, strict=False) if not tensor.is_meta}
-            placements = {name: self.input_placements[name] for name in inputs} if self.inputs == "local" else None
+            placements = (
+                {name: self.programs.input_placements[name] for name in inputs} if self.inputs == "local" else None
+            )
             check_same_inputs(self.device_mesh, inputs, placements)
         served.compared = True
 
@@ -396,157 +306,15 @@ class Runtime:
         free = dict.fromkeys(names, (None,) * self.mesh.ndim)
         with torch.no_grad():
             pins = pins_of(call_tensors(self.module, args, kwargs), self.device_mesh)
-            served, _ = self._program_for_call(args, kwargs, grad=False, input_pins={**pins, **free})
+            served, _ = self.programs.for_call(args, kwargs, grad=False, input_pins={**pins, **free})
         inputs = {border.name: border for border in served.program.step.inputs if border.kind == "input"}
         return {name: inputs[name].spec.placements for name in names}
-
-    def _program_for_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, input_pins: PinsByName | None = None
-    ) -> tuple[CallProgram, Sizes]:
-        """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes.
-
-        The pins are for a new program, as in `NewCall`.
-        """
-        shapes = self._input_shapes(args, kwargs) if self.dynamic else {}
-        dynamic = without_omitted_arguments(self.module, self.dynamic, shapes)
-        if dynamic and may_be_dynamic(dynamic, shapes):
-            masked_args, masked_kwargs = without_dynamic_sizes(self.module, (args, kwargs), dynamic)
-            signature = signature_of(self.module, masked_args, masked_kwargs, grad)
-            served = self._serve(NewCall(args, kwargs, grad, signature, True, input_pins=input_pins))
-            assert served.graph.dynamic is not None
-            sizes = served.graph.dynamic.sizes_of(shapes)
-            if served.graph.dynamic.serves(sizes):
-                return served, sizes
-        # Calls outside the range of the dynamic graph, such as a batch of one, have graphs of their own.
-        signature = signature_of(self.module, args, kwargs, grad)
-        served = self._serve(NewCall(args, kwargs, grad, signature, False, input_pins=input_pins))
-        return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
-
-    def _serve(self, call: NewCall) -> CallProgram:
-        """Return the program of a call for the current flags, numbers, submodules and hooks of the module."""
-        first = self._programs.pop(call.signature, None)
-        if first is None:
-            return self._prepare(call)
-        # Behind all others, so that the first of the table is the one that was not used for longest.
-        self._programs[call.signature] = first
-        match = next((served for served in first.candidates() if served.graph.serves(call.args, call.kwargs)), None)
-        if match is None:
-            return self._prepare(call)
-        if match is not first:
-            self._programs[call.signature] = match.put_before(first.candidates())
-        self.order.begin_known(match.texts)
-        return match
-
-    def _prepare(self, call: NewCall) -> CallProgram:
-        """Make the program of a call, and keep it for calls of the signature."""
-        # The caller may be in inference mode, whose tensors no later step could change or differentiate.
-        with torch.inference_mode(False), torch.set_grad_enabled(call.grad):
-            return self._make_program(call)
-
-    def _make_program(self, call: NewCall) -> CallProgram:
-        # A placed parameter must not have a plain one in its place; parameters of new modules are placed.
-        for name, owner in _owners(self.module):
-            parameter = owner._parameters[name.rpartition(".")[2]]
-            if self.owners.get(name) is owner and not isinstance(parameter, DTensor):
-                raise replaced_error(name, parameter)
-        first = self._programs.get(call.signature)
-        earlier = () if first is None else first.candidates()
-        check_invalidating_effects([served.graph.state for served in earlier])
-        check_conditions([served.graph.state.conditions for served in earlier])
-        start = time.perf_counter()
-        texts = describe_call(self.module, call.args, call.kwargs, call.grad)
-        changed = {} if first is None else dict(first.graph.changes(call.args, call.kwargs))
-        if call.tangents == "all":
-            changed["the outputs that are differentiated"] = "others than the loss"
-        # Ranks compare the sizes of every call in these two cases, so what differs then is the state of the module.
-        common = {} if self.dynamic or self.inputs == "local" else texts
-        self.order.begin_new(common, changed)
-        check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
-        programs = dict(self._original_programs.get(call.signature, {}))
-        programs |= {served.graph.fingerprint: served.program for served in earlier}
-        if call.input_pins is None:
-            pins = pins_of(call_tensors(self.module, call.args, call.kwargs), self.device_mesh)
-            call = replace(call, input_pins={**(self.input_placements if self.inputs == "local" else {}), **pins})
-        assert call.input_pins is not None
-        graph, program = self.maker.make(call, programs, call.input_pins)
-        for border in program.step.inputs:
-            if border.kind == "input":
-                self.input_placements[border.name] = border.spec.placements
-        if not earlier and self.only_call is None:
-            shapes = self._input_shapes(call.args, call.kwargs)
-            self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
-        general = self._general_program(call, graph)
-        program = replace(
-            program,
-            general=general,
-            accumulation=self.accumulation,
-            order=self.order,
-            histories=graph.histories,
-            between=self._between_program(call, graph),
-        )
-        locations = locate(self.module, graph, program.step.inputs, self.device_mesh)
-        # A program for the same state was made for fewer gradients, and goes.
-        others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
-        served = CallProgram(graph, program, locations, common).put_before(others)
-        self._programs[call.signature] = served
-        if len(self._programs) > MOST_PROGRAMS:
-            del self._programs[next(iter(self._programs))]
-        self.owners = dict(_owners(self.module))
-        return served
-
-    def _general_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
-        """Return a function that makes the program in which every output has a gradient; None if the call has it."""
-        if call.tangents == "all" or not graph.tangent_outputs or _differentiates_all(graph):
-            return None
-        # What the graph depends on of the numbers in its inputs has to be the same again.
-        like = with_numbers if graph.state.conditions.inputs else without_numbers
-        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
-        general = replace(call, args=args, kwargs=kwargs, tangents="all")
-
-        def make_program() -> RunnableStep:
-            with graph.state.guards.captured_values():
-                return self._prepare(general).program
-
-        return make_program
-
-    def _between_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
-        """Return a function that makes the program of gradients of outputs for others; None where there is none."""
-        inner = {name for ancestors in graph.histories.ancestors.values() for name in ancestors}
-        names = tuple(name for name in graph.result.names if name in inner and name not in graph.histories.same)
-        is_whole = self.only_call is None and self._outputs.form == "whole"
-        if not names or not is_whole or graph.dynamic is not None or not graph.tangent_outputs:
-            return None
-        like = with_numbers if graph.state.conditions.inputs else without_numbers
-        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
-        between = replace(call, args=args, kwargs=kwargs, tangents=names)
-
-        @functools.cache
-        def make_program() -> RunnableStep:
-            texts = describe_call(self.module, args, kwargs, call.grad)
-            changed = {"the outputs whose gradients are asked for": ", ".join(names)}
-            self.order.begin_new({} if self.dynamic or self.inputs == "local" else texts, changed)
-            check_ranks_agree(self.device_mesh, texts | changed, ADVICE)
-            assert between.input_pins is not None
-            with graph.state.guards.captured_values():
-                return self.maker.make(between, {}, between.input_pins)[1]
-
-        return make_program
-
-    def _input_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in call_tensors(self.module, args, kwargs).items()}
-
-    def _call_kind(self, call: NewCall) -> Hashable:
-        """Return everything of a call but sizes, other than those of `DTensor`s, and plain values."""
-        tensors = call_tensors(self.module, call.args, call.kwargs).items()
-        sizes = tuple(tuple(tensor.shape) for _, tensor in tensors if isinstance(tensor, DTensor))
-        kinds = tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
-        return call.grad, self.module.training, kinds, sizes
 
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._compiles and not served.program.compiled:
             served.program, served.with_sums = served.program.with_compiler(), None
         self._returned_parameters.check()
-        program = served.accumulating_program(self.accumulation.active)
+        program = served.accumulating_program(self.programs.accumulation.active)
         step = program.step
         # The tensors that the user knows, in the order of the program's inputs.
         sources = find_tensors(step, served.locations, served.graph.call.flatten(args, kwargs), self.device_mesh)
@@ -559,7 +327,7 @@ class Runtime:
         served.graph.result.check([result for border, result in borders if border.kind == "output"])
         write_back(step, {border.name: result for border, result in borders if border.kind == "mutation"}, sources)
         outputs = [result for border, result in borders if border.kind != "mutation"]
-        if self.only_call is None:
+        if self.programs.only_call is None:
             shown = at([border for border, _ in borders if border.kind != "mutation"], sizes)
             with _gradients_of(program):
                 outputs = [self._outputs.wrap(output, border) for output, border in zip(outputs, shown, strict=True)]
@@ -590,13 +358,13 @@ class Runtime:
         def global_shapes(local_shapes: dict[str, tuple[int, ...]]) -> Shapes:
             nonlocal counts
             if not is_uneven and self.maker.shares is None:
-                return even_shapes(local_shapes, self.input_placements, self.mesh)
+                return even_shapes(local_shapes, self.programs.input_placements, self.mesh)
             tables, shares = gather_shapes(local_shapes, self.maker.hosts), None
             if self.maker.shares is not None:
                 axis = self.maker.shares[0]
-                counts = local_shares(tables, self.input_placements, self.device_mesh, axis)
+                counts = local_shares(tables, self.programs.input_placements, self.device_mesh, axis)
                 shares = axis, counts
-            return whole_shapes(tables, self.input_placements, self.device_mesh, shares)
+            return whole_shapes(tables, self.programs.input_placements, self.device_mesh, shares)
 
         return with_global_shapes(self.module, call, global_shapes), counts
 
@@ -615,16 +383,3 @@ def runtime_of(module: nn.Module, function: str) -> Runtime:
             "autoshard.parallelize returned for a mesh without a pipeline axis. Call parallelize first."
         )
     return runtime
-
-
-def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names of parameters and the modules that hold them."""
-    for path, part in module.named_modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                yield (f"{path}.{name}" if path else name), part
-
-
-def _differentiates_all(graph: JointGraph) -> bool:
-    """Return True if the program of a graph starts its backward half from every output that has a gradient."""
-    return graph.histories.differentiable <= set(graph.tangent_outputs)

@@ -30,13 +30,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.capture_errors import running_line
 from autoshard.errors import InputError
 from autoshard.runtime import _torch
-from autoshard.runtime.shards import cut, fill, from_first_rank, gather_full_tensor, local_of, replace_parameters, wrap
+from autoshard.runtime._torch import TorchDispatchMode
+from autoshard.runtime.shards import (
+    cut,
+    fill,
+    from_first_rank,
+    gather_full_tensor,
+    local_of,
+    redistribute,
+    replace_parameters,
+    wrap,
+)
 from autoshard.specs.spec import Spec
 
 
@@ -48,6 +58,19 @@ class PlacedTensor(DTensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _run(_effect_of(func), func, args, kwargs or {})
+
+    if not _torch.shows_operators_to_subclasses():
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            """Show a function's operators to the class, where torch does not."""
+            with _torch.without_torch_functions():
+                if _torch.is_getter(func):
+                    return func(*args, **(kwargs or {}))
+                with _Operators():
+                    return func(*args, **(kwargs or {}))
 
     @property
     def data(self) -> Tensor:
@@ -95,6 +118,14 @@ class PlacedTensor(DTensor):
             return format(self.item(), format_spec)
         return super().__format__(format_spec)
 
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """Return the tensor placed otherwise; `full_tensor` calls it, too."""
+        if placements is None or device_mesh not in (None, self.device_mesh) or set(options) - {"async_op"}:
+            return super().redistribute(device_mesh, placements, **options)
+        return redistribute(self, placements, **options)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedTensor:
         if id(self) in memo or not self.is_leaf:
             return super().__deepcopy__(memo)
@@ -112,6 +143,15 @@ class PlacedTensor(DTensor):
         # Files have torch's own class.
         with _as_dtensors([self]):
             return self.__reduce_ex__(protocol)
+
+
+class _Operators(TorchDispatchMode):
+    """While active, runs operators on placed tensors as their class says."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(type(leaf) is PlacedTensor for leaf in _leaves(args, kwargs or {})):
+            return _run(_effect_of(func), func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 _torch.allow_foreach(PlacedTensor)
@@ -211,6 +251,7 @@ class _Effect:
         is_view: True if its results share memory with the first argument.
         is_wrong: True if torch runs it wrongly on shards.
         reshapes: True if it changes the shape of an argument in place.
+        keeps_pieces: True if it is right on any pieces of a tensor, though not element by element.
     """
 
     draws: bool
@@ -219,6 +260,7 @@ class _Effect:
     is_view: bool
     is_wrong: bool
     reshapes: bool
+    keeps_pieces: bool
 
     def written_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the arguments that the operator writes."""
@@ -228,6 +270,12 @@ class _Effect:
 
 # Operators that write every element by itself, which torch has no tag for; lists of tensors are written likewise.
 _ELEMENTWISE = ("copy_", "zero_", "fill_", "_foreach_", "_fused_", "_amp_foreach_")
+
+# Operators that give as many elements as they take, in their places, and norms of all elements.
+_PIECEWISE = {
+    *("alias", "clone", "detach", "detach_", "empty_like", "full_like", "ones_like", "zeros_like", "_to_copy"),
+    *("linalg_vector_norm", "_foreach_norm"),
+}
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -243,6 +291,7 @@ def _effect_of(func: Any) -> _Effect:
         is_view=not writes and bool(aliases),
         is_wrong=_WRONG.search(name) is not None,
         reshapes=torch.Tag.inplace_view in tags and name != "detach_",
+        keeps_pieces=name in _PIECEWISE,
     )
 
 
@@ -301,18 +350,21 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         for tensor in parts:
             if func is _NUMBER or not _is_sum(tensor):
                 _replicate(tensor)
+    is_known = effect.is_elementwise or effect.keeps_pieces or _torch.computes_with_strided_pieces(tensors)
     is_unsafe = effect.writes and not (effect.is_elementwise or effect.reshapes)
-    if effect.draws or is_mixed or is_unsafe or (effect.is_wrong and not plain):
+    if effect.draws or is_mixed or is_unsafe or not is_known or (effect.is_wrong and not plain):
         result = _run_on_whole_tensors(effect, func, args, kwargs)
     else:
         try:
             with _as_dtensors(tensors):
                 result = func(*args, **kwargs)
-        except RuntimeError as error:
-            # A view that torch refuses where a sharded dim is cut, or an operator that it has no rule for.
+        except (RuntimeError, ValueError) as error:
+            # A view that torch refuses where a sharded dim is cut, an operator that it has no rule for, or pieces that
+            # it does not redistribute.
             if _torch.is_mixed_tensors_error(error):
                 raise _mixed_error(func, tensors, plain) from error
-            if not effect.is_view and not _torch.lacks_rule(error):
+            is_refusal = _torch.lacks_rule(error) or _torch.is_strided_refusal(error)
+            if not is_refusal and not (effect.is_view and isinstance(error, RuntimeError)):
                 raise
             result = _run_on_whole_tensors(effect, func, args, kwargs)
     if effect.writes:
@@ -330,12 +382,12 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 def _mixed_error(func: Any, tensors: Sequence[DTensor], plain: Sequence[Tensor]) -> InputError:
     name, placed = _name_of_operator(func), _name_of(tensors[0]) if tensors else "a tensor"
+    shapes = ", ".join(str(tuple(each.shape)) for each in plain)
     return InputError(
-        f"{running_line()}: {name} got mixed torch.Tensor and DTensor, namely plain tensors of shape "
-        f"{', '.join(str(tuple(each.shape)) for each in plain)} and {placed}, which lies on a mesh. A rank's rows can't "
-        "be told from a whole tensor here. If it is whole, place it: torch.distributed.tensor.distribute_tensor(tensor, "
-        "mesh, [Replicate()] * mesh.ndim), with mesh = parameter.device_mesh. Or compute this in forward, and return "
-        "it, as a loss of logits and labels."
+        f"{running_line()}: {name} got mixed torch.Tensor and DTensor, namely plain tensors of shape {shapes} and "
+        f"{placed}, which lies on a mesh. A rank's rows can't be told from a whole tensor here. If it is whole, place "
+        "it: torch.distributed.tensor.distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim), with mesh = "
+        "parameter.device_mesh. Or compute this in forward, and return it, as a loss of logits and labels."
     )
 
 

@@ -16,7 +16,7 @@ from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.runtime._torch import DTensorSpec, dtensor_spec_of
 from autoshard.runtime.in_place_changes import place_constant
-from autoshard.runtime.shards import local_of, names_of_parameters, to_mesh_device, written_out
+from autoshard.runtime.shards import local_of, names_of_parameters, redistribute, to_mesh_device, written_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def _local_input(tensor: torch.Tensor, border: ProgramTensor, device_mesh: Devic
         # Without autograd's part in it, which takes time: a cache is many such inputs of every call.
         if tensor.placements == border.spec.placements and not tensor.requires_grad:
             return written_out(local_of(tensor)).contiguous()
-        return written_out(tensor.redistribute(device_mesh, border.spec.placements).to_local())
+        return written_out(redistribute(tensor, border.spec.placements).to_local())
     return written_out(tensor).contiguous()
 
 

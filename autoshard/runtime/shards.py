@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autoshard.errors import MeshError, PlanError, reason_of
 from autoshard.names import suggestion
@@ -19,7 +20,7 @@ from autoshard.runtime import _torch
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
 from autoshard.specs.layout import dim_of, is_even, local_indices, true_local_shape
-from autoshard.specs.spec import Spec, shard_placement, split_factor_of
+from autoshard.specs.spec import Spec, is_shard, shard_placement, split_factor_of
 from autoshard.specs.tensors import pad_to, shard
 
 Coordinate = Sequence[int]
@@ -62,6 +63,32 @@ def distribute(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> DTensor:
     result = wrap(local, device_mesh, spec, tensor.shape, tensor.dtype)
     result.requires_grad = tensor.requires_grad
     return result
+
+
+def redistribute(tensor: DTensor, placements: Sequence[Placement], async_op: bool = False) -> DTensor:
+    """Return a `DTensor` placed otherwise, differentiably, as `DTensor.redistribute` does.
+
+    From and to strided pieces it goes by the whole tensor: torch 2.11 refuses some of them, and 2.13 leaves other
+    elements there than it says where several axes are concerned.
+    """
+    if any(split_factor_of(each) > 1 for each in (*tensor.placements, *placements) if is_shard(each)):
+        return _Redistribution.apply(tensor, Spec(tuple(placements)))
+    return DTensor.redistribute(tensor, tensor.device_mesh, placements, async_op=async_op)
+
+
+class _Redistribution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, spec: Spec) -> DTensor:
+        ctx.spec = source = Spec(tuple(tensor.placements))
+        if source.partial_axes:
+            summed = [Replicate() if placement.is_partial() else placement for placement in source]
+            tensor = DTensor.redistribute(tensor, tensor.device_mesh, summed)
+            ctx.spec = Spec(tuple(summed))
+        return distribute(tensor.detach(), tensor.device_mesh, spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        return _Redistribution.apply(gradient, ctx.spec), None
 
 
 def cut(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> Tensor:

@@ -91,7 +91,7 @@ def parallel(module: nn.Module, mesh: DeviceMesh, *args: Any, **options: Any) ->
 
 
 def programs(module: Any) -> int:
-    return sum(len(program.candidates()) for program in module._autoshard_runtime._programs.values())
+    return sum(len(program.candidates()) for program in module._autoshard_runtime.programs.table.values())
 
 
 @pytest.mark.parametrize(

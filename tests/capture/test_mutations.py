@@ -130,7 +130,7 @@ def test_what_forward_leaves_is_what_one_device_leaves() -> None:
         for _ in range(6):  # more calls than there may be states
             module(X)
         _same(_left(module), expected)
-        served = vars(module)["_autoshard_runtime"]._programs
+        served = vars(module)["_autoshard_runtime"].programs.table
         assert [len(one.candidates()) for one in served.values()] == [2]  # some variables are None at first
     _forget()
 

@@ -248,8 +248,9 @@ def test_compare_prints_the_table_and_the_flags(folder: Path, capsys: pytest.Cap
         "FSDP2 x TP",
         "--details",
     ]
-    assert main(["compare", "planned_models:make", *arguments, "-o", "compared.json"]) == 0
+    assert main(["compare", "planned_models:make", *arguments, "-o", "compared.json", "--html", "compared.html"]) == 0
     printed = capsys.readouterr().out
+    assert "<td>FSDP2 x TP</td>" in (folder / "compared.html").read_text("utf-8")
     data = json.loads((folder / "compared.json").read_text("utf-8"))
     assert [layout["name"] for layout in data["layouts"]] == ["autoshard", "DDP", "FSDP2 x TP"]
     assert "tensor_parallel_degree" in printed

@@ -16,6 +16,7 @@ import autoshard
 from autoshard import Comparison, ShardingPlan
 from autoshard.errors import PlanError
 from autoshard.planner import planning
+from autoshard.units import format_seconds
 from tests import models
 
 LAYERS = 2
@@ -281,6 +282,12 @@ def test_a_table_and_json_have_all_figures() -> None:
     assert data["nearest"]["torchtitan"] == found.nearest.torchtitan
     assert found.difference("DDP").seconds == pytest.approx(found.plan.step_seconds - steps["DDP"])
     assert "<table" in found._repr_html_()
+    page = found.to_html()
+    for layout in found:
+        assert f'<td>{layout.name}</td><td class="number">{format_seconds(layout.made.step_seconds)}</td>' in page
+    assert found.nearest.torchtitan.splitlines()[0] in page
+    assert "autoshard compare" not in page
+    assert "autoshard compare" in str(found.plan.to_html())
 
 
 @pytest.mark.parametrize(

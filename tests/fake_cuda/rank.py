@@ -135,7 +135,7 @@ def _describe_step(
 
 
 def _programs(module: torch.nn.Module) -> list[RunnableStep]:
-    served = module.__dict__[RUNTIME]._programs
+    served = module.__dict__[RUNTIME].programs.table
     return [call.program for call in served.values()]
 
 

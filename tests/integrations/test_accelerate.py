@@ -105,8 +105,8 @@ def _on_ranks(folder: Path) -> tuple[Any, ...]:
     other = _parallel(rows, inputs="local", input_placements=placements, accumulate=2)
     with accelerator.no_sync(other), accelerator.no_sync(model):
         # Only where the plan counts the sums.
-        assert other._autoshard_runtime.accumulation.active
-        assert not model._autoshard_runtime.accumulation.active
+        assert other._autoshard_runtime.programs.accumulation.active
+        assert not model._autoshard_runtime.programs.accumulation.active
     assert data_axes_of(check_parallelised(model)) == ()
     assert data_axes_of(check_parallelised(other)) == ("dp",)
     resumed = train(accelerator, other, 2, folder, load=True)

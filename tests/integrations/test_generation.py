@@ -182,7 +182,7 @@ def _generate_on_ranks(case: str) -> list[tuple[Tensor, int, list[str], list[flo
             parts = [key.to_local().numel() / key.numel() for key in keys]
             results.append((result.sequences, capture.call_count, [str(key.placements) for key in keys], parts))
     assert model.sharding_plan.memory.held["input"] < 0.8 * _cache_bytes(result.past_key_values)
-    compiled = {served.program.compiled for served in model.__dict__[RUNTIME]._programs.values()}
+    compiled = {served.program.compiled for served in model.__dict__[RUNTIME].programs.table.values()}
     assert compiled == {options.get("compile", False)}
     return results
 

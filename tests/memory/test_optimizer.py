@@ -12,6 +12,7 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from autoshard.errors import PlanError
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
+from autoshard.runtime._torch import has_dtensor_rule
 from autoshard.runtime.shards import distribute
 from autoshard.specs.spec import Spec
 from tests.memory_tracker import Tracker, first_rank
@@ -51,6 +52,10 @@ def _bytes(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_state_and_temporaries(name: str, foreach: bool, parameters: list[torch.nn.Parameter]) -> None:
     said = optimizer_memory(name, None, foreach=foreach)
+    if name == "adafactor" and foreach and not has_dtensor_rule(torch.ops.aten._foreach_lerp_.ScalarList):
+        pytest.skip(
+            f"torch {torch.__version__} has no aten._foreach_lerp_.ScalarList for DTensors: memory is not measured"
+        )
     if name == "adafactor":  # torch's takes no sharded parameters
         parameters = [one for one in parameters if one.placements == (Replicate(),)]
     optimizer = NAMES[name](parameters, foreach=foreach)

@@ -115,4 +115,4 @@ def test_blocks_of_a_dynamic_size_serve_other_sizes_behind_a_file() -> None:
             x = torch.randn(2, size, 6, dtype=torch.float64)
             for held in held_by_ranks(module(x).detach()):
                 torch.testing.assert_close(held, alone(x).detach(), rtol=1e-9, atol=1e-12)
-        assert len(vars(module)["_autoshard_runtime"]._programs) == 1
+        assert len(vars(module)["_autoshard_runtime"].programs.table) == 1

@@ -191,6 +191,78 @@ def test_strides_are_those_of_the_operators(emit: GraphEmitter) -> None:
     assert not emit.is_contiguous(emit.call(aten.t.default, x))
 
 
+def test_no_kernel_is_told_to_write_rows_that_writes_columns(emit: GraphEmitter) -> None:
+    """What is emitted as contiguous is so where it runs: collectives and kernels that want rows get no other tensor.
+
+    Every operator of several tensors, on tensors that lie in rows and in columns.
+    """
+    told = []
+    for op, args in _operators_of_several_tensors():
+        tensors = [index for index, arg in enumerate(args) if isinstance(arg, Tensor)]
+        for turned in tensors[:2]:
+            laid = [arg.mT.contiguous().mT if index == turned else arg for index, arg in enumerate(args)]
+            try:
+                real = op(*laid)
+            except (RuntimeError, ValueError, IndexError, NotImplementedError):  # not an operator of such tensors
+                break
+            nodes = [_placeholder_like(emit, arg) if isinstance(arg, Tensor) else arg for arg in laid]
+            results = list(zip(pytree.tree_leaves(real), pytree.tree_leaves(emit.call(op, *nodes)), strict=False))
+            told += [
+                (str(op), turned)
+                for value, node in results
+                if isinstance(value, Tensor)
+                and value.ndim > 1
+                and isinstance(node, fx.Node)
+                and emit.is_contiguous(node)
+                and not value.is_contiguous()
+            ]
+    assert not told
+
+
+def _placeholder_like(emit: GraphEmitter, tensor: Tensor) -> fx.Node:
+    node = emit.placeholder("x", tensor.shape, tensor.dtype)
+    with emit._mode:
+        node.meta["val"] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return node
+
+
+def _operators_of_several_tensors() -> Iterator[tuple[Any, list[Any]]]:
+    """Elementwise operators and gradients, with tensors of one shape and numbers that many of them take."""
+    numbers = {"number": 0.5, "float": 0.5, "bool": True, "int": 1}
+    for name in dir(aten):
+        packet = getattr(aten, name)
+        for op in (getattr(packet, overload) for overload in getattr(packet, "overloads", list)()):
+            schema = op._schema
+            required = [argument for argument in schema.arguments if not argument.has_default_value()]
+            kinds = [str(argument.type) for argument in required]
+            elementwise = torch.Tag.pointwise in op.tags or name.endswith("_backward")
+            if not elementwise or schema.is_mutable or kinds.count("Tensor") < 2 or op in _WANTS_OTHER_NUMBERS:
+                continue
+            if all(kind == "Tensor" or kind in numbers for kind in kinds) and not any(
+                one.kwarg_only for one in required
+            ):
+                masks = ["mask" in argument.name for argument in required]
+                yield (
+                    op,
+                    [
+                        _tensor(mask) if kind == "Tensor" else numbers[kind]
+                        for kind, mask in zip(kinds, masks, strict=True)
+                    ],
+                )
+
+
+_WANTS_OTHER_NUMBERS = {
+    aten._embedding_bag_backward.default,  # the process ends where indices are not those of a table
+    aten.embedding_dense_backward.default,
+    aten.equal.default,  # not a tensor
+}
+
+
+def _tensor(mask: bool) -> Tensor:
+    numbers = torch.linspace(0.1, 0.9, 30, dtype=torch.float64).view(5, 6)
+    return numbers > 0.5 if mask else numbers
+
+
 def test_numbers_among_the_results_are_no_nodes(emit: GraphEmitter) -> None:
     """Torch's partitioner asks every node that it saves for a tensor."""
     query = emit.placeholder("query", (2, 8, 4, 16), torch.float32)

@@ -25,9 +25,18 @@ __all__ = ["FakeStore", "LocalTensor", "LocalTensorMode", "redistribution"]
 
 def redistribution(
     mesh: DeviceMesh, shape: Sequence[int], source: Spec, target: Spec, *, graph: bool
-) -> list[tuple[int, Placement, Placement]]:
-    """Mesh axis, placement before and after, of every step that DTensor takes: greedily, or by its own graph."""
+) -> list[tuple[int, Placement, Placement]] | None:
+    """Mesh axis, placement before and after, of every step that DTensor takes: greedily, or by its own graph.
+
+    It is None where this release refuses.
+    """
     meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), torch.float32)
     before, after = (DTensorSpec(mesh, tuple(spec), tensor_meta=meta) for spec in (source, target))
-    steps = _gen_transform_infos_non_cached(before, after, use_graph_based_transform=graph)
+    try:
+        steps = _gen_transform_infos_non_cached(before, after, use_graph_based_transform=graph)
+    except ValueError as error:
+        # Torch 2.11 has no path to or from pieces that no order of axes makes.
+        if "unable to be interpreted into a corresponding shard_order" not in str(error):
+            raise
+        return None
     return [(step.mesh_dim, *step.src_dst_placements) for step in steps]

@@ -136,7 +136,7 @@ def _programs() -> None:
     maker.planner.plan = lambda call: planned.append(call) or plan(call)
     copied(batch(1))
     (program,), (original,) = (
-        [served.program for served in runtime_of(each)._programs.values()] for each in (copied, model)
+        [served.program for served in runtime_of(each).programs.table.values()] for each in (copied, model)
     )
     assert program.halves is original.halves
     assert program.ranks is original.ranks

@@ -122,7 +122,7 @@ def _same(module: nn.Module, alone: nn.Module, mesh: DeviceMesh, x: Tensor | Non
 
 def _programs(module: nn.Module) -> int:
     """How many there are for calls with gradients."""
-    return sum(1 for first in vars(module)["_autoshard_runtime"]._programs.values() for _ in first.candidates())
+    return sum(1 for first in vars(module)["_autoshard_runtime"].programs.table.values() for _ in first.candidates())
 
 
 def _set(path: str, value: Any) -> Callable[[nn.Module], None]:
@@ -253,7 +253,7 @@ def test_a_state_with_an_equal_graph_is_not_planned_again(mesh: DeviceMesh) -> N
     autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
     for index in (0, 0, 1):
         if index:  # this call differentiates more than the loss
-            (served,) = vars(module)["_autoshard_runtime"]._programs.values()
+            (served,) = vars(module)["_autoshard_runtime"].programs.table.values()
             first, second = served.candidates()
             assert first.program.halves is second.program.halves
         for each in (module, alone):

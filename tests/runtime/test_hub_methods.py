@@ -33,7 +33,7 @@ def test_save_pretrained_takes_whole_tensors_and_changes_nothing(tmp_path: Path)
         model.save_pretrained(tmp_path, state_dict=whole)
         assert vars(model.config) == before
         model(**inputs)
-        assert len(model._autoshard_runtime._programs) == 1
-        assert not next(iter(model._autoshard_runtime._programs.values())).others
+        assert len(model._autoshard_runtime.programs.table) == 1
+        assert not next(iter(model._autoshard_runtime.programs.table.values())).others
     saved = GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(saved[name], value) for name, value in whole.items())

@@ -117,7 +117,7 @@ def test_a_cache_is_written_where_it_lies(mesh: DeviceMesh, placement: Placement
     for held in per_rank(gather_full_tensor(cache) if isinstance(cache, DTensor) else cache, mesh).values():
         torch.testing.assert_close(held, expected, rtol=1e-9, atol=1e-12)
     # One program, which takes the cache as it lies, and writes the row alone where no rank needs another one's.
-    (served,) = module.__dict__[RUNTIME]._programs.values()
+    (served,) = module.__dict__[RUNTIME].programs.table.values()
     (spec,) = (border.spec for border in served.program.step.inputs if border.name == "cache")
     assert spec.placements == (placement or Replicate(),)
     written = {node.target for node in served.program.halves.forward.graph.nodes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 
@@ -65,9 +66,9 @@ def sharded_steps_are_refused() -> None:
 def whole_parameters_step() -> None:
     module, x = parallelized({"*": Replicate()})
     alone = Net()
-    for kind in (torch.optim.Adafactor, torch.optim.Rprop):
+    for kind, foreach in itertools.product((torch.optim.Adafactor, torch.optim.Rprop), (False, True)):
         for net in (module, alone):
-            optimizer = kind(net.parameters())
+            optimizer = kind(net.parameters(), foreach=foreach)
             net(x).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -151,7 +151,7 @@ def test_a_pickle_of_a_method_is_that_of_its_class(model: Any) -> None:
 
 
 def test_captures_see_the_methods_of_the_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = model._autoshard_runtime._programs
+    programs = model._autoshard_runtime.programs.table
     before = model(_x())
     monkeypatch.setattr(Model, "encode", lambda self, x: F.linear(x, self.weight) * 0)
     assert model(_x()).abs().sum() == 0

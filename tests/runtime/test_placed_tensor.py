@@ -130,6 +130,7 @@ CHANGES: dict[str, Change] = {
     "new_empty": _noise(lambda weight: weight.new_empty(6, 5).normal_()),
     "clone": _noise(lambda weight: weight.clone().uniform_()),
     "bernoulli": _noise(lambda weight: torch.bernoulli(torch.full_like(weight, 0.5))),
+    "softmax and products": lambda weight: weight.copy_(weight.softmax(0) @ (weight.t() @ weight)),
     "dropout": lambda weight: weight.copy_(nn.functional.dropout(weight.data, 0.5)),
 }
 

@@ -151,7 +151,7 @@ def _local_any_all(call: LocalCall) -> Any:
     value, names = call.run(), sharded_dims(call)
     if not names:
         return value
-    # Collectives know no truth values: as numbers, the largest says that any is true, the smallest that all are.
+    # Collectives do not reduce booleans. Reduce them as integers: max is any, min is all.
     kind = "max" if "any" in call.call.name else "min"
     return all_reduce_over(call, value.to(torch.uint8), names, kind).to(result_dtype(call))
 

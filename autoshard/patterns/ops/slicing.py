@@ -153,7 +153,7 @@ def _narrow(call: OpCall) -> Rule:
 
 @rule_maker("aten.split", "aten.split_with_sizes", "aten.unsafe_split", "aten.unsafe_split_with_sizes", "aten.chunk")
 def _split(call: OpCall) -> Rule:
-    """Pieces of a dim: local where the factor inside all of them is sharded."""
+    """`split` and `chunk`: no communication if only the common inner factor of all pieces is sharded."""
     (operand,) = call.operands
     dim = argument_dim(call, len(operand.shape))
     pieces = [meta.shape[dim] for meta in call.results if meta is not None]

@@ -124,7 +124,7 @@ def _local_isin(call: LocalCall) -> Any:
     names = [factor.name for factor in call.rule.factors if factor.name.startswith("t") and call.axes(factor.name)]
     if not names:
         return held
-    # Collectives know no truth values: as numbers, the largest says that any is true, the smallest that all are.
+    # Collectives do not reduce booleans. Reduce them as integers: max is any, min is all.
     kind = "min" if call.arg("invert") else "max"
     return all_reduce_over(call, held.to(torch.uint8), names, kind).to(torch.bool)
 

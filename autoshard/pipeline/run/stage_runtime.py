@@ -438,7 +438,7 @@ class CallCache:
                     example = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, example)
                 runtime = Runtime(maker)
                 runtime.start(*example)
-                runtime.only_call = example
+                runtime.programs.only_call = example
 
         on_all_ranks(self.device_mesh, parallelize_stages)
 

@@ -308,6 +308,6 @@ def test_a_model_that_packs_samples_trains_with_its_heads_sharded() -> None:
         for name, parameter in alone.named_parameters():
             for value in per_rank(gather_full_tensor(module.get_parameter(name).grad), mesh).values():
                 torch.testing.assert_close(value, parameter.grad, rtol=1e-9, atol=1e-12)
-    graphs = next(iter(module._autoshard_runtime._programs.values())).program.halves.graphs
+    graphs = next(iter(module._autoshard_runtime.programs.table.values())).program.halves.graphs
     (call,) = graphs[0].find_nodes(op="call_function", target=FLASH)
     assert call.meta["val"][0].shape == (8, 2, 4)  # two of four heads

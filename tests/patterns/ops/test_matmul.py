@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -96,6 +97,19 @@ def _eight_bits(*shape: int) -> torch.Tensor:
     return normal(*shape).to(torch.float8_e4m3fn)
 
 
+def _assert_sound_where_cpus_have_it(op: Any, *args: Any, **options: Any) -> None:
+    """Torch 2.11 has products in eight bits with one scale alone on CPUs, and none with scales in lists."""
+    kwargs = {name: value for name, value in options.items() if name != "shards"}
+    try:
+        op(*args, **kwargs)
+    except RuntimeError as error:
+        missing = f"Could not run '{op.name().split('.')[0]}'|only supports per-tensor scaling for CPU"
+        if not re.search(missing, str(error)):
+            raise
+        pytest.skip(f"torch {torch.__version__} has no kernel on CPUs for these scales of {op.name()}")
+    assert_sound(op, *args, **options)
+
+
 ONE = torch.tensor(0.5)
 SCALED = (_eight_bits(48, 64), _eight_bits(48, 64).t())
 
@@ -111,7 +125,7 @@ SCALED = (_eight_bits(48, 64), _eight_bits(48, 64).t())
     ids=["one scale", "bias", "one scale as a matrix", "scales of rows and columns"],
 )
 def test_products_in_eight_bits(rest: tuple[torch.Tensor, ...]) -> None:
-    assert_sound(aten._scaled_mm.default, *SCALED, *rest, out_dtype=torch.bfloat16, shards="i k j")
+    _assert_sound_where_cpus_have_it(aten._scaled_mm.default, *SCALED, *rest, out_dtype=torch.bfloat16, shards="i k j")
 
 
 def test_a_result_of_eight_bits_is_no_partial_sum() -> None:
@@ -135,7 +149,7 @@ def _second_version(*scales: torch.Tensor, bias: torch.Tensor | None = None, way
     ids=["one scale", "bias", "scales of rows and columns"],
 )
 def test_products_with_scales_in_lists(args: tuple[Any, ...]) -> None:
-    assert_sound(aten._scaled_mm_v2.default, *args, shards="i k j")
+    _assert_sound_where_cpus_have_it(aten._scaled_mm_v2.default, *args, shards="i k j")
 
 
 def test_scales_of_blocks_are_left_whole() -> None:

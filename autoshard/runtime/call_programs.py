@@ -1,0 +1,301 @@
+"""The programs of a parallelised module's calls: one for every signature, and for what else a call depends on."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
+from autoshard.capture.conditions import check_conditions
+from autoshard.capture.dynamic import may_be_dynamic
+from autoshard.capture.joint import JointGraph
+from autoshard.capture.python_state import check_invalidating_effects
+from autoshard.runtime.call_order import CallOrder
+from autoshard.runtime.call_outputs import CallOutputs
+from autoshard.runtime.calls import (
+    MOST_PROGRAMS,
+    CallSizes,
+    NewCall,
+    PinsByName,
+    describe_call,
+    pins_of,
+    with_numbers,
+    without_dynamic_sizes,
+    without_numbers,
+)
+from autoshard.runtime.gradient_sums import Accumulation
+from autoshard.runtime.program_maker import ProgramMaker
+from autoshard.runtime.program_tensors import Location, locate, replaced_error
+from autoshard.runtime.rank_agreement import check_ranks_agree, is_first_rank
+from autoshard.runtime.step import RunnableStep
+from autoshard.size import Sizes
+
+# The end of an error about ranks whose calls differ.
+ADVICE = (
+    'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" its own '
+    "rows of it, as many as the others, or, at the end of an epoch, the parts that Shard makes of fewer, the last ones "
+    "shorter or empty. autoshard.shard_dataloader gives every rank its part; or drop what is over (drop_last=True of a "
+    "DataLoader)."
+)
+
+
+@dataclass(slots=True, eq=False)
+class CallProgram:
+    """The graph and program of a call signature.
+
+    Attributes:
+        graph: of the call.
+        program: of the graph.
+        locations: for every input of the program, a place in the module, a tensor, or None for arguments.
+        texts: what all ranks have in common in calls of the signature, as for `CallOrder.begin_known`.
+        compared: True if the ranks have compared the inputs of the first call.
+        others: programs of the signature for other flags, numbers, submodules or hooks of the module.
+        with_sums: the program whose backwards add up gradients; None before the first call in `autoshard.no_sync`.
+    """
+
+    graph: JointGraph
+    program: RunnableStep
+    locations: tuple[Location, ...]
+    texts: Mapping[str, str]
+    compared: bool = False
+    others: tuple[CallProgram, ...] = ()
+    with_sums: RunnableStep | None = None
+
+    def accumulating_program(self, active: bool) -> RunnableStep:
+        """Return the program to run: in `autoshard.no_sync`, or with sums, the one whose backwards add up gradients."""
+        if self.with_sums is None:
+            if not active:
+                return self.program
+            self.with_sums = self.program.with_sums()
+        sums = self.with_sums.sums
+        return self.with_sums if active or (sums is not None and not sums.is_empty) else self.program
+
+    def candidates(self) -> tuple[CallProgram, ...]:
+        """Return all programs of the signature."""
+        return (self, *self.others)
+
+    def put_before(self, programs: Iterable[CallProgram]) -> CallProgram:
+        """Put this program before others of the signature, and return it."""
+        self.others = tuple(served for served in programs if served is not self)
+        for served in self.others:
+            served.others = ()
+        return self
+
+
+class CallPrograms:
+    """The programs of the calls of a module.
+
+    Args:
+        maker: makes the program of a new call, and has the module and its mesh.
+
+    Attributes:
+        maker: as given.
+        table: signature of a call -> its program, the one that was not used for longest first.
+        input_placements: the placements of inputs in programs, which local inputs have in other calls, too.
+        only_call: for a part of another module, which calls it in one way only, that call with tensors of global
+            shapes. Shapes are not exchanged then, and outputs are local tensors.
+        owners: the modules that hold the parameters that were placed, by the parameters' names.
+        accumulation: the gradients that were added up in `autoshard.no_sync`.
+        order: of the calls of the module, its copies and its other methods.
+    """
+
+    def __init__(self, maker: ProgramMaker) -> None:
+        self.maker = maker
+        self.table: dict[Hashable, CallProgram] = {}
+        self.input_placements: dict[str, tuple[Placement, ...]] = {}
+        self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.owners: dict[str, nn.Module] = {}
+        self.accumulation = Accumulation()
+        self.order = CallOrder(ADVICE)
+        self._module, self._device_mesh = maker.module, maker.device_mesh
+        self._dynamic, self._inputs = maker.target.dynamic or {}, maker.target.inputs
+        # Of the module that this one is a copy of: the programs of its calls, by the fingerprints of their graphs.
+        self._original_programs: dict[Hashable, dict[str, RunnableStep]] = {}
+        quiet = not is_first_rank(self._device_mesh)
+        self._sizes = CallSizes(type(self._module).__name__, self._dynamic, quiet=quiet)
+
+    def for_copy(self, maker: ProgramMaker, owners: dict[str, nn.Module]) -> CallPrograms:
+        """Return an empty table for a copy of the module, which has programs of this one for calls of equal graphs.
+
+        Args:
+            maker: makes the programs of the copy.
+            owners: the modules of the copy that hold its placed parameters, by the parameters' names.
+        """
+        copied = CallPrograms(maker)
+        copied.input_placements = dict(self.input_placements)
+        copied.order, copied.owners = self.order, owners
+        copied._original_programs = self._programs_by_fingerprint()
+        return copied
+
+    def for_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, input_pins: PinsByName | None = None
+    ) -> tuple[CallProgram, Sizes]:
+        """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes.
+
+        The pins are for a new program, as in `NewCall`.
+        """
+        shapes = self.input_shapes(args, kwargs) if self._dynamic else {}
+        dynamic = without_omitted_arguments(self._module, self._dynamic, shapes)
+        if dynamic and may_be_dynamic(dynamic, shapes):
+            masked_args, masked_kwargs = without_dynamic_sizes(self._module, (args, kwargs), dynamic)
+            signature = signature_of(self._module, masked_args, masked_kwargs, grad)
+            served = self._serve(NewCall(args, kwargs, grad, signature, True, input_pins=input_pins))
+            assert served.graph.dynamic is not None
+            sizes = served.graph.dynamic.sizes_of(shapes)
+            if served.graph.dynamic.serves(sizes):
+                return served, sizes
+        # Calls outside the range of the dynamic graph, such as a batch of one, have graphs of their own.
+        signature = signature_of(self._module, args, kwargs, grad)
+        served = self._serve(NewCall(args, kwargs, grad, signature, False, input_pins=input_pins))
+        return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
+
+    def _serve(self, call: NewCall) -> CallProgram:
+        """Return the program of a call for the current flags, numbers, submodules and hooks of the module."""
+        first = self.table.pop(call.signature, None)
+        if first is None:
+            return self._prepare(call)
+        # Behind all others, so that the first of the table is the one that was not used for longest.
+        self.table[call.signature] = first
+        match = next((served for served in first.candidates() if served.graph.serves(call.args, call.kwargs)), None)
+        if match is None:
+            return self._prepare(call)
+        if match is not first:
+            self.table[call.signature] = match.put_before(first.candidates())
+        self.order.begin_known(match.texts)
+        return match
+
+    def _prepare(self, call: NewCall) -> CallProgram:
+        """Make the program of a call, and keep it for calls of the signature."""
+        # The caller may be in inference mode, whose tensors no later step could change or differentiate.
+        with torch.inference_mode(False), torch.set_grad_enabled(call.grad):
+            return self._make(call)
+
+    def _make(self, call: NewCall) -> CallProgram:
+        # A placed parameter must not have a plain one in its place; parameters of new modules are placed.
+        for name, owner in _owners(self._module):
+            parameter = owner._parameters[name.rpartition(".")[2]]
+            if self.owners.get(name) is owner and not isinstance(parameter, DTensor):
+                raise replaced_error(name, parameter)
+        first = self.table.get(call.signature)
+        earlier = () if first is None else first.candidates()
+        check_invalidating_effects([served.graph.state for served in earlier])
+        check_conditions([served.graph.state.conditions for served in earlier])
+        start = time.perf_counter()
+        texts = describe_call(self._module, call.args, call.kwargs, call.grad)
+        changed = {} if first is None else dict(first.graph.changes(call.args, call.kwargs))
+        if call.tangents == "all":
+            changed["the outputs that are differentiated"] = "others than the loss"
+        # Ranks compare the sizes of every call in these two cases, so what differs then is the state of the module.
+        common = {} if self._dynamic or self._inputs == "local" else texts
+        self.order.begin_new(common, changed)
+        check_ranks_agree(self._device_mesh, texts | changed, ADVICE)
+        programs = dict(self._original_programs.get(call.signature, {}))
+        programs |= {served.graph.fingerprint: served.program for served in earlier}
+        if call.input_pins is None:
+            pins = pins_of(call_tensors(self._module, call.args, call.kwargs), self._device_mesh)
+            call = replace(call, input_pins={**(self.input_placements if self._inputs == "local" else {}), **pins})
+        assert call.input_pins is not None
+        graph, program = self.maker.make(call, programs, call.input_pins)
+        for border in program.step.inputs:
+            if border.kind == "input":
+                self.input_placements[border.name] = border.spec.placements
+        if not earlier and self.only_call is None:
+            shapes = self.input_shapes(call.args, call.kwargs)
+            self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
+        general = self._general_program(call, graph)
+        program = replace(
+            program,
+            general=general,
+            accumulation=self.accumulation,
+            order=self.order,
+            histories=graph.histories,
+            between=self._between_program(call, graph),
+        )
+        locations = locate(self._module, graph, program.step.inputs, self._device_mesh)
+        # A program for the same state was made for fewer gradients, and goes.
+        others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
+        served = CallProgram(graph, program, locations, common).put_before(others)
+        self.table[call.signature] = served
+        if len(self.table) > MOST_PROGRAMS:
+            del self.table[next(iter(self.table))]
+        self.owners = dict(_owners(self._module))
+        return served
+
+    def _general_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
+        """Return a function that makes the program in which every output has a gradient; None if the call has it."""
+        if call.tangents == "all" or not graph.tangent_outputs or _differentiates_all(graph):
+            return None
+        # What the graph depends on of the numbers in its inputs has to be the same again.
+        like = with_numbers if graph.state.conditions.inputs else without_numbers
+        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
+        general = replace(call, args=args, kwargs=kwargs, tangents="all")
+
+        def make_program() -> RunnableStep:
+            with graph.state.guards.captured_values():
+                return self._prepare(general).program
+
+        return make_program
+
+    def _between_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
+        """Return a function that makes the program of gradients of outputs for others; None where there is none."""
+        inner = {name for ancestors in graph.histories.ancestors.values() for name in ancestors}
+        names = tuple(name for name in graph.result.names if name in inner and name not in graph.histories.same)
+        is_whole = self.only_call is None and CallOutputs.of(self.maker).form == "whole"
+        if not names or not is_whole or graph.dynamic is not None or not graph.tangent_outputs:
+            return None
+        like = with_numbers if graph.state.conditions.inputs else without_numbers
+        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
+        between = replace(call, args=args, kwargs=kwargs, tangents=names)
+
+        @functools.cache
+        def make_program() -> RunnableStep:
+            texts = describe_call(self._module, args, kwargs, call.grad)
+            changed = {"the outputs whose gradients are asked for": ", ".join(names)}
+            self.order.begin_new({} if self._dynamic or self._inputs == "local" else texts, changed)
+            check_ranks_agree(self._device_mesh, texts | changed, ADVICE)
+            assert between.input_pins is not None
+            with graph.state.guards.captured_values():
+                return self.maker.make(between, {}, between.input_pins)[1]
+
+        return make_program
+
+    def input_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in call_tensors(self._module, args, kwargs).items()}
+
+    def _call_kind(self, call: NewCall) -> Hashable:
+        """Return everything of a call but sizes, other than those of `DTensor`s, and plain values."""
+        tensors = call_tensors(self._module, call.args, call.kwargs).items()
+        sizes = tuple(tuple(tensor.shape) for _, tensor in tensors if isinstance(tensor, DTensor))
+        kinds = tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
+        return call.grad, self._module.training, kinds, sizes
+
+    def _programs_by_fingerprint(self) -> dict[Hashable, dict[str, RunnableStep]]:
+        """Return the programs of every signature by the fingerprints of their graphs."""
+        known = {signature: dict(programs) for signature, programs in self._original_programs.items()}
+        for signature, first in self.table.items():
+            for served in first.candidates():
+                # The general program is made by this runtime, for this module.
+                program = replace(served.program, general=None, between=None)
+                known.setdefault(signature, {})[served.graph.fingerprint] = program
+        return known
+
+
+def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names of parameters and the modules that hold them."""
+    for path, part in module.named_modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield (f"{path}.{name}" if path else name), part
+
+
+def _differentiates_all(graph: JointGraph) -> bool:
+    """Return True if the program of a graph starts its backward half from every output that has a gradient."""
+    return graph.histories.differentiable <= set(graph.tangent_outputs)
