@@ -45,9 +45,14 @@ def replicates_implicitly() -> bool:
     return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))
 
 
-def is_mixed_tensors_error(error: RuntimeError) -> bool:
-    """Return True for torch's error about an operator that takes plain tensors beside DTensors."""
+def is_mixed_tensors_error(error: Exception) -> bool:
+    """Return True for an error about an operator that takes plain tensors beside DTensors, torch's or ours."""
     return "got mixed torch.Tensor and DTensor" in str(error)
+
+
+def lacks_rule(error: Exception) -> bool:
+    """Return True for torch's errors about an operator that it can't run on DTensors."""
+    return isinstance(error, NotImplementedError) or "Sharding propagation failed" in str(error)
 
 
 @functools.cache
@@ -194,6 +199,11 @@ def allows_mutation() -> bool:
 def is_view(tensor: Tensor) -> bool:
     """Return True if autograd takes a tensor for a view of another one."""
     return tensor._is_view()
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return True for a tensor of a vectorized backward, which is no transform of `torch.func`."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:

@@ -17,6 +17,7 @@ from autoshard.capture.call_layout import ResultLayout
 from autoshard.capture.joint_graph import JointGraph
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
+from autoshard.runtime.placed_tensor import make_placed
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
@@ -61,9 +62,10 @@ class CallOutputs:
             return local
         shape, stride = torch.Size(border.shape), torch.empty(border.shape, device="meta").stride()
         # Shape and stride are given, since torch would take all shards for equal.
-        return DTensor.from_local(
+        placed = DTensor.from_local(
             local, self.device_mesh, border.spec.placements, run_check=False, shape=shape, stride=stride
         )
+        return make_placed(placed)
 
     def restore_views(
         self, step: LocalStep, result: ResultLayout, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]

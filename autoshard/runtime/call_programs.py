@@ -54,7 +54,7 @@ class CallProgram:
     Attributes:
         graph: of the call.
         program: of the graph.
-        locations: for every input of the program, a table of the module and its key, a tensor, or None for arguments.
+        locations: for every input of the program, a place in the module, a tensor, or None for arguments.
         texts: what all ranks have in common in calls of the signature, as for `CallOrder.begin_known`.
         compared: True if the ranks have compared the inputs of the first call.
         others: programs of the signature for other flags, numbers, submodules or hooks of the module.
@@ -219,7 +219,7 @@ class CallPrograms:
             histories=graph.histories,
             between=self._between_program(call, graph),
         )
-        locations = tuple(locate(self._module, graph, border, self._device_mesh) for border in program.step.inputs)
+        locations = locate(self._module, graph, program.step.inputs, self._device_mesh)
         # A program for the same state was made for fewer gradients, and goes.
         others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
         served = CallProgram(graph, program, locations, common).put_before(others)

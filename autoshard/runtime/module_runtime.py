@@ -48,7 +48,7 @@ from autoshard.runtime.program_tensors import find_tensors, local_inputs
 from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone
 from autoshard.runtime.shards import place_buffers
 from autoshard.runtime.step import RunnableStep
-from autoshard.runtime.step_function import run_step
+from autoshard.runtime.step_function import refuse_transforms, run_step
 from autoshard.size import Sizes, at
 
 # The attribute of a parallelised module that holds its runtime.
@@ -190,6 +190,7 @@ class Runtime:
                 check.allowed = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_transforms()
         grad = wants_gradient(self.module, args, kwargs)
         if grad and _torch.allows_mutation():
             raise InputError(

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.program.localize import ProgramTensor
 from autoshard.runtime._torch import DTensorSpec, dtensor, dtensor_spec_of
 from autoshard.runtime.gradient_sums import OpenSums
+from autoshard.runtime.placed_tensor import make_placed
 from autoshard.runtime.step import RunnableStep, run_graph
 from autoshard.size import Sizes
 
@@ -124,8 +125,8 @@ class ParameterGradients:
 def autograd_gradient(
     program: RunnableStep, border: ProgramTensor, gradient: torch.Tensor | None, spec: DTensorSpec | None
 ) -> torch.Tensor | None:
-    """Return a gradient as autograd takes it: without padding, and a DTensor of the spec of its parameter."""
+    """Return a gradient as autograd takes it: without padding, and a placed tensor of the spec of its parameter."""
     if gradient is None:
         return None
     gradient = program.unpad(gradient, border)
-    return gradient if spec is None else dtensor(gradient, spec)
+    return gradient if spec is None else make_placed(dtensor(gradient, spec))

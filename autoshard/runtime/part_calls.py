@@ -107,14 +107,14 @@ def _own_methods(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
 
 
 def _check_method(name: str, method: FunctionType) -> Callable[..., Any]:
-    """Return a method that calls the one of its class, and raises torch's error of mixed tensors as an `InputError`."""
+    """Return a method that calls the one of its class, and raises the error of mixed tensors with what to register."""
 
     # Keeps the name of this file, by which `uncheck_method` and captures know a check.
     @functools.wraps(method, assigned=("__qualname__", "__doc__"))
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             return getattr(type(self), name)(self, *args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, InputError) as error:
             # Who passes DTensors knows how tensors lie.
             leaves = pytree.tree_leaves((args, kwargs))
             if not is_mixed_tensors_error(error) or any(isinstance(leaf, DTensor) for leaf in leaves):

@@ -10,15 +10,19 @@ since a `DTensor` loses four kinds of changes, or does them wrongly, without a w
   written to the source, and each use of the view reads the source again.
 * In-place operators that do not go element by element (`tril_`, `index_fill_`, `p[rows] = value`, `out=p`), and those
   with plain tensors among their arguments, are run on the whole tensor.
+* Numbers that the host reads, such as `p.grad.norm().item()`, are those of the whole tensor: a `DTensor` gives each
+  rank's part. Norms, extrema, truth values and counts whose parts lie on the ranks are reduced before an operator takes
+  them, of which torch has wrong rules; sums stay in parts.
 
-All other operators run as torch has them: meanwhile, the tensors have the class `DTensor`. All ranks make the same
-changes in the same order.
+Operators without a rule in torch are run on whole tensors. All other operators run as torch has them: meanwhile, the
+tensors have the class `DTensor`. All ranks make the same changes and read the same numbers, in the same order.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.capture_errors import running_line
 from autoshard.errors import InputError
 from autoshard.runtime import _torch
 from autoshard.runtime._torch import TorchDispatchMode
@@ -82,8 +87,8 @@ class PlacedTensor(DTensor):
         gradient = _torch.gradient_of(self)
         if type(gradient) is DTensor:
             make_placed(gradient)
-            if _STAGED in self.__dict__:
-                gradient.__dict__[_STAGED] = True
+        if gradient is not None and _STAGED in self.__dict__:
+            gradient.__dict__[_STAGED] = True
         return gradient
 
     @grad.setter
@@ -93,6 +98,25 @@ class PlacedTensor(DTensor):
     @grad.deleter
     def grad(self) -> None:
         _torch.set_gradient(self, None)
+
+    def tolist(self) -> Any:
+        """Return the numbers of the whole tensor."""
+        return _whole_numbers(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the numbers of the whole tensor, a copy that can't be written: the parameter would not change."""
+        array = _whole_numbers(self.detach() if force else self).numpy(force=force)  # type: ignore[arg-type]
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def __format__(self, format_spec: str) -> str:
+        # Torch's prints the object.
+        if self.ndim == 0 and format_spec:
+            return format(self.item(), format_spec)
+        return super().__format__(format_spec)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -132,7 +156,9 @@ class _Operators(TorchDispatchMode):
 
 _torch.allow_foreach(PlacedTensor)
 
-_NAME, _SOURCE, _STAGED = "_autoshard_name", "_autoshard_source", "_autoshard_staged"
+_NAME, _SOURCE, _STAGED, _PARTS, _HOOKED = (
+    f"_autoshard_{name}" for name in ("name", "source", "staged", "parts", "hooked")
+)
 
 
 def place_parameters(module: nn.Module, placements: Mapping[str, Spec], device_mesh: DeviceMesh) -> None:
@@ -152,18 +178,26 @@ def make_state_whole(module: nn.Module) -> None:
     """
     for buffer in module.buffers():
         if isinstance(buffer, DTensor) and not Spec(tuple(buffer.placements)).is_replicated:
-            mesh, replicated = buffer.device_mesh, Spec.all_replicated(buffer.device_mesh.ndim)
-            whole = wrap(_gather_whole(buffer), mesh, replicated, buffer.shape, buffer.dtype)
-            _torch.set_local_tensor(buffer, local_of(whole), _torch.dtensor_spec_of(whole))
+            _replicate(buffer)
     for part in module.modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, DTensor) and not value.requires_grad:
                 setattr(part, name, _gather_whole(value))
 
 
+def _replicate(tensor: DTensor) -> None:
+    """Make a tensor whole on every rank, in place."""
+    mesh, replicated = tensor.device_mesh, Spec.all_replicated(tensor.device_mesh.ndim)
+    whole = wrap(_gather_whole(tensor), mesh, replicated, tensor.shape, tensor.dtype)
+    _torch.set_local_tensor(tensor, local_of(whole), _torch.dtensor_spec_of(whole))
+    tensor.__dict__.pop(_PARTS, None)
+
+
 def make_placed(tensor: DTensor) -> PlacedTensor:
     """Make a `DTensor` a placed tensor, in place, and return it."""
     tensor.__class__ = PlacedTensor
+    if any(placement.is_partial() for placement in tensor.placements):
+        tensor.__dict__[_PARTS] = True
     return tensor  # type: ignore[return-value]
 
 
@@ -179,7 +213,7 @@ def _name_of_operator(func: Any) -> str:
 
 def _name_of(tensor: Tensor) -> str:
     name = tensor.__dict__.get(_NAME)
-    return f"a parameter of shape {tuple(tensor.shape)}" if name is None else f"the parameter {name}"
+    return f"a tensor of shape {tuple(tensor.shape)}" if name is None else f"the parameter {name}"
 
 
 class _as_dtensors:  # noqa: N801
@@ -215,6 +249,7 @@ class _Effect:
         writes: the places of the arguments that it writes, and their names.
         is_elementwise: True if it writes every element by itself.
         is_view: True if its results share memory with the first argument.
+        is_wrong: True if torch runs it wrongly on shards.
         reshapes: True if it changes the shape of an argument in place.
         keeps_pieces: True if it is right on any pieces of a tensor, though not element by element.
     """
@@ -223,6 +258,7 @@ class _Effect:
     writes: tuple[tuple[int, str], ...]
     is_elementwise: bool
     is_view: bool
+    is_wrong: bool
     reshapes: bool
     keeps_pieces: bool
 
@@ -253,12 +289,19 @@ def _effect_of(func: Any) -> _Effect:
         is_elementwise=not any(each.is_out for each in schema.arguments)
         and (torch.Tag.pointwise in tags or name.startswith(_ELEMENTWISE)),
         is_view=not writes and bool(aliases),
+        is_wrong=_WRONG.search(name) is not None,
         reshapes=torch.Tag.inplace_view in tags and name != "detach_",
         keeps_pieces=name in _PIECEWISE,
     )
 
 
 _ROWS = torch.ops.aten.index.Tensor
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+_STACK = torch.ops.aten.stack.default
+
+# Torch's rules give other numbers: gradients of means are too large by the number of ranks, means are those of the
+# ranks' means where shards are uneven, and convolutions take channels for rows.
+_WRONG = re.compile(r"(mse|smooth_l1|huber|soft_margin)_loss|binary_cross_entropy|convolution")
 
 
 def _is_recorded(tensors: Sequence[Tensor]) -> bool:
@@ -268,7 +311,9 @@ def _is_recorded(tensors: Sequence[Tensor]) -> bool:
 def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on placed tensors."""
     # One loop, by exact classes: fused optimizers have five tensors a parameter among their arguments.
-    tensors, views, plain, staged = [], [], [], None
+    tensors, views, parts, staged = [], [], [], None
+    plain: list[Tensor] = []
+    numbers: list[Tensor] = []
     for leaf in _leaves(args, kwargs):
         kind = type(leaf)
         if kind is PlacedTensor:
@@ -277,9 +322,11 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
                 views.append(leaf)
             if _STAGED in leaf.__dict__:
                 staged = leaf
-        elif kind is not DTensor and isinstance(leaf, Tensor) and leaf.numel() > 1:
-            plain.append(leaf)
-    if effect.reshapes:
+            if _PARTS in leaf.__dict__:
+                parts.append(leaf)
+        elif kind is not DTensor and isinstance(leaf, Tensor):
+            (plain if leaf.numel() > 1 else numbers).append(leaf)
+    if effect.reshapes and any(_NAME in tensor.__dict__ for tensor in tensors):
         raise InputError(
             f"{_name_of_operator(func)} changes the shape of {_name_of(tensors[0])} in place, which a parallelised "
             "module can't follow. Change numbers only, or change the shape before autoshard.parallelize."
@@ -299,8 +346,13 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         views = [view for view in views if id(view) in written]
     # Torch refuses all else beside plain tensors: it can't tell a whole one from the rows of a rank.
     is_mixed = bool(plain) and (effect.writes or (func is _ROWS and not _is_recorded(tensors)))
+    if parts and not (func is _STACK and not numbers and len({tensor.placements for tensor in tensors}) == 1):
+        for tensor in parts:
+            if func is _NUMBER or not _is_sum(tensor):
+                _replicate(tensor)
     is_known = effect.is_elementwise or effect.keeps_pieces or _torch.computes_with_strided_pieces(tensors)
-    if effect.draws or is_mixed or (effect.writes and not effect.is_elementwise) or not is_known:
+    is_unsafe = effect.writes and not (effect.is_elementwise or effect.reshapes)
+    if effect.draws or is_mixed or is_unsafe or not is_known or (effect.is_wrong and not plain):
         result = _run_on_whole_tensors(effect, func, args, kwargs)
     else:
         try:
@@ -309,7 +361,9 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         except (RuntimeError, ValueError) as error:
             # A view that torch refuses where a sharded dim is cut, an operator that it has no rule for, or pieces that
             # it does not redistribute.
-            is_refusal = isinstance(error, NotImplementedError) or _torch.is_strided_refusal(error)
+            if _torch.is_mixed_tensors_error(error):
+                raise _mixed_error(func, tensors, plain) from error
+            is_refusal = _torch.lacks_rule(error) or _torch.is_strided_refusal(error)
             if not is_refusal and not (effect.is_view and isinstance(error, RuntimeError)):
                 raise
             result = _run_on_whole_tensors(effect, func, args, kwargs)
@@ -318,9 +372,37 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
             _write_to_source(view)
         return result
     _mark_results(effect, func, args, kwargs, result)
+    if numbers and torch.is_grad_enabled():
+        for number in numbers:
+            _take_whole_gradient(number)
     if staged is not None:
         refuse_draws(leaf for leaf in _leaves((result,), {}) if type(leaf) is PlacedTensor)
     return result
+
+
+def _mixed_error(func: Any, tensors: Sequence[DTensor], plain: Sequence[Tensor]) -> InputError:
+    name, placed = _name_of_operator(func), _name_of(tensors[0]) if tensors else "a tensor"
+    shapes = ", ".join(str(tuple(each.shape)) for each in plain)
+    return InputError(
+        f"{running_line()}: {name} got mixed torch.Tensor and DTensor, namely plain tensors of shape {shapes} and "
+        f"{placed}, which lies on a mesh. A rank's rows can't be told from a whole tensor here. If it is whole, place "
+        "it: torch.distributed.tensor.distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim), with mesh = "
+        "parameter.device_mesh. Or compute this in forward, and return it, as a loss of logits and labels."
+    )
+
+
+def _is_sum(tensor: DTensor) -> bool:
+    """Return True for a sum whose parts lie on the ranks; those of truth values and counts are no sums to operators."""
+    placements = [placement for placement in tensor.placements if placement.is_partial()]
+    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return is_number and all(type(each) is Partial and each.reduce_op == "sum" for each in placements)
+
+
+def _take_whole_gradient(number: Tensor) -> None:
+    """Make the gradient of a plain number beside placed tensors plain, as of a loss to which a penalty is added."""
+    if number.requires_grad and not number.__dict__.get(_HOOKED):
+        number.__dict__[_HOOKED] = True
+        number.register_hook(lambda gradient: _gather_whole(gradient) if isinstance(gradient, DTensor) else None)
 
 
 def _check_bases(func: Any, views: Sequence[PlacedTensor], written: Collection[int]) -> None:
@@ -343,6 +425,12 @@ def _gather_whole(tensor: DTensor) -> Tensor:
             replicated = Spec.all_replicated(tensor.device_mesh.ndim).placements
             return local_of(tensor.redistribute(tensor.device_mesh, replicated)).clone()
     return gather_full_tensor(tensor)
+
+
+def _whole_numbers(tensor: PlacedTensor) -> Tensor:
+    """Return the whole tensor for the host; it requires gradients where the tensor does: torch refuses to read it."""
+    _read_again(tensor)
+    return _gather_whole(tensor).requires_grad_(tensor.requires_grad)
 
 
 def _run_on_whole_tensors(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -438,6 +526,8 @@ def _read_again(tensor: PlacedTensor) -> None:
     if source is None:
         return
     _read_again(source.base)
+    if _PARTS in source.base.__dict__:
+        _replicate(source.base)
     if source.view is not None:
         fill(tensor, source.part(gather_full_tensor(source.base)))
 

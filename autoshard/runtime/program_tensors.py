@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +14,74 @@ from torch.distributed.tensor import DTensor
 from autoshard.capture.joint import JointGraph
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
+from autoshard.runtime._torch import DTensorSpec, dtensor_spec_of
 from autoshard.runtime.in_place_changes import place_constant
-from autoshard.runtime.shards import local_of, redistribute, to_mesh_device, written_out
-
-Location = tuple[dict[str, Any], str] | torch.Tensor | None
-"""Where an input of a program is: a table of the module and its key, the tensor itself, or, with None, in the call."""
+from autoshard.runtime.shards import local_of, names_of_parameters, redistribute, to_mesh_device, written_out
 
 
-def locate(module: nn.Module, graph: JointGraph, border: ProgramTensor, device_mesh: DeviceMesh) -> Location:
-    """Return where an input of the program of a graph is; a constant of the module is placed on the rank's device."""
-    if border.kind in ("parameter", "buffer"):
-        path, _, name = border.name.rpartition(".")
-        owner = module.get_submodule(path)
-        return (owner._parameters if border.kind == "parameter" else owner._buffers), name
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module holds a tensor.
+
+    Attributes:
+        table: of parameters or buffers.
+        key: of the tensor in the table.
+        spec: of a parameter: how it lies.
+        ties: other tables and keys that hold the same parameter.
+    """
+
+    table: dict[str, Any]
+    key: str
+    spec: DTensorSpec | None = None
+    ties: tuple[tuple[dict[str, Any], str], ...] = ()
+
+    def holds(self, parameter: Any) -> bool:
+        """Return True for a parameter that the program can take: one that lies as before, under the same names."""
+        if not isinstance(parameter, DTensor) or self.spec is None:
+            return False
+        spec = dtensor_spec_of(parameter)
+        if spec is not self.spec and (spec.placements, spec.shape) != (self.spec.placements, self.spec.shape):
+            return False
+        return not self.ties or all(table.get(key) is parameter for table, key in self.ties)
+
+
+Location = Place | torch.Tensor | None
+"""Where an input of a program is: a place in the module, the tensor itself, or, with None, in the call."""
+
+
+def locate(
+    module: nn.Module, graph: JointGraph, borders: Sequence[ProgramTensor], device_mesh: DeviceMesh
+) -> tuple[Location, ...]:
+    """Return where the inputs of the program of a graph are; constants of the module move to the rank's device."""
+    parameters = {parameter: names for parameter, names in names_of_parameters(module).items() if len(names) > 1}
+    return tuple(_locate(module, graph, border, device_mesh, parameters) for border in borders)
+
+
+def _locate(
+    module: nn.Module,
+    graph: JointGraph,
+    border: ProgramTensor,
+    device_mesh: DeviceMesh,
+    tied: Mapping[nn.Parameter, list[str]],
+) -> Location:
+    def place(name: str) -> tuple[nn.Module, str]:
+        path, _, key = name.rpartition(".")
+        return module.get_submodule(path), key
+
+    if border.kind == "buffer":
+        owner, key = place(border.name)
+        return Place(owner._buffers, key)
+    if border.kind == "parameter":
+        owner, key = place(border.name)
+        parameter = owner._parameters[key]
+        assert isinstance(parameter, DTensor)
+        others = [place(name) for name in tied.get(parameter, ()) if name != border.name]
+        ties = tuple((other._parameters, name) for other, name in others)
+        return Place(owner._parameters, key, dtensor_spec_of(parameter), ties)
     if border.kind == "constant":
         item = next(item for item in graph.inputs if item.kind == "constant" and item.name == border.name)
-        return place_constant(module, item, device_mesh)
+        held = place_constant(module, item, device_mesh)
+        return Place(*held) if isinstance(held, tuple) else held
     return None
 
 
@@ -42,9 +95,9 @@ def find_tensors(
     """
     remaining, tensors = iter(leaves), []
     for border, place in zip(step.inputs, locations, strict=True):
-        if isinstance(place, tuple):
-            tensor = place[0].get(place[1])
-            if tensor is None or (border.kind == "parameter" and not isinstance(tensor, DTensor)):
+        if isinstance(place, Place):
+            tensor = place.table.get(place.key)
+            if tensor is None or (border.kind == "parameter" and not place.holds(tensor)):
                 raise replaced_error(border.name, tensor)
             # Calls and the user may assign an attribute anew, on any device.
             tensors.append(to_mesh_device(tensor.detach(), device_mesh) if border.kind == "constant" else tensor)
@@ -90,6 +143,11 @@ def replaced_error(name: str, replacement: torch.Tensor | None) -> InputError:
     """Return the error about a parameter or buffer that was replaced."""
     if replacement is None:
         what = "deleted, or replaced by what is no parameter,"
+    elif isinstance(replacement, DTensor):
+        what = (
+            f"tied, untied, or replaced by another of shape {tuple(replacement.shape)} that lies as "
+            f"{tuple(replacement.placements)} on the mesh,"
+        )
     else:
         kind = "Parameter" if isinstance(replacement, nn.Parameter) else "tensor"
         what = f"replaced by a plain {kind} of shape {tuple(replacement.shape)}"

@@ -8,10 +8,12 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
+from autoshard.capture._torch import transforms_active
+from autoshard.capture.capture_errors import running_line
 from autoshard.capture.output_taps import TAP
 from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep
-from autoshard.runtime._torch import dtensor_spec_of, is_view
+from autoshard.runtime._torch import dtensor_spec_of, is_batched, is_view
 from autoshard.runtime.gradient_sums import OpenSums
 from autoshard.runtime.parameter_gradients import ParameterGradients, autograd_gradient
 from autoshard.runtime.step import RunnableStep
@@ -80,6 +82,7 @@ class _ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        refuse_transforms(gradients)
         try:
             with torch.no_grad():
                 results = _gradients(ctx, gradients)
@@ -97,6 +100,17 @@ class _ProgramFunction(torch.autograd.Function):
         raise InputError(
             "a parallelised module has no derivative in forward mode (torch.autograd.forward_ad, torch.func.jvp): its "
             "programs are a forward and a backward. Take gradients by backward or torch.autograd.grad."
+        )
+
+
+def refuse_transforms(gradients: Sequence[torch.Tensor | None] = ()) -> None:
+    """Refuse a call, or a backward of gradients, in a transform of `torch.func`, whose tensors no program takes."""
+    if transforms_active() or any(gradient is not None and is_batched(gradient) for gradient in gradients):
+        raise InputError(
+            f"{running_line()} runs a parallelised module in a transform of torch.func (vmap, grad, jacrev, ...) or in "
+            "a vectorized backward (is_grads_batched=True, vectorize=True). Its programs take plain tensors: call the "
+            "module outside of it, and differentiate what it returns by backward or torch.autograd.grad, once for "
+            "every row of a Jacobian; or use torch.vmap inside of forward, where it is part of the step."
         )
 
 

@@ -336,6 +336,31 @@ def test_a_parameter_replaced_by_a_plain_one(mesh: DeviceMesh) -> None:
             module(_x())
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+@pytest.mark.parametrize("was_tied", [False, True])
+def test_parameters_tied_and_untied_after_a_call(mesh: DeviceMesh, was_tied: bool) -> None:
+    module = Tied()
+    if was_tied:
+        module.second.weight = module.first.weight
+    hints = {"first.weight": Shard(0)} if was_tied else {"first.weight": Shard(0), "second.weight": Shard(1)}
+    autoshard.parallelize(module, mesh, (_x(),), cluster=fast_links(), hints=hints)
+    module(_x())
+    kept = module.second.weight
+    module.second.weight = nn.Parameter(kept.detach().clone()) if was_tied else module.first.weight
+    with pytest.raises(InputError, match=r"\.weight was tied, untied, or replaced by another of shape \(4, 4\)"):
+        module(_x())
+    module.second.weight = kept
+    module(_x())
+
+
 def test_a_parameter_replaced_by_a_plain_tensor_is_no_longer_one(mesh: DeviceMesh) -> None:
     module, alone = _pair(mesh, hints={"part.linear.weight": Shard(0)})
     for each in (module, alone):

@@ -251,6 +251,28 @@ def test_derivatives_in_forward_mode_are_refused() -> None:
             module(**{**inputs, "x": forward_ad.make_dual(inputs["x"], torch.ones_like(inputs["x"]))})
 
 
+_TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], object]] = {
+    "vmap": lambda module, x, target: torch.vmap(lambda x: module(x=x, target=target))(torch.stack([x, x])),
+    "grad": lambda module, x, target: torch.func.grad(lambda x: module(x=x, target=target))(x),
+    "grad of parameters": lambda module, x, target: torch.func.grad(
+        lambda values: torch.func.functional_call(module, values, (), {"x": x, "target": target})
+    )({name: parameter.detach() for name, parameter in module.named_parameters()}),
+    "rows at once": lambda module, x, target: torch.autograd.grad(
+        module(x=x, target=target), list(module.parameters()), torch.ones(3), is_grads_batched=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _TRANSFORMS)
+def test_transforms_of_calls_are_refused(name: str) -> None:
+    module, inputs = _mlp()
+    with one_device("cpu") as mesh:
+        autoshard.parallelize(module, mesh, (), inputs)
+        with pytest.raises(InputError, match=r"test_module_runtime.* in a transform of torch.func .*call the module"):
+            _TRANSFORMS[name](module, inputs["x"], inputs["target"])
+        module(**inputs).backward()
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad(mesh: DeviceMesh, to_none: bool) -> None:
     module, alone, inputs = _parallel(mesh)

@@ -115,8 +115,8 @@ def test_other_methods_and_arguments_run_as_before(model: Any, mesh: DeviceMesh)
     assert isinstance(model.encode(distribute_tensor(_x(), mesh), scale=2.0), DTensor)
     with implicit_replication():
         assert isinstance(model.encode(_x()), DTensor)
-    # Who passes both has torch's error.
-    with pytest.raises(RuntimeError, match="got mixed"):
+    # Who passes both is told what to place.
+    with pytest.raises(InputError, match=r"got mixed .*distribute_tensor"):
         model.encode(_x(), scale=distribute_tensor(torch.ones(8), mesh))
 
 

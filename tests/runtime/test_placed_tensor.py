@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 import autoshard
@@ -188,6 +190,100 @@ def change_as_one_device_does(name: str) -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_that_of_one_device_in_every_placement(two: Workers, name: str) -> None:
     two.run(change_as_one_device_does, name)
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "item of a norm": lambda tensor: tensor.norm().item(),
+    "item of data": lambda tensor: tensor.detach().data.mean().item(),
+    "float of a largest": lambda tensor: float(tensor.norm(float("inf"))),
+    "int of a count": lambda tensor: int((tensor > 0).sum()),
+    "sqrt of a sum": lambda tensor: math.sqrt(tensor.detach().pow(2).sum()),
+    "both extrema": lambda tensor: [each.item() for each in torch.aminmax(tensor.detach())],
+    "list": lambda tensor: tensor.sum(0).tolist(),
+    "array": lambda tensor: tensor.detach().numpy().sum(),
+    "array of a product": lambda tensor: np.asarray(tensor.detach() @ tensor.detach().T, dtype=np.float32).max(),
+    "text": lambda tensor: float(f"{tensor.norm():.6f}"),
+    "equal within": lambda tensor: torch.allclose(tensor, tensor + 1e-12),
+    "positions": lambda tensor: torch.nonzero(tensor.detach() > 0).tolist(),
+    "quantile": lambda tensor: tensor.detach().quantile(0.3).item(),
+    "cosine": lambda tensor: nn.functional.cosine_similarity(tensor.flatten(), tensor.flatten() + 1, dim=0).item(),
+    # What torch computes wrongly of parts on ranks.
+    "sum of norms": lambda tensor: torch.stack([tensor.norm(), tensor.norm(), tensor.mean()]).sum().item(),
+    "sum of norms of columns": lambda tensor: tensor.norm(dim=0).sum().item(),
+    "truth as a number": lambda tensor: (2.0 * (tensor > 0).any()).item(),
+    "product": lambda tensor: torch.stack([tensor.prod(), tensor.sum()]).max().item(),
+    "losses": lambda tensor: [
+        loss(tensor, torch.ones_like(tensor)).item()
+        for loss in (nn.functional.mse_loss, nn.functional.huber_loss, nn.functional.binary_cross_entropy_with_logits)
+    ],
+    "row of a product": lambda tensor: torch.corrcoef(tensor.detach()).tolist(),
+}
+
+
+def read_as_one_device_does() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    for place, placement in PLACEMENTS.items():
+        holder, alone = Holder(), Holder()
+        place_parameters(holder, {"weight": Spec.of(placement)}, mesh)
+        for weight in (holder.weight, alone.weight):
+            weight.pow(3).sum().backward()
+        for name, read in READS.items():
+            for placed, plain in ((holder.weight, alone.weight), (holder.weight.grad, alone.weight.grad)):
+                numbers = [torch.tensor(read(tensor), dtype=torch.float64) for tensor in (placed, plain)]
+                torch.testing.assert_close(*numbers, rtol=1e-9, atol=1e-12, msg=f"{name}, {place}: {numbers}")
+        with pytest.raises(ValueError, match="read-only"):
+            holder.weight.detach().numpy()[0] = 0.0
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+def test_the_host_reads_numbers_of_the_whole_tensor(two: Workers) -> None:
+    two.run(read_as_one_device_does)
+
+
+PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squares": lambda loss, weight: loss.square() + 0.1 * weight.pow(2).sum(),
+    "a norm before": lambda loss, weight: 0.1 * weight.norm() + loss.square(),
+    "a factor": lambda loss, weight: loss.square() * (1 + weight.norm(1)),
+    "a list": lambda loss, weight: torch.stack([loss.exp(), weight.norm(), weight[2].sum()]).mean(),
+    "sum": lambda loss, weight: sum([weight.abs().sum(), weight[:, 1].norm()], start=loss.exp()),
+    "loss of a row": lambda loss, weight: nn.functional.mse_loss(weight[1], loss * torch.ones_like(weight[1])),
+    "variation": lambda loss, weight: loss * (weight[1:] - weight[:-1]).abs().sum(),
+}
+
+
+def add_penalties_as_one_device_does() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    for name, penalty in PENALTIES.items():
+        for place, placement in PLACEMENTS.items():
+            holder, alone = Holder(), Holder()
+            place_parameters(holder, {"weight": Spec.of(placement)}, mesh)
+            scales = [torch.full((2, 2), 0.4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+            for weight, scale in zip((holder.weight, alone.weight), scales, strict=True):
+                # What comes before the loss computes with more than numbers.
+                penalty((scale @ scale).square().mean(), weight).backward()
+            for actual, expected in ((holder.weight.grad, alone.weight.grad), (scales[0].grad, scales[1].grad)):
+                assert type(scales[0].grad) is Tensor
+                torch.testing.assert_close(
+                    gather_full_tensor(actual), expected, rtol=1e-9, atol=1e-12, msg=f"{name}, {place}"
+                )
+
+
+def test_penalties_on_parameters_may_be_added_to_a_loss(two: Workers) -> None:
+    two.run(add_penalties_as_one_device_does)
+
+
+def refuse_plain_tensors() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    holder = Holder()
+    place_parameters(holder, {"weight": Spec.of(Shard(0))}, mesh)
+    with pytest.raises(InputError, match=r"test_placed_tensor.*mm got mixed .* \(5, 2\) and the parameter weight"):
+        holder.weight @ torch.ones(5, 2, dtype=torch.float64)
+    ones = distribute_tensor(torch.ones(5, 2, dtype=torch.float64), mesh, [Replicate()])
+    (holder.weight @ ones).sum().backward()
+
+
+def test_plain_tensors_beside_parameters_are_refused_with_what_to_do(two: Workers) -> None:
+    two.run(refuse_plain_tensors)
 
 
 def numbers_of_the_first_rank_hold() -> None:
