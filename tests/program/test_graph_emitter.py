@@ -229,7 +229,13 @@ def _placeholder_like(emit: GraphEmitter, tensor: Tensor) -> fx.Node:
 def _operators_of_several_tensors() -> Iterator[tuple[Any, list[Any]]]:
     """Elementwise operators and gradients, with tensors of one shape and numbers that many of them take."""
     numbers = {"number": 0.5, "float": 0.5, "bool": True, "int": 1}
-    for name in dir(aten):
+    # `dir` names only what somebody has asked for.
+    names = {
+        name.partition("::")[2].partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+    }
+    for name in sorted(names):
         packet = getattr(aten, name)
         for op in (getattr(packet, overload) for overload in getattr(packet, "overloads", list)()):
             schema = op._schema
@@ -255,6 +261,7 @@ _WANTS_OTHER_NUMBERS = {
     aten._embedding_bag_backward.default,  # the process ends where indices are not those of a table
     aten.embedding_dense_backward.default,
     aten.equal.default,  # not a tensor
+    aten.masked_select_backward.default,  # as many rows as a mask says: no program has it
 }
 
 

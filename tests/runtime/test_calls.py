@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
-from autoshard.runtime import module_runtime as runtime
+from autoshard.runtime import call_programs
 from autoshard.runtime.calls import CallSizes, whole_shapes
 from tests.runtime.meshes import simulated_mesh
 
@@ -87,7 +87,7 @@ def mesh() -> DeviceMesh:
 def test_programs_that_were_not_used_for_longest_go(
     mesh: DeviceMesh, log_lines: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(call_programs, "MOST_PROGRAMS", 2)
     module = autoshard.parallelize(nn.Linear(4, 4), mesh)
     built = []
     for rows in (2, 4, 2, 6, 2, 4):
