@@ -21,9 +21,7 @@ tensors have the class `DTensor`. All ranks make the same changes and read the s
 from __future__ import annotations
 
 import copy
-import functools
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +35,7 @@ from autoshard.capture.capture_errors import running_line
 from autoshard.errors import InputError
 from autoshard.runtime import _torch
 from autoshard.runtime._torch import TorchDispatchMode
+from autoshard.runtime.operator_effects import Effect, effect_of, leaves_of
 from autoshard.runtime.shards import (
     cut,
     fill,
@@ -57,7 +56,7 @@ class PlacedTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _run(_effect_of(func), func, args, kwargs or {})
+        return _run(effect_of(func), func, args, kwargs or {})
 
     if not _torch.shows_operators_to_subclasses():
 
@@ -149,8 +148,8 @@ class _Operators(TorchDispatchMode):
     """While active, runs operators on placed tensors as their class says."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if any(type(leaf) is PlacedTensor for leaf in _leaves(args, kwargs or {})):
-            return _run(_effect_of(func), func, args, kwargs or {})
+        if any(type(leaf) is PlacedTensor for leaf in leaves_of(args, kwargs or {})):
+            return _run(effect_of(func), func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -231,90 +230,22 @@ class _as_dtensors:  # noqa: N801
             tensor.__class__ = PlacedTensor
 
 
-def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the arguments, and the elements of lists among them: no operator nests tensors deeper."""
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
-
-
-@dataclass(frozen=True, slots=True)
-class _Effect:
-    """What an operator does to its arguments.
-
-    Attributes:
-        draws: True if it draws random numbers.
-        writes: the places of the arguments that it writes, and their names.
-        is_elementwise: True if it writes every element by itself.
-        is_view: True if its results share memory with the first argument.
-        is_wrong: True if torch runs it wrongly on shards.
-        reshapes: True if it changes the shape of an argument in place.
-        keeps_pieces: True if it is right on any pieces of a tensor, though not element by element.
-    """
-
-    draws: bool
-    writes: tuple[tuple[int, str], ...]
-    is_elementwise: bool
-    is_view: bool
-    is_wrong: bool
-    reshapes: bool
-    keeps_pieces: bool
-
-    def written_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the arguments that the operator writes."""
-        values = (args[place] if place < len(args) else kwargs.get(name) for place, name in self.writes)
-        return list(_leaves(tuple(values), {}))
-
-
-# Operators that write every element by itself, which torch has no tag for; lists of tensors are written likewise.
-_ELEMENTWISE = ("copy_", "zero_", "fill_", "_foreach_", "_fused_", "_amp_foreach_")
-
-# Operators that give as many elements as they take, in their places, and norms of all elements.
-_PIECEWISE = {
-    *("alias", "clone", "detach", "detach_", "empty_like", "full_like", "ones_like", "zeros_like", "_to_copy"),
-    *("linalg_vector_norm", "_foreach_norm"),
-}
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _effect_of(func: Any) -> _Effect:
-    schema, tags, name = func._schema, func.tags, func._schema.name.partition("::")[2]
-    aliases = [(k, each.name, each.alias_info) for k, each in enumerate(schema.arguments) if each.alias_info]
-    writes = tuple((k, argument) for k, argument, alias in aliases if alias.is_write)
-    return _Effect(
-        draws=torch.Tag.nondeterministic_seeded in tags,
-        writes=writes,
-        is_elementwise=not any(each.is_out for each in schema.arguments)
-        and (torch.Tag.pointwise in tags or name.startswith(_ELEMENTWISE)),
-        is_view=not writes and bool(aliases),
-        is_wrong=_WRONG.search(name) is not None,
-        reshapes=torch.Tag.inplace_view in tags and name != "detach_",
-        keeps_pieces=name in _PIECEWISE,
-    )
-
-
 _ROWS = torch.ops.aten.index.Tensor
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _STACK = torch.ops.aten.stack.default
-
-# Torch's rules give other numbers: gradients of means are too large by the number of ranks, means are those of the
-# ranks' means where shards are uneven, and convolutions take channels for rows.
-_WRONG = re.compile(r"(mse|smooth_l1|huber|soft_margin)_loss|binary_cross_entropy|convolution")
 
 
 def _is_recorded(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run(effect: Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on placed tensors."""
     # One loop, by exact classes: fused optimizers have five tensors a parameter among their arguments.
     tensors, views, parts, staged = [], [], [], None
     plain: list[Tensor] = []
     numbers: list[Tensor] = []
-    for leaf in _leaves(args, kwargs):
+    for leaf in leaves_of(args, kwargs):
         kind = type(leaf)
         if kind is PlacedTensor:
             tensors.append(leaf)
@@ -376,7 +307,7 @@ def _run(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         for number in numbers:
             _take_whole_gradient(number)
     if staged is not None:
-        refuse_draws(leaf for leaf in _leaves((result,), {}) if type(leaf) is PlacedTensor)
+        refuse_draws(leaf for leaf in leaves_of((result,), {}) if type(leaf) is PlacedTensor)
     return result
 
 
@@ -433,7 +364,7 @@ def _whole_numbers(tensor: PlacedTensor) -> Tensor:
     return _gather_whole(tensor).requires_grad_(tensor.requires_grad)
 
 
-def _run_on_whole_tensors(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_on_whole_tensors(effect: Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on whole tensors, and keep this rank's parts of what it writes and returns."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     originals = {id(leaf): leaf for leaf in leaves if isinstance(leaf, DTensor)}
@@ -544,10 +475,10 @@ def _write_to_source(tensor: PlacedTensor) -> None:
     _write_to_source(source.base)
 
 
-def _mark_results(effect: _Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+def _mark_results(effect: Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
     """Make the results placed tensors, and note the sources of views."""
     base = args[0] if effect.is_view else None
-    for place, leaf in enumerate(_leaves((result,), {})):
+    for place, leaf in enumerate(leaves_of((result,), {})):
         if type(leaf) is DTensor:
             make_placed(leaf)
             if type(base) is PlacedTensor:
