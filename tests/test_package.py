@@ -82,6 +82,23 @@ def test_the_names_of_a_planner_load_no_compiler_or_solver() -> None:
     assert not {"numba", "ortools", "pandas", "plotly", "matplotlib"} & set(ast.literal_eval(_output(code)))
 
 
+@pytest.mark.parametrize(
+    "mode",
+    ["torch.distributed._local_tensor.LocalTensorMode(4)", "torch._subclasses.fake_tensor.FakeTensorMode()"],
+)
+def test_modules_that_a_first_call_imports_are_the_same_in_a_mode(mode: str) -> None:
+    code = f"""
+import pkgutil, torch, autoshard, torch.distributed._local_tensor
+with {mode}:
+    for module in pkgutil.walk_packages(autoshard.__path__, "autoshard."):
+        if ".integrations" not in module.name and not module.name.endswith("__main__"):
+            __import__(module.name)
+from autoshard.runtime._torch import shows_operators_to_subclasses as shows
+print(shows() == shows.__wrapped__())
+"""
+    assert _output(code) == "True"
+
+
 def test_the_names_of_functions_win_over_rooms() -> None:
     code = "import autoshard.compare.flags, autoshard, inspect; print(inspect.isfunction(autoshard.compare))"
     assert _output(code) == "True"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import pytree, storage_of
 from autoshard.capture.dense import dense_fault, is_dense
-from autoshard.capture.returned_objects import Argument, Call, leaf_name, leaves_by_path, restore_objects
+from autoshard.capture.returned_objects import Argument, Call, Constant, leaf_name, leaves_by_path, restore_objects
 from autoshard.errors import InputError, warn_caller
 from autoshard.names import matching
 
@@ -88,13 +88,6 @@ def _surrounding_dtypes() -> Hashable:
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
     return (torch.get_default_dtype(), *casts)
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A leaf that is not a tensor."""
-
-    value: Any
 
 
 @dataclass(frozen=True, slots=True)

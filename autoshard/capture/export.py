@@ -28,7 +28,6 @@ from autoshard.capture._torch import (
 )
 from autoshard.capture.call_layout import (
     CallLayout,
-    Constant,
     ResultLayout,
     RuntimeCheck,
     call_layout,
@@ -60,7 +59,7 @@ from autoshard.capture.nodes import closure, graphs_of, is_random, statistics
 from autoshard.capture.padded_encoder import capturable_encoder
 from autoshard.capture.python_calls import PythonCalls, module_tensors, replace_python_calls, tensors_of
 from autoshard.capture.python_state import AssignedTensors, PythonState, SetBuffer, StateWatch
-from autoshard.capture.returned_objects import Argument, OpaqueOutputs, find_objects
+from autoshard.capture.returned_objects import Argument, Constant, OpaqueOutputs, find_objects
 from autoshard.capture.routing import replace_routing
 from autoshard.errors import CaptureError
 
@@ -429,7 +428,7 @@ def _take_outputs(
         else:
             if isinstance(node, fx.Node):
                 raise _number_error(node, name)
-            leaves.append(watch.opaque.arguments.get(name, Constant(spec.arg.value)))
+            leaves.append(watch.opaque.restored.get(name, Constant(spec.arg.value)))
     result = ResultLayout(structure, tuple(leaves), attributes, checks)
     # Behind the leaves of the result: attributes, then buffers, then flags of checks.
     further = output.args[0][len(leaves) :]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from autoshard.capture._torch import pytree
@@ -51,7 +53,10 @@ def _is_keyless(node: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """Container of the fields of a dataclass whose type is not registered with `torch.utils._pytree`."""
+    """Container of the fields of a dataclass whose type is not registered with `torch.utils._pytree`, or of a size.
+
+    Torch registers `torch.Size`, and makes a tuple of its parts.
+    """
 
     kind: type[Any]
     fields: dict[str, Any]
@@ -62,7 +67,9 @@ class Record:
         return Record(context[0], dict(zip(context[1], values, strict=True)))
 
     def restore(self, call: Call) -> Any:
-        """Return the dataclass with these fields; `call` as for `restore_objects`."""
+        """Return the dataclass with these fields, or the size; `call` as for `restore_objects`."""
+        if self.kind is torch.Size:
+            return torch.Size(self.fields.values())
         # As by `copy.copy`, `__init__` is not called. `object.__setattr__` sets fields of frozen dataclasses, too.
         instance: Any = object.__new__(self.kind)
         for name, value in self.fields.items():
@@ -83,11 +90,19 @@ pytree.register_pytree_node(
 
 
 def record_dataclasses(tree: Any) -> Any:
-    """Return the tree with a `Record` for every dataclass whose type is not registered."""
-    # The tree itself, without a copy of its containers, if there are no dataclasses.
-    if not any(map(_is_dataclass, pytree.tree_leaves(tree))):
+    """Return the tree with a `Record` for every size, and for every dataclass whose type is not registered."""
+    # The tree itself, without a copy of its containers, if there are none.
+    if not any(map(_is_recorded, pytree.tree_leaves(tree, is_leaf=_is_size))):
         return tree
-    return pytree.tree_map(lambda leaf: _record(leaf) if _is_dataclass(leaf) else leaf, tree)
+    return pytree.tree_map(lambda leaf: _record(leaf) if _is_recorded(leaf) else leaf, tree, is_leaf=_is_size)
+
+
+def _is_size(node: Any) -> bool:
+    return isinstance(node, torch.Size)
+
+
+def _is_recorded(leaf: Any) -> bool:
+    return _is_size(leaf) or _is_dataclass(leaf)
 
 
 def _is_dataclass(leaf: Any) -> bool:
@@ -95,9 +110,18 @@ def _is_dataclass(leaf: Any) -> bool:
 
 
 def _record(leaf: Any) -> Record:
+    if _is_size(leaf):
+        return Record(torch.Size, {str(dim): size for dim, size in enumerate(leaf)})
     # A field with `init=False` may never have been set.
     names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
     return Record(type(leaf), {name: record_dataclasses(getattr(leaf, name)) for name in names})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf that is not a tensor."""
+
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,22 +162,37 @@ def find_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, tu
 
 _PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
 
+_IMMUTABLE = (
+    *(bool, int, float, complex, str, bytes, range, type, type(None), type(...), enum.Enum, np.generic),
+    *(torch.dtype, torch.layout, torch.memory_format),
+)
+
+
+def _is_constant(leaf: Any) -> bool:
+    """Return True for an object that never changes, holds no tensor, and is the same on every rank."""
+    if isinstance(leaf, slice):
+        return all(isinstance(part, _IMMUTABLE) for part in (leaf.start, leaf.stop, leaf.step))
+    if isinstance(leaf, frozenset):
+        return all(map(_is_constant, leaf))
+    # Each rank has another device where there are several.
+    return leaf.index is None if isinstance(leaf, torch.device) else isinstance(leaf, _IMMUTABLE)
+
 
 class OpaqueOutputs:
     """Replacement, by plain values, of objects in an output other than tensors, plain values and known containers.
 
     Hugging Face models return their key-value cache beside the loss by default. A training step has no use for it, and
     a graph returns tensors alone. A cache that a call was given, and returns with the tensors that it had, is that of
-    the caller in every call.
+    the caller in every call. What cannot change, such as a dtype, is the same in every call.
 
     Attributes:
         replaced: path in the output -> name of the type that was replaced.
-        arguments: path in the output -> the argument that stands there.
+        restored: path in the output -> the argument, or the constant, that stands there.
     """
 
     def __init__(self) -> None:
         self.replaced: dict[str, str] = {}
-        self.arguments: dict[str, Argument] = {}
+        self.restored: dict[str, Argument | Constant] = {}
 
     def replace(self, output: Any, passed: Mapping[int, tuple[Argument, list[Any]]]) -> Any:
         """Return the output with plain values for such objects; the output itself if no tensor would be left.
@@ -170,14 +209,18 @@ class OpaqueOutputs:
             return output
         if not opaque:
             return recorded
-        arguments = {name: leaf for name, leaf in opaque.items() if isinstance(leaf, Argument)}
-        self.arguments |= arguments
-        self.replaced |= {name: type(leaf).__name__ for name, leaf in opaque.items() if name not in arguments}
+        for name, leaf in opaque.items():
+            if isinstance(leaf, Argument):
+                self.restored[name] = leaf
+            elif _is_constant(leaf):
+                self.restored[name] = Constant(leaf)
+            else:
+                self.replaced[name] = type(leaf).__name__
 
         def plain(leaf: Any) -> Any:
-            # A text, as outputs of transformers drop what is None. The layout of the result has the argument again.
-            if isinstance(leaf, Argument):
-                return str(leaf.key)
+            # A text, as outputs of transformers drop what is None. The layout of the result has the object again.
+            if isinstance(leaf, Argument) or (not isinstance(leaf, _PLAIN) and _is_constant(leaf)):
+                return "restored"
             return leaf if isinstance(leaf, _PLAIN) else None
 
         return pytree.tree_map(plain, recorded)

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -95,6 +99,62 @@ def test_an_object_is_left_out_with_a_warning_that_names_it() -> None:
     output = run_joint(graph, module, (x,)).output
     assert torch.equal(output["loss"], module(x)["loss"])
     assert output["stores"] == (None, 3, "text")
+
+
+class Kind(enum.Enum):
+    FIRST = "first"
+
+
+CONSTANTS: dict[str, Any] = {
+    "complex": 2j,
+    "bytes": b"text",
+    "dtype": torch.float64,
+    "device": torch.device("cpu"),
+    "layout": torch.strided,
+    "memory format": torch.channels_last,
+    "member of an enumeration": Kind.FIRST,
+    "type": Kind,
+    "range": range(3),
+    "slice": slice(1, None),
+    "ellipsis": ...,
+    "set": frozenset({1, "a"}),
+    "number of NumPy": np.float32(0.5),
+}
+
+
+class Describing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"y": y, "constants": CONSTANTS, "size": y.shape, "rest": (y[:1].size(), y.dtype), "stride": y.stride()}
+
+
+def test_what_cannot_change_is_returned_as_it_is() -> None:
+    module, x = Describing(), torch.randn(2, 4)
+    with warnings.catch_warnings(action="error"):
+        graph = capture(module, (x,), {})
+    output, expected = run_joint(graph, module, (x,)).output, module(x)
+    for name in ("constants", "size", "rest", "stride"):
+        assert output[name] == expected[name]
+    assert type(output["size"]) is type(output["rest"][0]) is torch.Size
+    assert {name: type(value) for name, value in output["constants"].items()} == {
+        name: type(value) for name, value in CONSTANTS.items()
+    }
+
+
+@pytest.mark.parametrize("kind", [slice, lambda tensor: frozenset({tensor}), lambda tensor: tensor.sum])
+def test_what_holds_a_tensor_is_left_out(kind: Callable[[Tensor], Any]) -> None:
+    class Holding(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[Tensor, Any]:
+            y = x * 2
+            return y, kind(y)
+
+    with pytest.warns(UserWarning, match=r"Holding returns what no graph can hold: output\[1\]"):
+        graph = capture(Holding(), (torch.randn(2),), {})
+    assert run_joint(graph, Holding(), (torch.randn(2),)).output[1] is None
 
 
 def test_a_language_model_that_returns_its_cache() -> None:
