@@ -8,6 +8,7 @@ be of a range of the queries, the first of which stands at position `start` (a 0
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -179,6 +180,7 @@ def attention(
     enable_gqa: bool = False,
     window: int = 0,
     dtype: torch.dtype,
+    order: Sequence[int] = (),
 ) -> Tensor:
     """Return `aten.scaled_dot_product_attention` of the operands, computed by `autoshard::attention`.
 
@@ -186,6 +188,8 @@ def attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as of the ATen operator.
         window: number of keys that a query of a causal call attends to at most; 0 for all.
         dtype: of the result, as `torch.export` noted it: under autocast, the dtype that attention is computed in.
+        order: the dims of the result that have more than one element, from the outermost in memory to the innermost;
+            empty for the order of the operator.
     """
     query, key, value = (each.to(dtype) for each in (query, key, value))
     if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -195,7 +199,13 @@ def attention(
     scale = 1 / math.sqrt(shape[-1]) if scale is None else scale
     dropout = (dropout_p, operators.attention_seed()) if dropout_p else ()
     out: Tensor = operators.attention(query, key, value, attn_mask, None, is_causal, window, scale, *dropout)[0]
-    return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
+    out = out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
+    dims = list(range(out.dim()))
+    present = [*dims[:-3], dims[-2], dims[-3], dims[-1]] if len(shape) > 3 else dims
+    if not order or list(order) == [dim for dim in present if dim in order]:
+        return out
+    wanted = [*(dim for dim in dims if dim not in order), *order]
+    return out.permute(wanted).contiguous().permute([wanted.index(dim) for dim in dims])
 
 
 def attention_with_dropout(*args: Any, **kwargs: Any) -> Tensor:

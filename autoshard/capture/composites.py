@@ -16,10 +16,11 @@ from torch import Tensor, fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from autoshard.capture._torch import symbolic_hint
 from autoshard.capture.attention_operator import attention, attention_with_dropout
 from autoshard.capture.capture_errors import is_users_file, node_place, running_line
 from autoshard.capture.fake_module import DEVICE
-from autoshard.capture.nodes import argument_of
+from autoshard.capture.nodes import argument_of, base_of
 from autoshard.capture.operators import ctc_loss, embedding_bag, rms_norm
 from autoshard.capture.recurrence import gru, lstm, rnn_relu, rnn_tanh
 from autoshard.capture.time_loops import gru_cell, lstm_cell
@@ -163,15 +164,33 @@ _TRACED_AS: dict[Any, Callable[..., Any]] = {
 
 def replace_composites(graph: fx.Graph) -> None:
     """Replace recurrent layers and cells, attention and root-mean-square norms by functions that are traced."""
+    stride_readers = [node for op in _STRIDE_READERS for node in graph.find_nodes(op="call_function", target=op)]
+    read = set(map(base_of, stride_readers))
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         node.target = attention_with_dropout if argument_of(node, "dropout_p", 0.0) else attention
-        node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+        # The order of memory costs a copy where kernels leave another one.
+        order = {"order": _memory_order(node.meta["val"])} if node in read else {}
+        node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype, **order}
     _make_gradients_dense(graph)
     for target, function in _TRACED_AS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             node.target = function
             value = node.meta["val"]
             node.kwargs = {**node.kwargs, "dtype": (value if isinstance(value, Tensor) else value[0]).dtype}
+
+
+# Operators that raise an error, or give other numbers, where a tensor has other strides than torch.export noted.
+_STRIDE_READERS = (aten.view.default, aten.as_strided.default)
+
+
+def _memory_order(value: Tensor) -> tuple[int, ...]:
+    """Return the dims of a tensor that have more than one element, from the outermost in memory to the innermost."""
+    sizes, strides = (list(map(_in_example, numbers)) for numbers in (value.shape, value.stride()))
+    return tuple(sorted((dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: -strides[dim]))
+
+
+def _in_example(size: int | torch.SymInt) -> int:
+    return symbolic_hint(size) if isinstance(size, torch.SymInt) else size
 
 
 # The flag of sparse gradients, by the operators that have one.

@@ -36,6 +36,7 @@ TARGET is the model with an example call:
 
 _AUTO_CLASS = "AutoModelForCausalLM"
 _LARGEST_SIZE = 2**40  # a matrix of two such sizes has more bytes than 64 bits can count
+_MOST_ROWS = 2**29  # batch times sequence, in 8 bytes each, can be counted in 64 bits
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -101,8 +102,8 @@ def _check_option(scheme: str, option: str, value: int | str | list[str] | None,
         kind = f"a target {scheme}:" if scheme in ("hf", *_IMAGE_MODELS) else "a Python function"
         text = " ".join(value) if isinstance(value, list) else value
         raise UsageError(f"{flag} {text} is not an option of {kind}, which has its sizes itself. Leave {flag} out.")
-    if isinstance(value, int) and value < 1:
-        raise UsageError(f"{flag} {value}: pass a whole number from 1 up.")
+    if isinstance(value, int) and not 1 <= value <= _MOST_ROWS:
+        raise UsageError(f"{flag} {value}: pass a whole number from 1 to {_MOST_ROWS:,}.")
 
 
 def _parse_settings(texts: Iterable[str]) -> dict[str, Any]:

@@ -8,12 +8,14 @@ The other pairs are solved again without the states that they may not use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.errors import InputError
 from autoshard.reshard.states import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -34,6 +36,7 @@ from autoshard.solver.jit import compiled_when_called
 from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.layout import canonical
 from autoshard.specs.spec import Spec
+from autoshard.units import format_bytes
 
 Extra = frozenset[tuple[int, frozenset[Nest]]]
 """The dims, each with its nests beside the plain ones, that the paths from or to some specs may use."""
@@ -427,7 +430,17 @@ class Resharder:
         return tuple(map(frozenset, nests))
 
     def _price_graph(self, graph: StateGraph, shape: tuple[int, ...], dtype_size: int) -> _PricedGraph:
-        """Return the graph with bytes and seconds of every edge for one shape."""
+        """Return the graph with bytes and seconds of every edge for one shape.
+
+        Raises:
+            InputError: such a tensor has more bytes than the keys of prices have room for.
+        """
+        whole = math.prod(shape) * dtype_size
+        if whole >> _BYTES_BITS:
+            raise InputError(
+                f"a tensor of shape {shape} has {format_bytes(whole)}, and {format_bytes(1 << _BYTES_BITS)} are the "
+                "most that can be planned. Look at the sizes of the example inputs, and at those of the model."
+            )
         # [states, dims], padded.
         local = np.array(shape, dtype=np.int64) * graph.held // graph.parts
         local_bytes = local.prod(axis=1) * dtype_size

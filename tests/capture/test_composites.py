@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import gaussian_nll_loss, scaled_dot_product_attention
+from torch.testing import assert_close
 
 from autoshard.capture import capture
+from autoshard.capture._torch import pytree
 from autoshard.capture.attention_operator import attention, attention_with_dropout, operators
 from autoshard.capture.composites import gaussian_nll_loss as likelihood
 from autoshard.capture.composites import replace_composites
@@ -157,3 +162,57 @@ def test_where_the_module_is_means_nothing() -> None:
     with torch.device("meta"):
         module, x = nn.Linear(4, 4), torch.ones(3, 4)
     assert capture(module, (x,), {}).fingerprint == capture(nn.Linear(4, 4), (torch.ones(3, 4),), {}).fingerprint
+
+
+def _in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
+    return x.permute(tuple(order)).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
+def _attend(x: Tensor) -> Tensor:
+    return scaled_dot_product_attention(x, x, x[..., :2])
+
+
+COMPOSITES: dict[str, tuple[int, Callable[[], Callable[[Tensor], Any]]]] = {
+    "attention": (4, lambda: _attend),
+    "attention of one sample": (3, lambda: _attend),
+    "attention of five dims": (4, lambda: lambda x: _attend(x.unsqueeze(1))),
+    "rms_norm": (4, lambda: lambda x: functional.rms_norm(x, (4,))),
+    "LSTM": (3, lambda: nn.LSTM(4, 3, 2)),
+    "LSTM of rows": (3, lambda: nn.LSTM(4, 3, batch_first=True, bidirectional=True)),
+    "GRU": (3, lambda: nn.GRU(4, 3)),
+    "RNN": (3, lambda: nn.RNN(4, 3, batch_first=True)),
+    "LSTMCell": (2, lambda: nn.LSTMCell(4, 3)),
+    "GRUCell": (2, lambda: nn.GRUCell(4, 3)),
+}
+"""The number of dims of the operand, and what makes the composite."""
+
+
+class Viewed(nn.Module):
+    """Views of a composite's results that torch allows where memory is in the order that torch itself leaves."""
+
+    def __init__(self, composite: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.composite = composite
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        outer = range(x.dim() - 1)
+        orders = [*((*order, x.dim() - 1) for order in itertools.permutations(outer)), tuple(range(x.dim()))[::-1]]
+        found = []
+        for order in orders:
+            for value in pytree.tree_leaves(self.composite(_in_memory_order(x, order))):
+                dims = ((*order, value.dim() - 1) for order in itertools.permutations(range(value.dim() - 1)))
+                view = next(filter(Tensor.is_contiguous, map(value.permute, dims)))
+                found += [view.contiguous().view(-1) * 2, value + 1]
+                view.view(-1)[1:].mul_(3)
+                found.append(value)
+        return found
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_results_are_viewed_in_the_order_of_memory_that_torch_leaves(name: str) -> None:
+    dims, composite = COMPOSITES[name]
+    module, x = Viewed(composite()).double(), torch.randn((2, 3, 5, 4)[-dims:], dtype=torch.float64)
+    with torch.no_grad():
+        graph = capture(module, (x,), {}, grad=False)
+        output, expected = run_joint(graph, module, (x,)).output, module(x)
+    assert_close(output, expected)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from torch.distributed.tensor import Partial, Placement, Replicate
 
+from autoshard.errors import InputError
 from autoshard.reshard import path
 from autoshard.reshard.path import Path, Resharder
 from autoshard.reshard.states import closure, plain_nests, spec_of_state, state_graph, state_of
@@ -116,6 +117,14 @@ def test_what_no_program_can_hold_has_no_price() -> None:
     assert np.isinf(resharder.seconds((7,), 4, [odd, whole], [whole])).tolist() == [[True], [False]]
     with pytest.raises(ValueError, match=r"can not lie as S\(0\) S\(0\)"):
         resharder.path((7,), 4, whole, odd)
+
+
+def test_a_tensor_of_more_bytes_than_can_be_priced_is_refused() -> None:
+    resharder = Resharder(GRID, ring_price(GRID))
+    source, target = Spec.parse("S(0) R"), Spec.parse("R R")
+    assert resharder.path((2**49,), 4, source, target).seconds > 0
+    with pytest.raises(InputError, match=r"shape \(1000000, 2000000000\) has 7276\.0 TiB, and 4096\.0 TiB are the most"):
+        resharder.path((1000000, 2000000000), 4, source, target)
 
 
 def test_routed_rows_stay_as_they_are() -> None:
