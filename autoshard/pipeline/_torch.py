@@ -15,12 +15,14 @@ from torch.distributed.pipelining import PipelineStage
 # The runtime of lists of actions, messages included, on the stages of a rank.
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
+from autoshard.errors import PipelineError
+
 try:
     from torch.distributed.pipelining._utils import InferenceMode  # STATIC: sizes are known before a step (torch 2.13)
 except ImportError:
     InferenceMode = None  # type: ignore[assignment, misc]
 
-__all__ = ["ActionsRuntime", "MultiPeerStage", "order"]
+__all__ = ["ActionsRuntime", "MultiPeerStage", "check_messages", "make_group", "order"]
 
 
 class MultiPeerStage(PipelineStage):
@@ -176,6 +178,36 @@ def order(name: str, ranks: int, virtual: int, microbatches: int) -> list[list[s
     schedule_class: Any = type(name, (_WithoutMessages, get_schedule_class(name)), {})
     schedule = schedule_class([_ScheduleStage(ranks, ranks * virtual) for _ in range(virtual)], microbatches)
     return [[str(action) for action in schedule.pipeline_order[rank] if action is not None] for rank in range(ranks)]
+
+
+def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a new group of these global ranks, in this order; they alone call this.
+
+    Raises:
+        PipelineError: the ranks are not in ascending order, which torch up to 2.12 brings them into.
+    """
+    if list(ranks) == sorted(ranks):
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise PipelineError(
+            f"torch {torch.__version__} has no group of the ranks {list(ranks)} in this order. Make a mesh whose "
+            "processes follow one another along the pipeline in ascending order, or install torch 2.13 or later."
+        )
+    return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+
+
+def check_messages(received: Sequence[torch.Tensor]) -> None:
+    """Raise a `PipelineError` if this release of torch can't train a stage that receives such tensors.
+
+    Up to 2.12, torch sends a gradient back for every tensor that a stage receives.
+    """
+    constants = [str(tensor.dtype).removeprefix("torch.") for tensor in received if not tensor.requires_grad]
+    if constants and InferenceMode is None:
+        raise PipelineError(
+            f"torch {torch.__version__} sends gradients of all that stages send one another, and a stage receives "
+            f"{', '.join(constants)} without a gradient from the one before. Compute it in the stage that reads it, as "
+            "from an input of the model, or install torch 2.13 or later."
+        )
 
 
 def names_optimizer_groups() -> bool:

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from autoshard.capture import capture, masks
 from autoshard.capture.attention_operator import operators
 from tests.capture.interpret import run_joint
+from tests.releases import skip_without
 
 LENGTH = 12
 
@@ -258,6 +259,8 @@ def _language_model(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_language_models_of_dynamic_sizes_are_causal(name: str) -> None:
+    if name == "llama":
+        skip_without("export of repeated key heads of any length")
     torch.manual_seed(0)
     module = _language_model(name)
     dims = {0: "batch", 1: "length"}

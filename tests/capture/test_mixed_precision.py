@@ -49,7 +49,9 @@ def test_the_list_is_that_of_torch() -> None:
         precision._WIDEST,
     )
     known = {name for names in lists for name in names} | set(precision._FLOAT32_NORMS)
-    assert operators_under_autocast("CUDA") - known <= OF_KERNELS
+    # Torch 2.11 has operators of named dims, which no graph has.
+    found = {name for name in operators_under_autocast("CUDA") if "imname" not in name}
+    assert found - known <= OF_KERNELS
 
 
 class Mixed(nn.Module):

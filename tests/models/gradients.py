@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.common import BATCH, HIDDEN, Model
+from tests.releases import skip_without
 
 
 class Round(Function):
@@ -371,6 +372,17 @@ BETWEEN: dict[str, Between] = {
     "no gradient": _mix_grad_modes,
 }
 """What happens between the two layers, by name."""
+
+_FEATURES = {
+    "context apart, held by its method": "keyword arguments of autograd functions",
+    "tangent": "export of torch.func.jvp",
+}
+
+
+def skip_between_layers(name: str) -> None:
+    """Skip the running test where this release of torch lacks what happens between the layers."""
+    if name in _FEATURES:
+        skip_without(_FEATURES[name])
 
 
 def gradients(name: str, dtype: torch.dtype = torch.float64, layers: int = 0) -> Model:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import AutoshardError, PipelineError, summary_of
 from autoshard.options.target import Target
-from autoshard.pipeline._torch import ActionsRuntime, MultiPeerStage
+from autoshard.pipeline._torch import ActionsRuntime, MultiPeerStage, check_messages, make_group
 from autoshard.pipeline.graph.microbatch import BatchCall, CallFormat, Inputs, Loss, loss_shares
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
 from autoshard.pipeline.plan.pipeline_devices import PipelineMesh, stage_clusters, stage_target
@@ -124,7 +124,7 @@ def _column_group(device_mesh: DeviceMesh, layout: PipelineMesh) -> dist.Process
     for turn in range(max(layout.devices)):
         members = [axis_ranks[start + turn % count] for start, count in zip(layout.starts, layout.devices, strict=True)]
         is_member = this_rank in members
-        group = dist.new_group(members if is_member else [this_rank], use_local_synchronization=True, sort_ranks=False)
+        group = make_group(members if is_member else [this_rank])
         groups += [group] if is_member else []
     return groups[0]
 
@@ -434,7 +434,9 @@ class CallCache:
                         if isinstance(parameter, DTensor)
                     }
                 # Received tensors require gradients in the example; without gradients none does.
-                if not keeps_gradients:
+                if keeps_gradients:
+                    check_messages(example[0])
+                else:
                     example = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, example)
                 runtime = Runtime(maker)
                 runtime.start(*example)
