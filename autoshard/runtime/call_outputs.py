@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.capture._torch import version_of
 from autoshard.capture.call_layout import ResultLayout
@@ -19,6 +19,7 @@ from autoshard.errors import InputError
 from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.runtime.placed_tensor import make_placed
 from autoshard.runtime.program_maker import ProgramMaker
+from autoshard.runtime.shards import redistribute, wrap
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
@@ -60,12 +61,8 @@ class CallOutputs:
                 # No gradient arrives where the output is not used.
                 local.register_hook(lambda gradient: None if gradient is None else gradient / parts)
             return local
-        shape, stride = torch.Size(border.shape), torch.empty(border.shape, device="meta").stride()
-        # Shape and stride are given, since torch would take all shards for equal.
-        placed = DTensor.from_local(
-            local, self.device_mesh, border.spec.placements, run_check=False, shape=shape, stride=stride
-        )
-        return make_placed(placed)
+        placed: torch.Tensor = OutputOnMesh.apply(local, self.device_mesh, border)
+        return placed
 
     def restore_views(
         self, step: LocalStep, result: ResultLayout, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -117,6 +114,24 @@ class CallOutputs:
             original = tensors.get(graph.histories.same.get(name, ("", "")))
             if original is not None:
                 outputs[place] = original
+
+
+class OutputOnMesh(torch.autograd.Function):
+    """An output as a placed tensor, in the memory of the local one.
+
+    Torch's own function (`DTensor.from_local`) fails up to 2.12 for an output that no gradient reaches.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, device_mesh: DeviceMesh, border: ProgramTensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        # A sum over ranks has the gradient of each of its parts.
+        ctx.placements = tuple(Replicate() if each.is_partial() else each for each in border.spec.placements)
+        return make_placed(wrap(local.detach(), device_mesh, border.spec, border.shape, local.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
+        return None if gradient is None else redistribute(gradient, ctx.placements).to_local(), None, None
 
 
 class OutputInSharedMemory(torch.autograd.Function):
