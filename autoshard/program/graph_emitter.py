@@ -401,6 +401,7 @@ _NEEDS_CONTIGUOUS = frozenset(
         aten.adaptive_max_pool3d_backward.default,
         aten.fractional_max_pool2d_backward.default,
         aten.fractional_max_pool3d_backward.default,
+        aten.grid_sampler_2d_backward.default,  # of torch 2.11
         aten.native_group_norm.default,
         aten.native_group_norm_backward.default,
         aten.native_layer_norm_backward.default,

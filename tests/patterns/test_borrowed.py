@@ -281,6 +281,8 @@ def _overload(name: str) -> Any:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_rules_of_torchs_own_operators_are_sound(name: str) -> None:
+    if not is_registered(_overload(name)):
+        pytest.skip(f"torch {torch.__version__} has no strategies of {name}")
     assert is_borrowed(_overload(name))
     for args in SAMPLES[name]:
         assert_sound(_overload(name), *args)
@@ -289,7 +291,8 @@ def test_rules_of_torchs_own_operators_are_sound(name: str) -> None:
 def test_every_operator_that_is_borrowed_has_a_sample() -> None:
     lists = ("aten._foreach", "aten._fused")  # what optimizers call, on lists of tensors, and no graph holds
     names = {str(op) for op in torch_operators() if is_borrowed(op) and not str(op).startswith(lists)}
-    assert names == {*SAMPLES, *NO_STRATEGIES}
+    known = {*SAMPLES, *NO_STRATEGIES}
+    assert names == {name for name in known if is_registered(_overload(name))}
     assert not any(has_rule(_overload(name)) and not is_borrowed(_overload(name)) for name in NO_STRATEGIES)
 
 

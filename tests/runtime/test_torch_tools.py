@@ -333,6 +333,8 @@ REFUSED = {
     "set_optimizer_broadcast": "InputError: broadcast_from_rank0=True puts wrong numbers into 'exp_avg of",
     "hugging_face_writer": "InputError: HuggingFaceStorageWriter keeps one stretch of '0.weight' per rank",
 }
+# Torch 2.11 says so of strided pieces in DTensors of its own, which it can't gather or place otherwise.
+NO_ORDER = "unable to be interpreted into a corresponding shard_order"
 # Torch's distribute_tensor can't make strided shards of a dim that they do not divide, and asserts that.
 NOT_DISTRIBUTED = {"distribute_from_whole", "set_model_full", "set_model_full_on_meta", "set_optimizer_full"}
 # Torch joins what several axes split wrongly, where one is strided. No plan has parameters lie so.
@@ -377,5 +379,9 @@ def test_torch_is_right_or_refused_with_every_placement(
     workers: str, layouts: dict[str, object], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     for result in request.getfixturevalue(workers).run(outcomes, str(tmp_path), list(layouts)):
-        other = {case: reported for case, reported in result.items() if not reported.startswith(expected(*case))}
+        other = {
+            (tool, layout): reported
+            for (tool, layout), reported in result.items()
+            if not reported.startswith(expected(tool, layout)) and not ("strided" in layout and NO_ORDER in reported)
+        }
         assert other == {}

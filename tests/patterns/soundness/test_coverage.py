@@ -78,16 +78,18 @@ def test_every_gap_has_a_reason() -> None:
 
 
 def test_borrowed_rules_stand_there_as_such() -> None:
-    args = (torch.randn(4, 6, dtype=torch.float64), [1], 1.0)
-    (call,) = record(torch.ops.prims.var.default, args, {}, "sample")
+    args = (torch.randn(4, 6, dtype=torch.float64), 3.0, [1])
+    (call,) = record(torch.ops.aten.linalg__powsum.default, args, {}, "sample")
     (row,) = rows(collect([call], 2), Counter())
     assert (row.rule, row.checked, row.unsound) == ("borrowed", 1, [])
     (nothing,) = rows(collect(record(torch.equal, (args[0], args[0]), {}, "sample"), 2), Counter())
     assert nothing.rule == "none"
-    text = page([row, nothing, Row("aten.mm.default", "borrowed", 1), Row("prims.var.default", "own", 1)], Counter())
+    text = page(
+        [row, nothing, Row("aten.mm.default", "borrowed", 1), Row("aten.linalg__powsum.default", "own", 1)], Counter()
+    )
     assert "1 with one borrowed from torch" not in text
     stated = {problem for problem in problems(text) if "stands there with" in problem}
     assert stated == {
         "aten.mm.default stands there with rule: borrowed",
-        "prims.var.default stands there with rule: own",
+        "aten.linalg__powsum.default stands there with rule: own",
     }
