@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -54,7 +55,10 @@ def titan(name: str, *, recomputes: bool = False, **mesh: int) -> Any:
     """The configuration that torchtitan reads from the flags of a layout."""
     manager = pytest.importorskip("torchtitan.config.manager").ConfigManager()
     flags = arguments(torchtitan_flags(job(name, recomputes=recomputes, **mesh)))
-    return manager.parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *flags])
+    try:
+        return manager.parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *flags])
+    except ImportError as error:
+        pytest.skip(f"torchtitan does not run with torch {version('torch')}: {error}")
 
 
 def test_flags_of_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import autoshard
 from autoshard.capture.joint import capture
@@ -116,6 +116,9 @@ def test_several_lines_are_named_at_once_and_the_rest_is_examined() -> None:
 
 
 def test_effects_are_found_in_the_part_that_has_them() -> None:
+    check = fx.Graph().call_function(torch.ops.aten._linalg_check_errors.default)
+    if not check.is_impure():
+        pytest.skip(f"torch {torch.__version__} removes from graphs that lu_factor looks for a matrix without inverse")
     report = autoshard.doctor(nn.Sequential(nn.Linear(16, 16), Branching(), Inverting()), (X,))
     assert [problem.module for problem in report.problems] == ["1", "2"]
     assert "inv_ex" in report.problems[1].what
