@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd import Function
 
 
@@ -43,8 +44,15 @@ def _export_any_length() -> None:
     torch.export.export(_RepeatedHeads(), (torch.randn(3, 8, 8),), dynamic_shapes=(sizes,), strict=False)
 
 
+def _find_effect() -> None:
+    check = fx.Graph().call_function(torch.ops.aten._linalg_check_errors.default)
+    if not check.is_impure():
+        raise LookupError("it removes _linalg_check_errors, by which lu_factor looks for a matrix without inverse")
+
+
 _TRIALS: dict[str, Callable[[], Any]] = {
     "keyword arguments of autograd functions": lambda: _Scale.apply(torch.ones(2, requires_grad=True), by=2.0),
+    "effects of operators in graphs": _find_effect,
     "export of torch.func.jvp": lambda: torch.export.export(_Tangent(), (torch.ones(2),), strict=False),
     "export of repeated key heads of any length": _export_any_length,
 }
@@ -57,6 +65,19 @@ def _fault_of(feature: str) -> str:
     except Exception as error:
         return str(error).partition("\n")[0] or type(error).__name__
     return ""
+
+
+def has(feature: str) -> bool:
+    """Return True if this release of torch has a feature, one of the keys of `_TRIALS`."""
+    return not _fault_of(feature)
+
+
+def skip_unless_torchtitan_runs() -> None:
+    """Skip the running test where torchtitan cannot be imported with this release of torch."""
+    try:
+        importlib.import_module("torchtitan.models.llama3.config_registry")
+    except ImportError as error:
+        pytest.skip(f"torchtitan does not run with torch {torch.__version__}: {error}")
 
 
 def skip_without(feature: str) -> None:

@@ -19,6 +19,7 @@ from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.option_groups import grouped
 from tests.random_plans import random_plan
+from tests.releases import skip_without
 from tests.runtime.meshes import simulated_mesh
 from tests.training import (
     OF_ONE_LAYER,
@@ -103,6 +104,8 @@ def test_one_program_serves_all_batches(mesh: dict[str, int]) -> None:
     ],
 )
 def test_one_program_serves_all_batches_and_lengths(name: str, mesh: dict[str, int]) -> None:
+    if name.startswith("hf_llama"):
+        skip_without("export of repeated key heads of any length")
     check(name, mesh, TOKENS, SIZES[1:3])
 
 

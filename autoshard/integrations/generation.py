@@ -9,6 +9,7 @@ them before. The program of the prompt takes both as they lie. An encoder has pr
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,8 +52,12 @@ _METHODS = ("_prepare_cache_for_generation", "_prepare_static_cache", "_update_m
 if not all(hasattr(GenerationMixin, name) for name in _METHODS):
     raise ImportError(f"this version of transformers makes caches in other ways than {TRIED}, the one tried here.")
 
-# The cache among the arguments of `forward`.
-_CACHE = "past_key_values"
+# The cache among the arguments of `forward`, which transformers 5.24 names anew.
+_CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
 
 
 def prepare_generation(model: nn.Module) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from autoshard.patterns.graph_rules import GraphRules
 from autoshard.planner.layouts.standard_layouts import StandardLayouts
 from autoshard.specs.axes import MeshShape
 from tests import models
+from tests.releases import skip_unless_torchtitan_runs
 
 
 @functools.cache
@@ -55,10 +55,8 @@ def titan(name: str, *, recomputes: bool = False, **mesh: int) -> Any:
     """The configuration that torchtitan reads from the flags of a layout."""
     manager = pytest.importorskip("torchtitan.config.manager").ConfigManager()
     flags = arguments(torchtitan_flags(job(name, recomputes=recomputes, **mesh)))
-    try:
-        return manager.parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *flags])
-    except ImportError as error:
-        pytest.skip(f"torchtitan does not run with torch {version('torch')}: {error}")
+    skip_unless_torchtitan_runs()
+    return manager.parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *flags])
 
 
 def test_flags_of_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from autoshard.integrations import generation
 from autoshard.integrations.generation import prepare_generation
 from autoshard.integrations.sharded_cache import layers_of
 from autoshard.planner.module_planner import ModulePlanner
@@ -218,7 +219,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Call], None], Call, type[Exception], str
     "another kind": (_with_preparation, {"cache_implementation": "dynamic"}, InputError, "'dynamic': .* is static"),
     "a cache of one device": (
         _with_preparation,
-        {"past_key_values": DynamicCache()},
+        {generation._CACHE: DynamicCache()},
         InputError,
         "DynamicCache, which",
     ),

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.common import BATCH, HIDDEN, Model
-from tests.releases import skip_without
+from tests.releases import has, skip_without
 
 
 class Round(Function):
@@ -377,6 +377,11 @@ _FEATURES = {
     "context apart, held by its method": "keyword arguments of autograd functions",
     "tangent": "export of torch.func.jvp",
 }
+
+
+def is_possible(name: str) -> bool:
+    """Return True if this release of torch has what happens between the layers."""
+    return name not in _FEATURES or has(_FEATURES[name])
 
 
 def skip_between_layers(name: str) -> None:
