@@ -48,18 +48,18 @@ once, at the first capture:
 
 With 2.11 and 2.14 folders were run one after the other, on commits of two days; what failed was mended, and run again
 by itself: the numbers are those behind the mend. The two of 2.13 were faults of tests; they pass since. The one that
-failed in the quick list, with 2.14.1 and with Python 3.13, is a search
-that ran out of time on a busy machine; it passes alone, and has more time since.
+failed in the quick list, with 2.14.1 and with Python 3.13, is a search that ran out of time on a busy machine; it
+passes alone, and has more time since.
 
 What is skipped, and what a release lacks, each found by trying (`tests/releases.py`, or beside the test):
 
 * **Builds for GPUs** take no other hooks: the 33 tests that have torch believe in GPUs need a build for CPUs.
-* **2.11, 2.12** have no gradients for only some of what a pipeline's stage receives (whole numbers that one stage
-  computes and another reads are refused), no groups of ranks in descending order, no stateless generator (a generator
-  of the device draws), and remove from graphs the check by which `lu_factor` finds that a matrix has no inverse. A
-  `torch.Generator` in `forward` is refused.
-* **2.11** can't export `torch.func.jvp`, nor language models that repeat key heads (Llama) with a dynamic length; its
-  autograd functions take no keyword arguments. It has no strategies of its own for `native_batch_norm` and `prims.var`,
+* **2.11, 2.12** can't export `torch.func.jvp`, nor language models that repeat key heads (Llama) with a dynamic length;
+  their autograd functions take no keyword arguments. They remove from graphs the check by which `lu_factor` finds that
+  a matrix has no inverse. A `torch.Generator` in `forward` is refused.
+* **2.11** sends a gradient for all that a pipeline's stage receives (whole numbers that one stage computes and another
+  reads are refused), and has no groups of ranks in descending order and no stateless generator (a generator of the
+  device draws). It has no strategies of its own for `native_batch_norm` and `prims.var`,
   no shapes of the gradient of one attention kernel, no products in eight bits on CPUs with scales of rows, and no rule
   for `_foreach_lerp_` of `DTensor`s, so that the memory of Adafactor with `foreach` is not measured. `DTensor`s of its
   own class can't be gathered from strided pieces; parameters here can. Torchtitan 0.3 does not run with it.

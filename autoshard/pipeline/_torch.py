@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from autoshard.errors import PipelineError
 
 try:
-    from torch.distributed.pipelining._utils import InferenceMode  # STATIC: sizes are known before a step (torch 2.13)
+    from torch.distributed.pipelining._utils import InferenceMode  # STATIC: sizes are known before a step (torch 2.12)
 except ImportError:
     InferenceMode = None  # type: ignore[assignment, misc]
 
@@ -184,14 +184,14 @@ def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return a new group of these global ranks, in this order; they alone call this.
 
     Raises:
-        PipelineError: the ranks are not in ascending order, which torch up to 2.12 brings them into.
+        PipelineError: the ranks are not in ascending order, which torch 2.11 brings them into.
     """
     if list(ranks) == sorted(ranks):
         return dist.new_group(list(ranks), use_local_synchronization=True)
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise PipelineError(
             f"torch {torch.__version__} has no group of the ranks {list(ranks)} in this order. Make a mesh whose "
-            "processes follow one another along the pipeline in ascending order, or install torch 2.13 or later."
+            "processes follow one another along the pipeline in ascending order, or install torch 2.12 or later."
         )
     return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
 
@@ -199,14 +199,14 @@ def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 def check_messages(received: Sequence[torch.Tensor]) -> None:
     """Raise a `PipelineError` if this release of torch can't train a stage that receives such tensors.
 
-    Up to 2.12, torch sends a gradient back for every tensor that a stage receives.
+    Torch 2.11 sends a gradient back for every tensor that a stage receives.
     """
     constants = [str(tensor.dtype).removeprefix("torch.") for tensor in received if not tensor.requires_grad]
     if constants and InferenceMode is None:
         raise PipelineError(
             f"torch {torch.__version__} sends gradients of all that stages send one another, and a stage receives "
             f"{', '.join(constants)} without a gradient from the one before. Compute it in the stage that reads it, as "
-            "from an input of the model, or install torch 2.13 or later."
+            "from an input of the model, or install torch 2.12 or later."
         )
 
 

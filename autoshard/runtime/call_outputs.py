@@ -119,7 +119,7 @@ class CallOutputs:
 class OutputOnMesh(torch.autograd.Function):
     """An output as a placed tensor, in the memory of the local one.
 
-    Torch's own function (`DTensor.from_local`) fails up to 2.12 for an output that no gradient reaches.
+    Torch's own function (`DTensor.from_local`) fails in torch 2.11 for an output that no gradient reaches.
     """
 
     @staticmethod
