@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
+
+from tests.programs import ROOT
 
 
 class _Scale(Function):
@@ -72,16 +74,26 @@ def has(feature: str) -> bool:
     return not _fault_of(feature)
 
 
+def skip_without(feature: str) -> None:
+    """Skip the running test where this release of torch lacks a feature, one of the keys of `_TRIALS`."""
+    if not has(feature):
+        skip(f"{feature}: {_fault_of(feature)}")
+
+
 def skip_unless_torchtitan_runs() -> None:
     """Skip the running test where torchtitan cannot be imported with this release of torch."""
     try:
         importlib.import_module("torchtitan.models.llama3.config_registry")
     except ImportError as error:
-        pytest.skip(f"torchtitan does not run with torch {torch.__version__}: {error}")
+        skip(f"what torchtitan imports: {error}")
 
 
-def skip_without(feature: str) -> None:
-    """Skip the running test where this release of torch lacks a feature, one of the keys of `_TRIALS`."""
-    fault = _fault_of(feature)
-    if fault:
-        pytest.skip(f"torch {torch.__version__} lacks {feature}: {fault}")
+def skip(what: str, *, whole_file: bool = False) -> NoReturn:
+    """Skip the running test, or its file, for what this release of torch lacks; that of the constraints lacks nothing.
+
+    A test that is skipped there would be run nowhere: it fails.
+    """
+    text = f"torch {torch.__version__} lacks {what}"
+    if f"torch=={torch.__version__.partition('+')[0]}" in (ROOT / "constraints.txt").read_text().splitlines():
+        pytest.fail(f"{text}. It is the release that constraints.txt names, with which every test runs.")
+    pytest.skip(text, allow_module_level=whole_file)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.programs import ROOT
+from tests.releases import skip
 
 uses = runpy.run_path(str(ROOT / "docs" / "compatibility.py"))["uses"]
 
@@ -74,3 +75,14 @@ def test_names_are_found_with_what_is_asked_for(name: str, asked: bool, present:
     assert len(found) == 8
     assert found[name] == asked
     assert _is_in_torch(name) == present
+
+
+@pytest.mark.parametrize(
+    ("release", "outcome"), [("2.13.0+cpu", pytest.fail.Exception), ("2.11.0", pytest.skip.Exception)]
+)
+def test_no_test_is_skipped_with_the_release_of_the_constraints(
+    release: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", release)
+    with pytest.raises(outcome, match=r"lacks a feature"):
+        skip("a feature")

@@ -199,10 +199,14 @@ def attention(
     scale = 1 / math.sqrt(shape[-1]) if scale is None else scale
     dropout = (dropout_p, operators.attention_seed()) if dropout_p else ()
     out: Tensor = operators.attention(query, key, value, attn_mask, None, is_causal, window, scale, *dropout)[0]
-    out = out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
+    return _in_memory_order(out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1]), order)
+
+
+def _in_memory_order(out: Tensor, order: Sequence[int]) -> Tensor:
+    """Return the result of `attention`, or a copy of it where it does not lie in this order; see there."""
     dims = list(range(out.dim()))
-    present = [*dims[:-3], dims[-2], dims[-3], dims[-1]] if len(shape) > 3 else dims
-    if not order or list(order) == [dim for dim in present if dim in order]:
+    present = [*dims[:-3], dims[-2], dims[-3], dims[-1]] if len(dims) > 3 else dims  # see `_heads_last`
+    if list(order) == [dim for dim in present if dim in order]:
         return out
     wanted = [*(dim for dim in dims if dim not in order), *order]
     return out.permute(wanted).contiguous().permute([wanted.index(dim) for dim in dims])

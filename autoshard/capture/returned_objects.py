@@ -89,7 +89,7 @@ pytree.register_pytree_node(
 )
 
 
-def record_dataclasses(tree: Any) -> Any:
+def record_objects(tree: Any) -> Any:
     """Return the tree with a `Record` for every size, and for every dataclass whose type is not registered."""
     # The tree itself, without a copy of its containers, if there are none.
     if not any(map(_is_recorded, pytree.tree_leaves(tree, is_leaf=_is_size))):
@@ -114,7 +114,7 @@ def _record(leaf: Any) -> Record:
         return Record(torch.Size, {str(dim): size for dim, size in enumerate(leaf)})
     # A field with `init=False` may never have been set.
     names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
-    return Record(type(leaf), {name: record_dataclasses(getattr(leaf, name)) for name in names})
+    return Record(type(leaf), {name: record_objects(getattr(leaf, name)) for name in names})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Argument:
 
 
 def restore_objects(tree: Any, call: Call) -> Any:
-    """Return the tree with the dataclasses that `record_dataclasses` replaced, and the arguments of a call."""
+    """Return the tree with what `record_objects` replaced, and the arguments of a call."""
 
     def restore(leaf: Any) -> Any:
         if isinstance(leaf, Record):
@@ -160,12 +160,18 @@ def find_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, tu
     }
 
 
-_PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+_GRAPH_VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_PLAIN = (bool, int, float, str, type(None))
 
 _IMMUTABLE = (
-    *(bool, int, float, complex, str, bytes, range, type, type(None), type(...), enum.Enum, np.generic),
+    *(*_PLAIN, complex, bytes, range, type, type(...), enum.Enum, np.generic),
     *(torch.dtype, torch.layout, torch.memory_format),
 )
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Return True for what torch.export takes in an output; of members of `enum.IntEnum` and the like it takes none."""
+    return isinstance(leaf, _GRAPH_VALUES) or type(leaf) in _PLAIN
 
 
 def _is_constant(leaf: Any) -> bool:
@@ -201,9 +207,9 @@ class OpaqueOutputs:
             output: of `forward`.
             passed: the objects that it was given, as `find_objects` returns them, before the call.
         """
-        recorded = _with_arguments(record_dataclasses(output), passed)
+        recorded = _with_arguments(record_objects(output), passed)
         leaves = leaves_by_path(recorded)
-        opaque = {leaf_name(path): leaf for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
+        opaque = {leaf_name(path): leaf for path, leaf in leaves if not _is_plain(leaf)}
         # torch has a message of its own for an output without any tensor.
         if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
             return output
@@ -219,9 +225,9 @@ class OpaqueOutputs:
 
         def plain(leaf: Any) -> Any:
             # A text, as outputs of transformers drop what is None. The layout of the result has the object again.
-            if isinstance(leaf, Argument) or (not isinstance(leaf, _PLAIN) and _is_constant(leaf)):
-                return "restored"
-            return leaf if isinstance(leaf, _PLAIN) else None
+            if _is_plain(leaf):
+                return leaf
+            return "restored" if isinstance(leaf, Argument) or _is_constant(leaf) else None
 
         return pytree.tree_map(plain, recorded)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.returned_objects import record_dataclasses
+from autoshard.capture.returned_objects import record_objects
 from autoshard.verify.float64 import Float64Mode, widen_tensors
 
 
@@ -56,7 +56,7 @@ class TrainingOnOneDevice:
         return {name: value.detach() for name, value in outputs.items()}, gradients
 
     def _outputs(self, result: Any) -> dict[str, Tensor]:
-        leaves = pytree.tree_leaves(record_dataclasses(result))
+        leaves = pytree.tree_leaves(record_objects(result))
         return {
             name: leaf
             for name, leaf in zip(self.graph.result.leaves, leaves, strict=True)

@@ -105,6 +105,14 @@ class Kind(enum.Enum):
     FIRST = "first"
 
 
+class Count(enum.IntEnum):
+    ONE = 1
+
+
+class Word(enum.StrEnum):
+    ONE = "one"
+
+
 CONSTANTS: dict[str, Any] = {
     "complex": 2j,
     "bytes": b"text",
@@ -113,12 +121,16 @@ CONSTANTS: dict[str, Any] = {
     "layout": torch.strided,
     "memory format": torch.channels_last,
     "member of an enumeration": Kind.FIRST,
+    "member that is a number": Count.ONE,
+    "member that is a text": Word.ONE,
     "type": Kind,
     "range": range(3),
     "slice": slice(1, None),
     "ellipsis": ...,
     "set": frozenset({1, "a"}),
     "number of NumPy": np.float32(0.5),
+    "number of NumPy that is one of Python's": np.float64(0.5),
+    "number of a dtype": np.int64(3),
 }
 
 

@@ -21,11 +21,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.errors import PlanError
+from tests.releases import skip
 from tests.workers import Workers
 
 pytest.importorskip("torchtitan")
 if not hasattr(fsdp, "DataParallelMeshDims"):
-    pytest.skip(f"torchtitan needs names of fully_shard that torch {torch.__version__} lacks", allow_module_level=True)
+    skip("names of fully_shard that torchtitan imports", whole_file=True)
 pytest.importorskip("triton")  # which torchtitan imports, and torch's builds for CPUs do not bring
 
 # torchtitan takes a machine without accelerators for one with CUDA, and asks the device for its memory.

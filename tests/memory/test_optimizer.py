@@ -16,6 +16,7 @@ from autoshard.runtime._torch import has_dtensor_rule
 from autoshard.runtime.shards import distribute
 from autoshard.specs.spec import Spec
 from tests.memory_tracker import Tracker, first_rank
+from tests.releases import skip
 
 SHAPES = (((64, 48), 0), ((48, 96), 1), ((64, 64), None), ((96,), 0), ((7,), None))
 NAMES = {
@@ -53,9 +54,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def test_state_and_temporaries(name: str, foreach: bool, parameters: list[torch.nn.Parameter]) -> None:
     said = optimizer_memory(name, None, foreach=foreach)
     if name == "adafactor" and foreach and not has_dtensor_rule(torch.ops.aten._foreach_lerp_.ScalarList):
-        pytest.skip(
-            f"torch {torch.__version__} has no aten._foreach_lerp_.ScalarList for DTensors: memory is not measured"
-        )
+        skip("aten._foreach_lerp_.ScalarList for DTensors: memory is not measured")
     if name == "adafactor":  # torch's takes no sharded parameters
         parameters = [one for one in parameters if one.placements == (Replicate(),)]
     optimizer = NAMES[name](parameters, foreach=foreach)

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import pytest
 import torch
+
+from tests.releases import skip
 
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL = 0x9E3779B9, 0xBB67AE85
@@ -65,7 +66,7 @@ def _normal_(values: torch.Tensor, key: torch.Tensor, mean: float = 0.0, std: fl
 def stateless_cpu() -> Iterator[None]:
     """Context in which torch has its stateless generator for the CPU; the test is skipped where torch has none."""
     if not hasattr(torch.ops.aten, "_philox_uniform_"):
-        pytest.skip(f"torch {torch.__version__} has no stateless generator")
+        skip("a stateless generator")
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("_philox_uniform_", _uniform_, "CPU")
