@@ -51,7 +51,8 @@ by itself: the numbers are those behind the mend. The two of 2.13 were faults of
 failed in the quick list, with 2.14.1 and with Python 3.13, is a search that ran out of time on a busy machine; it
 passes alone, and has more time since.
 
-What is skipped, and what a release lacks, each found by trying (`tests/releases.py`, or beside the test):
+What a release lacks is found by trying, and its tests are skipped (`tests/releases.py`); with the release of the
+constraints such a test fails:
 
 * **Builds for GPUs** take no other hooks: the 33 tests that have torch believe in GPUs need a build for CPUs.
 * **2.11, 2.12** can't export `torch.func.jvp`, nor language models that repeat key heads (Llama) with a dynamic length;
