@@ -1,10 +1,12 @@
-"""Forty plans before and after a change of the planner: benchmarks/same_plans.py --write FILE | --compare FILE
+"""Some sixty requests before and after a change of the planner: benchmarks/same_plans.py --write FILE | --compare FILE
 
-Small models of the tests on meshes of one to three axes: with memory limits, recomputation, dynamic sizes, shares of
-the batch, precisions, hints, local inputs and pipelines. A search takes a count of steps, not of seconds, so that the
-plans are the same on every machine. For each plan: the predicted seconds of a step, the bytes of the peak, the lower
-bound. `--compare` plans again: it says which plans are slower by more than a millionth, or have a looser bound, and how
-long planning took beside what the file says.
+Small models of the tests on meshes of one to three axes: plans with memory limits that can and cannot be kept,
+recomputation, dynamic sizes, shares of the batch, precisions, hints, local inputs and pipelines; frontiers, searches of
+meshes, answers to why a plan is not another one, and comparisons with standard layouts. A search takes a count of
+steps, not of seconds, so that the answers are the same on every machine. For each plan in an answer: the predicted
+seconds of a step, the bytes of the peak, the lower bound; of a limit that no plan keeps, the smallest peak. `--compare`
+asks again, under the same limits in bytes: it says which answers have slower plans by more than a millionth, looser
+bounds or larger smallest peaks, and how long planning took beside what the file says.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,20 +43,38 @@ TOKENS = {"input_ids": {0: "batch"}, "labels": {0: "batch"}}
 STAGES = {"schedule": "1F1B", "microbatches": 2}
 
 
+Point = dict[str, Any]
+"""A plan: seconds of its step, bytes of its peak, its lower bound. A limit that no plan keeps: the smallest peak."""
+Answer = dict[str, Point]
+"""What a request found, by names that tell the points from one another."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, a mesh and the options of its plan; `share` limits memory to so much of what the plan without holds."""
+    """A model, a mesh and the options of its plan.
+
+    Attributes:
+        model: its name in the zoo.
+        mesh: its axes; a search asks for as many devices.
+        options: of the request.
+        share: the part of the peak without a limit that is the memory limit; 0 for no limit.
+        ask: what is asked for, one of `REQUESTS`.
+        asked: hints, of what a plan is asked why it does not have it.
+    """
 
     model: str
     mesh: dict[str, int]
     options: dict[str, Any] = field(default_factory=dict)
     share: float = 0.0
+    ask: str = "plan"
+    asked: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """What tells the case from the others."""
         said = [
-            *(f"{key}={value}" for key, value in self.options.items()),
+            *([self.ask] * (self.ask != "plan")),
+            *(f"{key}={value}" for key, value in {**self.options, **self.asked}.items()),
             *([f"limit {self.share}"] * bool(self.share)),
         ]
         return f"{self.model} on {self.mesh}: {', '.join(said) or 'as it is'}"
@@ -88,54 +110,148 @@ CASES = [
     Case("gpt", LINE, {"compile": True}),
     Case("hf_llama", SQUARE, {"optimizer": "sgd"}),
     *(Case(model, PIPELINE, STAGES) for model in ("gpt", "hf_llama", "hf_t5", "unet")),
+    *(Case(model, SQUARE, share=0.8) for model in ("gpt", "hf_t5", "hf_mixtral", "hf_whisper")),
+    *(Case(model, LINE, share=0.7) for model in ("unet", "dlrm", "hf_vit")),
+    *(Case(model, LINE, share=0.2) for model in ("gpt", "resnet18")),  # no plan keeps these
+    *(Case("gpt", LINE, {"method": method}, 0.9) for method in ("force", "ilp")),
+    Case("gpt", SQUARE, {"recompute": "none"}, 0.8),
+    Case("gpt", CUBE, share=0.9),
+    Case("gpt", SQUARE, {"accumulate": 4}),
+    Case("gpt", PIPELINE, STAGES, 0.9),
+    *(Case(model, LINE, {"gaps": 1}, ask="frontier") for model in ("mlp", "gpt", "resnet18")),
+    Case("gpt", LINE, {"gaps": 0, "recompute": "auto"}, ask="frontier"),
+    Case("gpt", {"": 8}, {"pipelines": False, "effort": "fast"}, ask="search"),
+    Case("gpt", {"": 4}, {"effort": "fast"}, ask="search"),
+    Case("mlp", {"": 4}, {"option": "profiling", "pipelines": False}, ask="search"),
+    Case("hf_bert", SQUARE, ask="why", asked={"*.query.weight": {"tp": Shard(0)}}),
+    Case("gpt", LINE, ask="why", share=0.9, asked={"*": autoshard.replicate("dp")}),
+    Case("gpt", PIPELINE, STAGES, ask="why", asked={"*.weight": {"dp": Shard(0)}}),
+    Case("gpt", SQUARE, ask="compare"),
+    Case("hf_llama", LINE, ask="compare"),
 ]
 
 
-def planned(case: Case) -> dict[str, float]:
-    """The figures of the plan of a case, and the seconds that planning took, capture among them."""
+def plans(case: Case, module: torch.nn.Module, inputs: Any, options: dict[str, Any]) -> Answer:
+    """The plan, or the smallest peak."""
+    try:
+        return {"": _point(autoshard.plan(module, case.mesh, (), inputs, **options))}
+    except autoshard.BudgetError as error:
+        return {"": {"smallest": error.peak}}
+
+
+def frontiers(case: Case, module: torch.nn.Module, inputs: Any, options: dict[str, Any]) -> Answer:
+    """Every plan of the frontier, by its place."""
+    found = autoshard.frontier(module, case.mesh, (), inputs, **options)
+    return {f"{place}": _point(plan) for place, plan in enumerate(found)}
+
+
+def searches(case: Case, module: torch.nn.Module, inputs: Any, options: dict[str, Any]) -> Answer:
+    """The best plan of every number of devices."""
+    result = autoshard.search(module, math.prod(case.mesh.values()), (), inputs, **options)
+    best = result.by_devices.items()
+    return {f"{count} devices": {**_point(one.plan), "mesh": one.text} for count, one in best}
+
+
+def whys(case: Case, module: torch.nn.Module, inputs: Any, options: dict[str, Any]) -> Answer:
+    """The plan, and the other one that has what is asked for."""
+    plan = autoshard.plan(module, case.mesh, (), inputs, **options)
+    other = plan.why_not(case.asked)
+    found = {"plan": _point(plan), "other": {"verdict": other.verdict}}
+    if other.plan is not None:
+        found["other"] |= _point(other.plan)
+    return found
+
+
+def comparisons(case: Case, module: torch.nn.Module, inputs: Any, options: dict[str, Any]) -> Answer:
+    """Every layout that can be had."""
+    compared = autoshard.compare(module, case.mesh, (), inputs, **options)
+    return {layout.name: _point(layout.plan) for layout in compared if layout.plan is not None}
+
+
+REQUESTS: dict[str, Callable[[Case, torch.nn.Module, Any, dict[str, Any]], Answer]] = {
+    "plan": plans,
+    "frontier": frontiers,
+    "search": searches,
+    "why": whys,
+    "compare": comparisons,
+}
+
+
+def _point(plan: Any) -> Point:
+    if isinstance(plan, autoshard.PipelinePlan):  # it says no bound of its own
+        return {"step": plan.step_seconds, "peak": max(plan.peaks), "bound": 0.0}
+    return {"step": plan.step_seconds, "peak": plan.memory.peak, "bound": plan.lower_bound}
+
+
+def answer(case: Case, limit: int | None = None) -> dict[str, Any]:
+    """The answer to a request, its memory limit, and the seconds that it took, capture among them.
+
+    `limit` is that of an earlier answer, so that both are of the same question; else it is the case's share.
+    """
     module, inputs = models.ZOO[case.model]()
     options: dict[str, Any] = {"cluster": fast_links(), "work_limit": WORK, "time_limit": 600.0, **case.options}
     if case.share:
-        options["memory_limit"] = int(autoshard.plan(module, case.mesh, (), inputs, **options).memory.peak * case.share)
+        options["memory_limit"] = limit or int(
+            _point(autoshard.plan(module, case.mesh, (), inputs, **options))["peak"] * case.share
+        )
     start = time.perf_counter()
-    plan = autoshard.plan(module, case.mesh, (), inputs, **options)
-    seconds = time.perf_counter() - start
-    if isinstance(plan, autoshard.PipelinePlan):  # it says no bound of its own
-        return {"step": plan.step_seconds, "peak": max(plan.peaks), "bound": 0.0, "planning": seconds}
-    return {"step": plan.step_seconds, "peak": plan.memory.peak, "bound": plan.lower_bound, "planning": seconds}
+    points = REQUESTS[case.ask](case, module, inputs, options)
+    return {"points": points, "limit": options.get("memory_limit"), "planning": time.perf_counter() - start}
+
+
+def worse(case: Case, now: Answer, before: Answer) -> list[str]:
+    """What is worse than before, in words; nothing where nothing is."""
+    # The places on a frontier change with their number: a plan is there if one as lean is as fast.
+    if case.ask == "frontier":
+        lost = [point for point in before.values() if not any(_covers(new, point) for new in now.values())]
+        return [f"nothing is as good as {point}" for point in lost]
+    return [f"{name} {fault}".strip() for name, point in before.items() for fault in _faults(now.get(name), point)]
+
+
+def _covers(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
+    return all(new[key] <= old[key] * (1 + 1e-6) for key in ("step", "peak"))
+
+
+def _faults(now: Point | None, before: Point) -> Iterator[str]:
+    if now is None:
+        yield "is missing"
+        return
+    if now.get("verdict") != before.get("verdict"):
+        yield f"is {now.get('verdict')} and was {before.get('verdict')}"
+    for key, better in (("step", "slower"), ("smallest", "needs more")):
+        # A plan where none was found is better than every smallest peak.
+        if key in before and now.get(key, 0.0 if key == "smallest" else math.inf) > before[key] * (1 + 1e-6):
+            yield better
+    if "bound" in now and now["bound"] < before.get("bound", 0.0) * (1 - 1e-6):
+        yield "has a looser bound"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--compare", type=Path)
-    parser.add_argument("--only", default="", help="cases whose names hold this text")
+    parser.add_argument("--only", default="", help="requests whose names hold this text")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     before = json.loads(asked.compare.read_text("utf-8")) if asked.compare else {}
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    faults: dict[str, list[str]] = {}
     for case in CASES:
         if asked.only in case.name:
-            found[case.name] = planned(case)
-            print(case.name, found[case.name], _worse(found[case.name], before.get(case.name)), flush=True)
+            known = before.get(case.name)
+            found[case.name] = answered = answer(case, known and known["limit"])
+            faults[case.name] = worse(case, answered["points"], known["points"]) if known else []
+            print(case.name, answered, "; ".join(faults[case.name]), flush=True)
     if asked.write:
         asked.write.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     common = found.keys() & before.keys()
     if common:
         ratio = sum(found[name]["planning"] for name in common) / sum(before[name]["planning"] for name in common)
-        print(f"{len(common)} plans, planning takes {ratio:.2f} of what it took")
-        sys.exit(any(_worse(found[name], before[name]) for name in common))
-
-
-def _worse(now: dict[str, float], before: dict[str, float] | None) -> str:
-    """What is worse than before, in words; nothing where nothing is."""
-    if before is None:
-        return ""
-    slower = now["step"] > before["step"] * (1 + 1e-6)
-    looser = now["bound"] < before["bound"] * (1 - 1e-6)
-    return " and ".join(["slower"] * slower + ["a looser bound"] * looser)
+        slower = sum(map(bool, faults.values()))
+        print(f"{len(common)} requests, {slower} of them worse; they take {ratio:.2f} of what they took")
+        sys.exit(bool(slower))
 
 
 if __name__ == "__main__":
