@@ -49,6 +49,7 @@ from autoshard.planner.tiling import Tiling
 from autoshard.solver import solve
 from autoshard.specs.axes import MeshShape
 from tests import models
+from tests.option_groups import grouped
 from tests.pipeline.chain import balance_stages
 from tests.training import fast_links
 
@@ -123,7 +124,7 @@ def planner_of(step: Step) -> Planner:
     module, inputs = step.build()
     mesh = MeshShape.of(step.mesh)
     defaults = {"cluster": fast_links(), "work_limit": WORK, "time_limit": SECONDS}
-    target = Target.of(collect_options("plan", {**defaults, **step.options}), None)
+    target = Target.of(collect_options("plan", grouped({**defaults, **step.options})), None)
     if step.stage is not None:
         exported = export_forward(module, (), inputs)
         stages = cut(exported, balance_stages(exported, 2), 2)

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 import autoshard  # noqa: E402
 from tests import models  # noqa: E402
+from tests.option_groups import grouped  # noqa: E402
 from tests.training import fast_links  # noqa: E402
 
 WORK = 20_000_000
@@ -189,7 +190,7 @@ def answer(case: Case, limit: int | None = None) -> dict[str, Any]:
     `limit` is that of an earlier answer, so that both are of the same question; else it is the case's share.
     """
     module, inputs = models.ZOO[case.model]()
-    options: dict[str, Any] = {"cluster": fast_links(), "work_limit": WORK, "time_limit": 600.0, **case.options}
+    options = grouped({"cluster": fast_links(), "work_limit": WORK, "time_limit": 600.0, **case.options})
     if case.share:
         options["memory_limit"] = limit or int(
             _point(autoshard.plan(module, case.mesh, (), inputs, **options))["peak"] * case.share
