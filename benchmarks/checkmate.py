@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from autoshard.capture.joint import capture
 from autoshard.capture.nodes import is_view
+from autoshard.memory.footprint import Memory
 from autoshard.options import Search
 from autoshard.planner.planner import Planner
 from autoshard.program.aliasing import storage_root
@@ -60,6 +61,12 @@ class Operator:
     bytes: int
     reads: tuple[int, ...]
     returned: bool = False
+
+
+def planning_of(module: nn.Module, inputs: dict[str, Tensor], cluster: str) -> Planning:
+    """Return the planning of a step on one device."""
+    options = {"cluster": cluster, "optimizer": "sgd", "search": Search(time_limit=600.0)}
+    return Planning(module, capture(module, (), inputs, grad=True), MeshShape.of(MESH), options)
 
 
 def operators_of(planner: Planner) -> list[Operator]:
@@ -302,22 +309,24 @@ MODELS: dict[str, Callable[[], Example]] = {
 }
 
 
+def at_rest(memory: Memory) -> int:
+    """Return the bytes of what is there before the step."""
+    return sum(memory.held.get(kind, 0) for kind in ("parameter", "optimizer", "buffer", "input"))
+
+
 def table_of(name: str, args: argparse.Namespace) -> Table:
     """Our plans and the program's optimum within limits."""
-    module, inputs = MODELS[name]()
-    graph, mesh = capture(module, (), inputs, grad=True), MeshShape.of(MESH)
-    options = {"cluster": args.cluster, "optimizer": "sgd", "search": Search(time_limit=600.0)}
-    planning = Planning(module, graph, mesh, options)
-    call = planning.call(None)
-    planner = call.planner_of(call.target)
+    planning = planning_of(*MODELS[name](), args.cluster)
+    planner = planning.planner()
     program, free = Checkmate(operators_of(planner)), planning.row(None)
     memory = planner.solve(planner.constraints).memory
-    rest = sum(memory.held.get(kind, 0) for kind in ("parameter", "optimizer", "buffer", "input"))
+    rest = at_rest(memory)
     held = (rest + program.plain_peak) / memory.peak
     title = f"{name}: {len(program.operators)} operators, {memory.peak / 2**20:.1f} MiB, held {held:.3f} of it"
     result = Table(title=title, title_justify="left")
-    for label in ("limit, MiB", "plan adds", "Checkmate adds", "proved", "plan over it", "CPU s", "what the plan did"):
+    for label in ("limit, MiB", "plan adds", "Checkmate adds", "proved", "plan over it", "CPU s"):
         result.add_column(label, justify="right")
+    result.add_column("what the plan did")
     for limit in limits_between(planning.smallest_peak(), memory.peak, args.limits + 1)[1:]:
         ours, best = planning.row(limit), program.solve(limit - rest, args.time_limit)
         result.add_row(*_cells(limit, free.step or 0.0, ours, best))

@@ -42,6 +42,7 @@ from autoshard.errors import BudgetError
 from autoshard.options import Search
 from autoshard.options.options import collect_options
 from autoshard.options.target import Target
+from autoshard.planner.planner import Planner
 from autoshard.planner.planning import CapturedCall, PlannerCache, capture_with_progress, run_planner
 from autoshard.planner.shares import plan_shares
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -176,6 +177,11 @@ class Planning:
         """Return the call, of which nothing is known yet."""
         target = Target.of(collect_options("plan", {**self.options, "memory_limit": limit}), None)
         return CapturedCall(self.graph, 0.0, self.mesh, target, PlannerCache(self.module, self.mesh))
+
+    def planner(self) -> Planner:
+        """Return the planner without a limit."""
+        call = self.call(None)
+        return call.planner_of(replace(call.target, shares=None))
 
     def row(self, limit: int | None) -> Row:
         """Plan within a limit."""
