@@ -3,11 +3,11 @@
 Five small models, captured and planned on a mesh of one device, where recomputation is all that can keep a limit. Their
 operators, with our seconds and bytes, are a graph for the integer program of Checkmate, which OR-Tools solves: the
 least seconds of operators that run again, such that every stage keeps the limit. Views belong to the operator whose
-memory they are. Both are asked at the same limits, from the program's smallest peak to the peak without recomputation.
+memory they are, and an operator holds what its plan's account has besides while it runs. Both are asked at the same
+limits, from the smallest peak that the planner finds to the peak without recomputation.
 
 A row has the seconds that each adds to a step that runs nothing again, in percent of it, and what is proved of the
-program. `held` says how far apart the two accounts of memory are before anything runs again: the program knows no
-temporaries inside of an operator, and it holds gradients until the step ends.
+program. `held` says how far apart the two accounts are before anything runs again.
 
 Source: Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys 2020, section 4.
 """
@@ -20,7 +20,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,12 +55,14 @@ class Operator:
         bytes: of its results, which are held while they are kept.
         reads: the nodes whose results it reads.
         returned: True if a result is held to the end, once it is made.
+        working: bytes that are held besides while it runs.
     """
 
     seconds: float
     bytes: int
     reads: tuple[int, ...]
     returned: bool = False
+    working: int = 0
 
 
 def planning_of(module: nn.Module, inputs: dict[str, Tensor], cluster: str) -> Planning:
@@ -70,13 +72,15 @@ def planning_of(module: nn.Module, inputs: dict[str, Tensor], cluster: str) -> P
 
 
 def operators_of(planner: Planner) -> list[Operator]:
-    """Return the graph of a step on one device, at the prices of its planner."""
-    graph, account = planner.graph, planner.account(planner.solve(planner.constraints).decisions)
+    """Return the graph of a step on one device, at the prices of its planner, and with the temporaries of its plan."""
+    plan = planner.solve(planner.constraints)
+    graph, account = planner.graph, planner.account(plan.decisions)
     number: dict[torch.fx.Node, int] = {}
+    places: list[int] = []  # of every node in the program
     seconds: list[float] = []
     held: list[int] = []
     reads: list[set[int]] = []
-    for node in planner.rules.operators:
+    for place, node in enumerate(planner.rules.operators):
         operands = [number[operand] for operand in node.all_input_nodes if operand in number]
         owner = storage_root(node)
         if (is_view(node) or owner is not node) and operands:
@@ -86,13 +90,21 @@ def operators_of(planner: Planner) -> list[Operator]:
             reads[number[node]] |= {operand for operand in operands if operand < number[node]}
         elif not is_view(node):
             number[node] = len(seconds)
+            places.append(place)
             seconds.append(account.seconds(node))
             held.append(_bytes(node))
             reads.append(set(operands))
     kept = [*graph.gradients.values(), *graph.tensor_outputs.values()]
     returned = {number[node] for node in kept if node in number}
     parts = enumerate(zip(seconds, held, reads, strict=True))
-    return [Operator(time, bytes, tuple(sorted(used)), place in returned) for place, (time, bytes, used) in parts]
+    plain = [Operator(time, bytes, tuple(sorted(used)), place in returned) for place, (time, bytes, used) in parts]
+    # What the plan's account has besides is there while the operator runs: the temporaries of its local program.
+    live = Checkmate(plain).held([(stage,) for stage in range(len(plain))])
+    rest = at_rest(plan.memory)
+    return [
+        replace(one, working=max(0, int(plan.held_bytes[place]) - rest - known))
+        for one, place, known in zip(plain, places, live, strict=True)
+    ]
 
 
 def _bytes(node: torch.fx.Node) -> int:
@@ -141,7 +153,7 @@ class Checkmate:
         runs = [number for stage in schedule for number in stage]
         for place, number in enumerate(runs):
             live = {number} | {one for one in set(runs[:place]) if self._is_live(runs, place, one)}
-            yield sum(self.operators[one].bytes for one in live)
+            yield sum(self.operators[one].bytes for one in live) + self.operators[number].working
 
     def _is_live(self, runs: Sequence[int], place: int, one: int) -> bool:
         """Return True if a result that was made is read from a place on before it is made again."""
@@ -154,7 +166,7 @@ class Checkmate:
 
     def solve(self, limit: int, seconds: float) -> Optimum:
         """Solve the program for a limit of the bytes of results."""
-        if limit < max((one.bytes for one in self.operators), default=0):
+        if limit < max((one.bytes + one.working for one in self.operators), default=0):
             return Optimum(None, math.inf)
         stages = _Stages(self, limit)
         found = minimise(stages.program, time_limit=seconds)
@@ -174,6 +186,7 @@ class _Stages:
     def __init__(self, checkmate: Checkmate, limit: int) -> None:
         self.operators, self.users = checkmate.operators, checkmate.users
         self.bytes = [one.bytes / limit for one in self.operators]
+        self.working = [one.working / limit for one in self.operators]
         self.program = LinearProgram()
         stages = range(len(self.operators))
         costs = [one.seconds / checkmate.total for one in self.operators]
@@ -216,6 +229,8 @@ class _Stages:
             self.program.add_row(
                 [used, *held, self.run[t, k]], [1.0, *(-one for one in held.values()), -self.bytes[k]], 0.0, 0.0
             )
+            if self.working[k]:
+                self._row({used: 1.0, self.run[t, k]: self.working[k]}, 1.0)
             held = {used: 1.0}
             for i in (*self.operators[k].reads, k):
                 if self.bytes[i] and not self.operators[i].returned:

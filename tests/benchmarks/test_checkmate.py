@@ -42,7 +42,8 @@ def random_graph(checkmate: Any, seed: int) -> Any:
         reads = {node - 1} if node else set()
         reads |= {int(one) for one in np.flatnonzero(random.random(node) < 0.4)}
         cost, held = float(random.integers(1, 9)), int(random.integers(1, 9))
-        operators.append(checkmate.Operator(cost, held, tuple(sorted(reads)), node == NODES - 2))
+        working = int(random.integers(0, 5))
+        operators.append(checkmate.Operator(cost, held, tuple(sorted(reads)), node == NODES - 2, working))
     return checkmate.Checkmate(operators)
 
 
