@@ -7,9 +7,9 @@ row has the predicted step, the peak, the gap that the plan tells, what the plan
 after capture. Checked and printed: that no plan of a table fits a limit at which a slower plan was taken (so that of
 two limits the smaller never gives the faster plan), and the mean and the largest gap.
 
-`--write FILE` keeps the figures; `--beside FILE` plans within the limits of the file, in bytes, and prints its steps
-beside. `published/limits.json`, beside which tables are printed by default, has what the planner found that ran
-layers again whole or not at all.
+`--write FILE` keeps the figures; `--beside FILE` plans within the limits of the file, in bytes, and prints how long
+steps are over those of the file's fastest plans that fit. `published/limits.json`, beside which tables are printed by
+default, has what the planner found that ran layers again whole or not at all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import functools
 import json
 import logging
+import math
 import sys
 import time
 import warnings
@@ -52,6 +53,7 @@ from tests.models.sparse import Recommender
 MESHES = {"8": {"x": 8}, "4x8": {"dp": 4, "tp": 8}, "8x8": {"dp": 8, "tp": 8}}
 BESIDE = Path(__file__).parent / "published" / "limits.json"
 GIB = 2**30
+LIMITS = 10
 
 
 def dlrm(batch: int) -> Example:
@@ -220,11 +222,11 @@ def planned(name: str, mesh_name: str, args: argparse.Namespace, beside: Planned
     capture = time.process_time() - start
     planning = Planning(module, graph, mesh, options)
     rows = [planning.row(None)]
-    if beside is not None:
+    if beside is not None and args.limits is None:
         limits = [row.limit for row in beside.rows if row.limit is not None]
     else:
         assert rows[0].peak is not None
-        limits = limits_between(planning.smallest_peak(), rows[0].peak, args.limits + 1)[1:]
+        limits = limits_between(planning.smallest_peak(), rows[0].peak, (args.limits or LIMITS) + 1)[1:]
     for limit in limits:
         rows.append(planning.row(limit))
         print(f"{name} {mesh_name}: {rows[-1]}", file=sys.stderr, flush=True)
@@ -250,9 +252,15 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def ratios(found: Planned, beside: Planned | None) -> list[float | None]:
-    """Return the step of every row over that of the row beside."""
-    steps = {} if beside is None else {row.limit: row.step for row in beside.rows}
-    return [row.step / steps[row.limit] if row.step and steps.get(row.limit) else None for row in found.rows]
+    """Return the step of every row over that of the fastest plan beside that fits its limit."""
+
+    def known(limit: int | None) -> float:
+        rows = () if beside is None else beside.rows
+        fitting = (row for row in rows if row.peak is not None and (limit is None or row.peak <= limit))
+        return min((row.step for row in fitting if row.step is not None), default=math.nan)
+
+    over = [row.step / known(row.limit) if row.step else math.nan for row in found.rows]
+    return [None if math.isnan(ratio) else ratio for ratio in over]
 
 
 def table(found: Planned, beside: Planned | None) -> Table:
@@ -324,7 +332,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=CASES, action="append", help="default: all")
     parser.add_argument("--mesh", choices=MESHES, action="append", help="default: all that the model is planned on")
-    parser.add_argument("--limits", type=int, default=10, help="number of limits, where no file has them")
+    parser.add_argument("--limits", type=int, help=f"number of limits; default: those of the file, else {LIMITS}")
     parser.add_argument("--quick", action="store_true", help="models of fewer layers")
     parser.add_argument("--cluster", default="h100")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds of the search for a plan")

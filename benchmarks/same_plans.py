@@ -6,7 +6,7 @@ meshes, answers to why a plan is not another one, and comparisons with standard 
 steps, not of seconds, so that the answers are the same on every machine. For each plan in an answer: the predicted
 seconds of a step, the bytes of the peak, the lower bound; of a limit that no plan keeps, the smallest peak. `--compare`
 asks again, under the same limits in bytes: it says which answers have slower plans by more than a millionth, looser
-bounds or larger smallest peaks, and how long planning took beside what the file says.
+bounds or larger smallest peaks, and how many processor seconds they took beside what the file says.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _point(plan: Any) -> Point:
 
 
 def answer(case: Case, limit: int | None = None) -> dict[str, Any]:
-    """The answer to a request, its memory limit, and the seconds that it took, capture among them.
+    """The answer to a request, its memory limit, and the processor seconds that it took, capture among them.
 
     `limit` is that of an earlier answer, so that both are of the same question; else it is the case's share.
     """
@@ -195,9 +195,9 @@ def answer(case: Case, limit: int | None = None) -> dict[str, Any]:
         options["memory_limit"] = limit or int(
             _point(autoshard.plan(module, case.mesh, (), inputs, **options))["peak"] * case.share
         )
-    start = time.perf_counter()
+    start = time.process_time()
     points = REQUESTS[case.ask](case, module, inputs, options)
-    return {"points": points, "limit": options.get("memory_limit"), "planning": time.perf_counter() - start}
+    return {"points": points, "limit": options.get("memory_limit"), "planning": time.process_time() - start}
 
 
 def worse(case: Case, now: Answer, before: Answer) -> list[str]:

@@ -55,10 +55,11 @@ def test_figures_are_kept_and_their_limits_are_asked_for_again(limits: Any, foun
     assert kept == {("mlp", "8"): found, ("mlp", "8x8"): other}
     assert limits.read(path, False) == {}, "models of full depth have figures of their own"
     slower = [dataclasses.replace(row, step=2 * row.step) for row in found.rows]
-    again = limits.planned("mlp", "8", asked(limits=7), dataclasses.replace(found, rows=tuple(slower)))
+    again = limits.planned("mlp", "8", asked(limits=None), dataclasses.replace(found, rows=tuple(slower)))
     assert [row.limit for row in again.rows] == [row.limit for row in found.rows]
     assert limits.ratios(again, kept["mlp", "8"]) == pytest.approx([1.0] * 3)
     assert limits.ratios(again, dataclasses.replace(found, rows=tuple(slower))) == pytest.approx([0.5] * 3)
+    assert limits.ratios(again, dataclasses.replace(found, rows=found.rows[:1]))[1:] == [None, None], "it fits no limit"
 
 
 def test_a_plan_that_fits_a_limit_and_was_not_taken_is_told(limits: Any) -> None:
