@@ -227,9 +227,15 @@ def _faults(now: Point | None, before: Point) -> Iterator[str]:
         yield "has a looser bound"
 
 
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """Put answers in a file; those to other requests stay."""
+    kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(kept | found, indent=1) + "\n", "utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, help="answers to other requests stay in the file")
     parser.add_argument("--compare", type=Path)
     parser.add_argument("--only", default="", help="requests whose names hold this text")
     asked = parser.parse_args()
@@ -245,8 +251,8 @@ def main() -> None:
             found[case.name] = answered = answer(case, known and known["limit"])
             faults[case.name] = worse(case, answered["points"], known["points"]) if known else []
             print(case.name, answered, "; ".join(faults[case.name]), flush=True)
-    if asked.write:
-        asked.write.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+            if asked.write:
+                write(asked.write, found)
     common = found.keys() & before.keys()
     if common:
         ratio = sum(found[name]["planning"] for name in common) / sum(before[name]["planning"] for name in common)
