@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from autoshard.capture.joint import capture
 from autoshard.capture.nodes import is_view
+from autoshard.capture.recomputation import Recomputable, recomputable
 from autoshard.memory.footprint import Memory
 from autoshard.options import Search
 from autoshard.planner.planner import Planner
@@ -71,7 +72,34 @@ def planning_of(module: nn.Module, inputs: dict[str, Tensor], cluster: str) -> P
     return Planning(module, capture(module, (), inputs, grad=True), MeshShape.of(MESH), options)
 
 
-def operators_of(planner: Planner) -> list[Operator]:
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A step on one device as a graph.
+
+    Attributes:
+        operators: the nodes of Checkmate's graph.
+        number: that of the operator that a node of the step belongs to.
+        border: the first operator of the backward half.
+    """
+
+    operators: list[Operator]
+    number: dict[torch.fx.Node, int]
+    border: int
+
+    def schedule_of(self, layers: Sequence[Recomputable]) -> list[tuple[int, ...]]:
+        """Return the schedule in which layers run again, each before the first later operator that reads of it."""
+        stages = [[stage] for stage in range(len(self.operators))]
+        for layer in layers:
+            # A view of a parameter has no number.
+            again, freed = (
+                {self.number[node] for node in nodes if node in self.number} for nodes in (layer.rerun, layer.freed)
+            )
+            backward = range(self.border, len(self.operators))
+            stages[next(at for at in backward if freed & {*self.operators[at].reads})] += again
+        return [tuple(sorted(set(stage))) for stage in stages]
+
+
+def graph_of(planner: Planner) -> StepGraph:
     """Return the graph of a step on one device, at the prices of its planner, and with the temporaries of its plan."""
     plan = planner.solve(planner.constraints)
     graph, account = planner.graph, planner.account(plan.decisions)
@@ -101,10 +129,12 @@ def operators_of(planner: Planner) -> list[Operator]:
     # What the plan's account has besides is there while the operator runs: the temporaries of its local program.
     live = Checkmate(plain).held([(stage,) for stage in range(len(plain))])
     rest = at_rest(plan.memory)
-    return [
+    operators = [
         replace(one, working=max(0, int(plan.held_bytes[place]) - rest - known))
         for one, place, known in zip(plain, places, live, strict=True)
     ]
+    phases = [graph.phase(planner.rules.operators[place]) for place in places]
+    return StepGraph(operators, number, phases.index("backward"))
 
 
 def _bytes(node: torch.fx.Node) -> int:
@@ -164,12 +194,13 @@ class Checkmate:
                 return False
         return self.operators[one].returned
 
-    def solve(self, limit: int, seconds: float) -> Optimum:
-        """Solve the program for a limit of the bytes of results."""
+    def solve(self, limit: int, seconds: float, start: Sequence[Sequence[int]] | None = None) -> Optimum:
+        """Solve the program for a limit of the bytes of results; a schedule to start from may exceed the limit."""
         if limit < max((one.bytes + one.working for one in self.operators), default=0):
             return Optimum(None, math.inf)
         stages = _Stages(self, limit)
-        found = minimise(stages.program, time_limit=seconds)
+        hint = stages.values_of(start) if start is not None and max(self.held(start)) <= limit else None
+        found = minimise(stages.program, time_limit=seconds, hint=hint)
         if found.values is None:
             return Optimum(None, math.inf if found.infeasible else max(0.0, found.bound) * self.total)
         schedule = stages.schedule(found.values)
@@ -192,6 +223,8 @@ class _Stages:
         costs = [one.seconds / checkmate.total for one in self.operators]
         self.run = {(t, i): self._add(costs[i] * (i < t), integer=i < t) for t in stages for i in range(t + 1)}
         self.keep = {(t, i): self._add() for t in stages for i in range(t)}
+        self.used: dict[tuple[int, int], int] = {}  # the bytes in use when node k runs in stage t
+        self.free: dict[tuple[int, int, int], int] = {}
         for t in stages:
             self.program.lower[self.run[t, t]] = 1.0
             self._keep_order(t)
@@ -201,6 +234,31 @@ class _Stages:
         """Return the nodes that run in every stage, in their order."""
         stages = range(len(self.operators))
         return tuple(tuple(i for i in range(t + 1) if values[self.run[t, i]] > 0.5) for t in stages)
+
+    def values_of(self, schedule: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return the values of all variables for a schedule that keeps what is read before it runs again."""
+        values = np.zeros(len(self.program.costs))
+        stages = range(len(self.operators))
+        runs = [set(stage) for stage in schedule]
+        for i in stages:
+            needed = self.operators[i].returned
+            for t in reversed(range(i + 1, len(stages))):
+                reads = any(j in runs[t] for j in self.users[i])
+                needed = self.operators[i].returned or (i not in runs[t] and (needed or reads))
+                values[self.keep[t, i]] = needed
+        for t in stages:
+            values[[self.run[t, i] for i in runs[t]]] = 1.0
+            held = sum(self.bytes[i] * values[self.keep[t, i]] for i in range(t))
+            for k in range(t + 1):
+                held += self.bytes[k] * (k in runs[t])
+                values[self.used[t, k]] = held
+                for i in (*self.operators[k].reads, k):
+                    later = any(k < j and j in runs[t] for j in self.users[i])
+                    kept = (t + 1, i) in self.keep and values[self.keep[t + 1, i]]
+                    if (t, i, k) in self.free and k in runs[t] and not later and not kept:
+                        values[self.free[t, i, k]] = 1.0
+                        held -= self.bytes[i]
+        return values
 
     def _add(self, cost: float = 0.0, *, integer: bool = False, upper: float = 1.0) -> int:
         return self.program.add_variables(np.array([cost]), upper=upper, integer=integer)[0]
@@ -225,7 +283,7 @@ class _Stages:
         """Add (2) to (7): the bytes in use after node k are those before it, less what is given back, and its own."""
         held = {self.keep[t, i]: self.bytes[i] for i in range(t) if self.bytes[i]}
         for k in range(t + 1):
-            used = self._add()
+            used = self.used[t, k] = self._add()
             self.program.add_row(
                 [used, *held, self.run[t, k]], [1.0, *(-one for one in held.values()), -self.bytes[k]], 0.0, 0.0
             )
@@ -238,7 +296,7 @@ class _Stages:
 
     def _given_back(self, t: int, i: int, k: int) -> int:
         """Add the variable that i is given back after k runs: not kept, and read by nothing that runs later."""
-        free = self._add()
+        free = self.free[t, i, k] = self._add()
         self._row({free: 1.0, self.run[t, k]: -1.0}, 0.0)
         if (t + 1, i) in self.keep:
             self._row({free: 1.0, self.keep[t + 1, i]: 1.0}, 1.0)
@@ -333,7 +391,8 @@ def table_of(name: str, args: argparse.Namespace) -> Table:
     """Our plans and the program's optimum within limits."""
     planning = planning_of(*MODELS[name](), args.cluster)
     planner = planning.planner()
-    program, free = Checkmate(operators_of(planner)), planning.row(None)
+    step, (_, free) = graph_of(planner), planning.plan(None)
+    program, layers = Checkmate(step.operators), recomputable(planner.graph)
     memory = planner.solve(planner.constraints).memory
     rest = at_rest(memory)
     held = (rest + program.plain_peak) / memory.peak
@@ -343,7 +402,9 @@ def table_of(name: str, args: argparse.Namespace) -> Table:
         result.add_column(label, justify="right")
     result.add_column("what the plan did")
     for limit in limits_between(planning.smallest_peak(), memory.peak, args.limits + 1)[1:]:
-        ours, best = planning.row(limit), program.solve(limit - rest, args.time_limit)
+        plan, ours = planning.plan(limit)
+        again = [layer for layer in layers if plan is not None and layer.name in plan.recomputed]
+        best = program.solve(limit - rest, args.time_limit, step.schedule_of(again))
         result.add_row(*_cells(limit, free.step or 0.0, ours, best))
         print(name, ours, best.seconds, best.bound, file=sys.stderr, flush=True)
     return result

@@ -185,15 +185,15 @@ class Planning:
         call = self.call(None)
         return call.planner_of(replace(call.target, shares=None))
 
-    def row(self, limit: int | None) -> Row:
-        """Plan within a limit."""
+    def plan(self, limit: int | None) -> tuple[ShardingPlan | None, Row]:
+        """Plan within a limit; return the plan, if one fits, and its row."""
         start = time.process_time()
         try:
             plan = plan_shares(self.call(limit))
         except BudgetError as error:
-            return Row(limit, None, error.peak, 1.0, "no plan", time.process_time() - start)
+            return None, Row(limit, None, error.peak, 1.0, "no plan", time.process_time() - start)
         seconds = time.process_time() - start
-        return Row(limit, plan.step_seconds, plan.memory.peak, plan.gap, self.did(plan), seconds)
+        return plan, Row(limit, plan.step_seconds, plan.memory.peak, plan.gap, self.did(plan), seconds)
 
     def smallest_peak(self) -> int:
         """Return the smallest peak that is found."""
@@ -215,20 +215,21 @@ def planned(name: str, mesh_name: str, args: argparse.Namespace, beside: Planned
     case, mesh = CASES[name], MeshShape.of(MESHES[mesh_name])
     module, inputs = case.example(mesh.size, args.quick)
     search = Search(time_limit=args.time_limit, work_limit=args.work_limit)
-    options = {"cluster": args.cluster, "search": search, **case.options}
+    # Whole logits, which no training reads, would be most of what a device holds.
+    options = {"cluster": args.cluster, "search": search, "output_placements": "planned", **case.options}
     target = Target.of(collect_options("plan", options), None)
     start = time.process_time()
     graph, _ = capture_with_progress(module, (), inputs, target, grad=True)
     capture = time.process_time() - start
     planning = Planning(module, graph, mesh, options)
-    rows = [planning.row(None)]
+    rows = [planning.plan(None)[1]]
     if beside is not None and args.limits is None:
         limits = [row.limit for row in beside.rows if row.limit is not None]
     else:
         assert rows[0].peak is not None
         limits = limits_between(planning.smallest_peak(), rows[0].peak, (args.limits or LIMITS) + 1)[1:]
     for limit in limits:
-        rows.append(planning.row(limit))
+        rows.append(planning.plan(limit)[1])
         print(f"{name} {mesh_name}: {rows[-1]}", file=sys.stderr, flush=True)
     return Planned(name, mesh_name, capture, tuple(rows))
 

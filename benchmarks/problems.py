@@ -90,7 +90,7 @@ class Step:
 
 _FEW_LAYERS = functools.partial(architectures.llama3_8b, layers=8, batch=64)
 SHARED = {"dynamic": TOKENS, "shares": {"dp": (2, 1)}}
-H100 = {"cluster": "h100"}
+H100 = {"cluster": "h100", "output_placements": "planned"}
 STEPS = {
     "mlp": Step(models.ZOO["mlp"], LINE, MANY),
     "gpt": Step(models.ZOO["gpt"], SQUARE, MANY),

@@ -68,6 +68,21 @@ def test_the_optimum_is_that_of_all_schedules(checkmate: Any, seed: int) -> None
     assert program.solve(0, 1.0) == checkmate.Optimum(None, math.inf)
 
 
+def test_every_schedule_is_an_answer_to_the_program(checkmate: Any) -> None:
+    """But for those that make again what is held to the end."""
+    program = random_graph(checkmate, 5)
+    sensible = (schedule for schedule in schedules() if not any(NODES - 2 in stage[:-1] for stage in schedule))
+    for schedule in itertools.islice(sensible, 0, None, 37):
+        peak = max(program.held(schedule))
+        stages = checkmate._Stages(program, peak)
+        values = stages.values_of(schedule)
+        assert stages.schedule(values) == tuple(tuple(sorted(stage)) for stage in schedule)
+        for variables, coefficients, least, most in stages.program.rows:
+            assert least - 1e-9 <= np.dot(coefficients, values[variables]) <= most + 1e-9
+        assert np.all(values <= 1 + 1e-9)
+        assert program.solve(peak, 60.0, schedule).seconds <= seconds(program, schedule) + 1e-9
+
+
 def test_a_chain_runs_again_what_is_cheap(checkmate: Any) -> None:
     """Of two large results that the end reads, the one that takes less time is made twice."""
     operator = checkmate.Operator
@@ -88,8 +103,12 @@ def test_a_step_is_a_graph_with_the_peak_of_its_plan(checkmate: Any) -> None:
         8,
     )
     planner = checkmate.planning_of(module, inputs, "h100").planner()
-    operators = checkmate.operators_of(planner)
+    step = checkmate.graph_of(planner)
     plan = planner.solve(planner.constraints)
-    assert sum(one.seconds for one in operators) == pytest.approx(plan.cost)
-    program = checkmate.Checkmate(operators)
+    assert sum(one.seconds for one in step.operators) == pytest.approx(plan.cost)
+    program = checkmate.Checkmate(step.operators)
     assert checkmate.at_rest(plan.memory) + program.plain_peak == plan.memory.peak
+    layers = checkmate.recomputable(planner.graph)
+    schedule = step.schedule_of(layers)
+    again = sum(len(stage) - 1 for stage in schedule)
+    assert again == len({step.number[node] for layer in layers for node in layer.rerun if node in step.number}) > 0
