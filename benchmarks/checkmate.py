@@ -425,7 +425,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
     parser.add_argument("--limits", type=int, default=4, help="number of limits")
     parser.add_argument("--cluster", default="h100")
-    parser.add_argument("--time-limit", type=float, default=120.0, help="seconds for one integer program")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for one integer program")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -222,15 +222,20 @@ def planned(name: str, mesh_name: str, args: argparse.Namespace, beside: Planned
     graph, _ = capture_with_progress(module, (), inputs, target, grad=True)
     capture = time.process_time() - start
     planning = Planning(module, graph, mesh, options)
-    rows = [planning.plan(None)[1]]
+    rows: list[Row] = []
+
+    def plan(limit: int | None) -> None:
+        rows.append(planning.plan(limit)[1])
+        print(f"{name} {mesh_name}: {rows[-1]}", file=sys.stderr, flush=True)
+
+    plan(None)
     if beside is not None and args.limits is None:
         limits = [row.limit for row in beside.rows if row.limit is not None]
     else:
         assert rows[0].peak is not None
         limits = limits_between(planning.smallest_peak(), rows[0].peak, (args.limits or LIMITS) + 1)[1:]
     for limit in limits:
-        rows.append(planning.plan(limit)[1])
-        print(f"{name} {mesh_name}: {rows[-1]}", file=sys.stderr, flush=True)
+        plan(limit)
     return Planned(name, mesh_name, capture, tuple(rows))
 
 
