@@ -55,12 +55,12 @@ What a release lacks is found by trying, and its tests are skipped (`tests/relea
 constraints such a test fails:
 
 * **Builds for GPUs** take no other hooks: the 33 tests that have torch believe in GPUs need a build for CPUs.
-* **2.11, 2.12** can't export `torch.func.jvp`, nor language models that repeat key heads (Llama) with a dynamic length;
-  their autograd functions take no keyword arguments. They remove from graphs the check by which `lu_factor` finds that
-  a matrix has no inverse. A `torch.Generator` in `forward` is refused.
-* **2.11** sends a gradient for all that a pipeline's stage receives (whole numbers that one stage computes and another
-  reads are refused), and has no groups of ranks in descending order and no stateless generator (a generator of the
-  device draws). It has no strategies of its own for `native_batch_norm` and `prims.var`,
+* **2.11, 2.12** send a gradient for all that a pipeline's stage receives (whole numbers that one stage computes and
+  another reads are refused). They can't export `torch.func.jvp`, nor language models that repeat key heads (Llama)
+  with a dynamic length; their autograd functions take no keyword arguments. They remove from graphs the check by which
+  `lu_factor` finds that a matrix has no inverse. A `torch.Generator` in `forward` is refused.
+* **2.11** has no groups of ranks in descending order and no stateless generator (a generator of the device draws). It
+  has no strategies of its own for `native_batch_norm` and `prims.var`,
   no shapes of the gradient of one attention kernel, no products in eight bits on CPUs with scales of rows, and no rule
   for `_foreach_lerp_` of `DTensor`s, so that the memory of Adafactor with `foreach` is not measured. `DTensor`s of its
   own class can't be gathered from strided pieces; parameters here can. Torchtitan 0.3 does not run with it.

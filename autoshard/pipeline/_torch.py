@@ -22,7 +22,10 @@ try:
 except ImportError:
     InferenceMode = None  # type: ignore[assignment, misc]
 
-__all__ = ["ActionsRuntime", "MultiPeerStage", "check_messages", "make_group", "order"]
+__all__ = ["SENDS_ALL_GRADIENTS", "ActionsRuntime", "MultiPeerStage", "check_messages", "make_group", "order"]
+
+SENDS_ALL_GRADIENTS = not hasattr(PipelineStage, "_get_grad_send_meta")
+"""True if this release of torch sends a gradient back for every tensor that a stage receives, as 2.11 and 2.12 do."""
 
 
 class MultiPeerStage(PipelineStage):
@@ -199,14 +202,14 @@ def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 def check_messages(received: Sequence[torch.Tensor]) -> None:
     """Raise a `PipelineError` if this release of torch can't train a stage that receives such tensors.
 
-    Torch 2.11 sends a gradient back for every tensor that a stage receives.
+    Torch 2.11 and 2.12 send a gradient back for every tensor that a stage receives.
     """
     constants = [str(tensor.dtype).removeprefix("torch.") for tensor in received if not tensor.requires_grad]
-    if constants and InferenceMode is None:
+    if constants and SENDS_ALL_GRADIENTS:
         raise PipelineError(
             f"torch {torch.__version__} sends gradients of all that stages send one another, and a stage receives "
             f"{', '.join(constants)} without a gradient from the one before. Compute it in the stage that reads it, as "
-            "from an input of the model, or install torch 2.12 or later."
+            "from an input of the model, or install torch 2.13 or later."
         )
 
 
