@@ -108,6 +108,24 @@ def bert_large(layers: int = 24, batch: int = 8, sequence: int = 128, dtype: tor
     return _language_model(transformers.BertForMaskedLM, config, batch, sequence, dtype)
 
 
+def whisper_medium(layers: int, batch: int) -> Example:
+    """Whisper medium: width 1024, 16 heads, 30 seconds of sound, 448 tokens; dropout is 0 there."""
+    config = transformers.WhisperConfig(
+        d_model=1024,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=16,
+        decoder_attention_heads=16,
+        encoder_ffn_dim=4096,
+        decoder_ffn_dim=4096,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        module = transformers.WhisperForConditionalGeneration(config).to(torch.bfloat16).train()
+        sound = torch.empty(batch, 80, 3000, dtype=torch.bfloat16)
+        return module, {"input_features": sound, "labels": torch.empty(batch, 448, dtype=torch.long)}
+
+
 def _language_model(
     build: Callable[[Any], nn.Module], config: Any, batch: int, sequence: int, dtype: torch.dtype
 ) -> Example:

@@ -30,7 +30,6 @@ from typing import Any
 
 import architectures
 import torch
-import transformers
 from architectures import Example
 from published.models import t5_large
 from rich.console import Console
@@ -65,24 +64,6 @@ def dlrm(batch: int) -> Example:
             "labels": torch.empty(batch),
         }
         return Recommender(26, 400_000, 128), inputs
-
-
-def whisper(layers: int, batch: int) -> Example:
-    """Whisper medium: width 1024, 16 heads, 30 seconds of sound, 448 tokens; dropout is 0 there."""
-    config = transformers.WhisperConfig(
-        d_model=1024,
-        encoder_layers=layers,
-        decoder_layers=layers,
-        encoder_attention_heads=16,
-        decoder_attention_heads=16,
-        encoder_ffn_dim=4096,
-        decoder_ffn_dim=4096,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        module = transformers.WhisperForConditionalGeneration(config).to(torch.bfloat16).train()
-        sound = torch.empty(batch, 80, 3000, dtype=torch.bfloat16)
-        return module, {"input_features": sound, "labels": torch.empty(batch, 448, dtype=torch.long)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +102,7 @@ CASES = {
     "U-Net": Case(architectures.unet, 128),
     "ResNet-50": Case(architectures.resnet50, 512),
     "DLRM": Case(dlrm, 524_288),
-    "Whisper": Case(whisper, 64, (4, 2)),
+    "Whisper": Case(architectures.whisper_medium, 64, (4, 2)),
 }
 
 
@@ -148,7 +129,7 @@ class Planned:
 
     @property
     def name(self) -> str:
-        return f"{self.model} on ({', '.join(self.mesh.split('x'))},)".replace(",)", ")" if "x" in self.mesh else ",)")
+        return f"{self.model} on {tuple(MESHES[self.mesh].values())}"
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Planned:
