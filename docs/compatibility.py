@@ -49,9 +49,9 @@ once, at the first capture:
 
 With 2.11 and 2.14 folders were run one after the other, on commits of two days; what failed was mended, and run again
 by itself: the numbers are those behind the mend. The two of 2.13 were faults of tests; they pass since. The run of
-2.12 was beside other work on two cores. Of its twelve, two are refused with a clear error since; nine, of
-builds for GPUs, pass or are skipped when they run alone; one failed in no file of its place
-when these ran again. The one that failed in the quick list, with 2.14.1 and with Python 3.13, is a search that ran out of time on a busy machine; it
+2.12 was beside other work on two cores. Of its twelve, two are refused with a clear error since; nine, of builds for
+GPUs, pass or are skipped when they run alone; one failed in no file of its place when these ran again. The one that
+failed in the quick list, with 2.14.1 and with Python 3.13, is a search that ran out of time on a busy machine; it
 passes alone, and has more time since.
 
 What a release lacks is found by trying, and its tests are skipped (`tests/releases.py`); with the release of the
