@@ -36,9 +36,10 @@ _MASK_ADVICE = (
 )
 
 # What takes the place of code that depends on numbers that `forward` computes, by words in the line.
+_EXPERTS = r"expert|router|routed|\bmoe\b"
 _NUMBERS_ADVICE = (
     (
-        r"expert|router|routed|\bmoe\b",
+        _EXPERTS,
         "experts that each take their own tokens: which experts are hit depends on the router. Sort the "
         "tokens by expert and multiply by torch.nn.functional.grouped_mm, or run every expert on all tokens as one "
         "batched product (torch.einsum) and weight the results by the router, with zeros for tokens of others; both "
@@ -65,12 +66,37 @@ _NUMBERS_ADVICE = (
 def numbers_advice(line: str, operator: str = "") -> str:
     """Return advice for a line of the user's, and its operator, where something depends on computed numbers."""
     code = line.partition(" (")[2].removesuffix(")")
-    # The line may only call the function that is meant: then the operator says more.
-    for text in (code, operator):
+    # The line may only call the function that is meant: then the operator says more. In a loop over experts, a line such
+    # as `if len(rows):` names none.
+    loops = " ".join(head for head in _loop_heads(line) if re.search(_EXPERTS, head, re.IGNORECASE))
+    for text in (loops, code, operator):
         for words, advice in _NUMBERS_ADVICE:
             if re.search(words, text, re.IGNORECASE):
                 return f"For {advice}"
     return "Compute both ways and choose by torch.where, or use an operator of fixed size"
+
+
+def _loop_heads(line: str) -> list[str]:
+    """Return the lines that begin the loops around a line, the innermost first."""
+    place = re.match(r"(?: at )?(.+?):(\d+)(?: \(|$)", line)
+    if place is None:
+        return []
+    file, last = place[1], int(place[2])
+    heads = []
+    indent = len(_indent(linecache.getline(file, last)))
+    for number in range(last - 1, 0, -1):
+        source = linecache.getline(file, number)
+        if source.strip() and len(_indent(source)) < indent:
+            indent = len(_indent(source))
+            if re.match(r"\s*(async )?def |\s*class ", source):
+                break
+            if source.lstrip().startswith(("for ", "while ")):
+                heads.append(source.strip())
+    return heads
+
+
+def _indent(source: str) -> str:
+    return source[: len(source) - len(source.lstrip())]
 
 
 # Words in the text of an error, and advice; the first entry that fits is given.
