@@ -66,8 +66,8 @@ _NUMBERS_ADVICE = (
 def numbers_advice(line: str, operator: str = "") -> str:
     """Return advice for a line of the user's, and its operator, where something depends on computed numbers."""
     code = line.partition(" (")[2].removesuffix(")")
-    # The line may only call the function that is meant: then the operator says more. In a loop over experts, a line such
-    # as `if len(rows):` names none.
+    # The line may only call the function that is meant: then the operator says more. In a loop over experts, a line
+    # such as `if len(rows):` names none.
     loops = " ".join(head for head in _loop_heads(line) if re.search(_EXPERTS, head, re.IGNORECASE))
     for text in (loops, code, operator):
         for words, advice in _NUMBERS_ADVICE:
