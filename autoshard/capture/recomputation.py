@@ -207,6 +207,8 @@ def _order(path: str) -> list[tuple[bool, int, str]]:
 RECOMPUTES = "recomputes"
 """Key of the name, in `node.meta`, of the forward node that a node of the backward half runs again."""
 
+_AGAIN = "_again"  # end of the names of such nodes
+
 # Operators whose results, except for the new running statistics, do not depend on the old statistics.
 _STATISTICS = frozenset(
     {aten._native_batch_norm_legit_functional.default, aten._batch_norm_with_update_functional.default}
@@ -232,7 +234,7 @@ class Recomputable:
 
 
 def recompute_layers(graph: JointGraph, names: Collection[str]) -> JointGraph:
-    """Return the graph in which the backward half runs some layers again.
+    """Return the graph in which the backward half runs some layers, or single operators, again.
 
     The inputs and outputs of these layers are kept; all other tensors that the backward half reads of them are computed
     again. A view of a tensor that is kept is taken again. Operators that read an input which the step changes are not
@@ -241,30 +243,59 @@ def recompute_layers(graph: JointGraph, names: Collection[str]) -> JointGraph:
 
     Args:
         graph: the captured step; it stays as it is.
-        names: of the layers, as `capture.layers.layers` names them; without names, the graph itself is returned.
+        names: of the layers, as `layers` names them, or of operators, as `rerunnable` does; without names, the graph
+            itself is returned.
 
     Raises:
-        PlanError: the model has no such layer.
+        PlanError: the model has no such layer, and no such operator that can run again.
     """
     if not names:
         return graph
+    asked = set(names)
     known = {layer.name: layer for layer in layers(graph)}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise PlanError(
-            f"the plan recomputes {unknown[0]!r}, which is no layer of this model: it was made for another model, or "
-            "by another version of autoshard. Make the plan again."
-        )
+    made_again: set[fx.Node] = set()
+    for name in asked & known.keys():
+        made_again |= _nodes_to_recompute(graph, known[name])
+    single = asked - known.keys()
+    if single:
+        again = rerunnable(graph)
+        unknown = sorted(single - again.keys())
+        if unknown:
+            raise PlanError(
+                f"the plan recomputes {unknown[0]!r}, which is no layer of this model, and no operator that can run "
+                "again: it was made for another model, or by another version of autoshard. Make the plan again."
+            )
+        for name in single:
+            made_again |= again[name]
     # A copy, since a search compares graphs with and without recomputation.
     copy, at = copy_graph(graph)
-    made_again: set[fx.Node] = set()
-    for name in dict.fromkeys(names):
-        made_again |= {at[node] for node in _nodes_to_recompute(graph, known[name])}
-    _insert_recomputation(copy, made_again)
+    _insert_recomputation(copy, {at[node] for node in made_again})
     copy.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     copy.graph.lint()
     copy.graph_module.recompile()
-    return replace(copy, recomputed=tuple(name for name in known if name in set(names)))
+    order = [*known, *(node.name for node in graph.graph.nodes if node.name in single)]
+    return replace(copy, recomputed=tuple(name for name in order if name in asked))
+
+
+def rerunnable(graph: JointGraph) -> dict[str, set[fx.Node]]:
+    """Return, by the name of every operator that the backward half can run again, its node with those of its results.
+
+    They are the operators inside of layers: a layer's outputs are kept, so that no chain of operators that run again
+    is longer than a layer.
+    """
+    found: dict[str, set[fx.Node]] = {}
+    for layer in layers(graph):
+        again = _nodes_to_recompute(graph, layer)
+        for node in layer.nodes:
+            if node in again and node.target is not operator.getitem:
+                found[node.name] = {node, *(user for user in node.users if user.target is operator.getitem)} & again
+    return found
+
+
+def rerun_name(name: str) -> str:
+    """Return the name of what an operator, or the value of this name, is in the backward half where it runs again."""
+    operator_name, separator, result = name.partition(":")
+    return f"{operator_name}{_AGAIN}{separator}{result}"
 
 
 def recomputable(graph: JointGraph) -> tuple[Recomputable, ...]:
@@ -415,7 +446,7 @@ def _copy(
         node.op,
         node.target,
         *fx.node.map_arg((node.args, node.kwargs), source),
-        name=f"{node.name}_again",
+        name=rerun_name(node.name),
     )
     copy.meta = {**node.meta, "partitioner_tag": "is_backward", RECOMPUTES: node.name}
     return copy

@@ -22,7 +22,7 @@ Shares = Mapping[str, Sequence[int]]
 """Name of one mesh axis -> the shares of its ranks, in proportion to one another."""
 OptimizerOption = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None
 
-Recompute = Literal["auto", "none", "full"]
+Recompute = Literal["auto", "none", "full", "selective"]
 Boundary = Literal["global", "local"]
 """The tensors that a rank passes, or is given: those of the whole batch, or its own rows."""
 Method = Literal["auto", "eliminate", "alternate", "ilp", "force"]

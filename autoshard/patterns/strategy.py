@@ -31,6 +31,9 @@ Choices = tuple[int, ...]
 
 WHOLE = -1
 
+ABSENT = -(2**31)
+"""The choice, on every axis, of an operator that does not run: one of a problem in which it may be left out."""
+
 
 def linear_choice(index: int) -> int:
     """Return the choice that passes partial sums through the rule's linear set `index`."""

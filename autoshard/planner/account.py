@@ -139,6 +139,11 @@ class StepAccount:
                     module = "" if node.op == "placeholder" else self.flow.graph.module_path(node)
                     yield StepReshard(key, use.value, path, use.position, use.phase, module, gradient)
 
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all operators and reshards, one after the other: the cost of the decisions."""
+        return sum(map(self.seconds, self.rules.operators)) + sum(reshard.path.seconds for reshard in self.reshards)
+
     def collectives(self) -> tuple[Collective, ...]:
         """Return all collectives of the step, with equal ones counted."""
         cost, counts = self.tables.cost, Counter[tuple[str, int, int, str, str, bool]]()

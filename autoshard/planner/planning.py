@@ -27,6 +27,8 @@ from autoshard.planner.budget_search import ShortfallError
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, show_progress
+from autoshard.planner.rerun_context import RerunContext
+from autoshard.planner.rerun_search import RerunSearch
 from autoshard.planner.subject import subject_of, work_of
 from autoshard.planner.target_constraints import PinsByName, PlacementsByName, constraints_for, shared_axis
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -292,6 +294,8 @@ def plan_with_recompute(
 
 def _plan_with_recompute(planner: Planner, unlimited: CandidatePlan | None) -> ShardingPlan:
     recompute, limit = planner.settings.recompute, planner.settings.memory_limit
+    if recompute == "selective" and limit is not None and recomputable(planner.graph):
+        return _plan_selectively(planner, limit, unlimited)
     # Without a limit, recomputation only takes time.
     is_useful = recompute == "full" or (recompute == "auto" and limit is not None)
     layers = recomputable(planner.graph) if is_useful else ()
@@ -300,6 +304,20 @@ def _plan_with_recompute(planner: Planner, unlimited: CandidatePlan | None) -> S
     if recompute == "full" or limit is None:
         return recomputing_planner(planner, [layer.name for layer in layers]).plan()
     return _RecomputeSearch(planner, layers, limit).run(unlimited)
+
+
+def _plan_selectively(planner: Planner, limit: int, unlimited: CandidatePlan | None) -> ShardingPlan:
+    """Return the plan in which the operators that run again are chosen one by one."""
+    cheapest = planner.solve(planner.constraints) if unlimited is None else unlimited
+    fastest = planner.fastest(cheapest)
+    if fastest.memory.peak <= limit:
+        return planner.describe(fastest)
+    search = RerunSearch(RerunContext(planner), limit, cheapest)
+    plan = search.run()
+    if plan is None:
+        # All layers run again, and parameters are forced to be sharded: the leanest plan, or an error that says more.
+        return recomputing_planner(planner, [layer.name for layer in recomputable(planner.graph)]).plan()
+    return plan.estimate.context.describe(plan)
 
 
 def recomputing_planner(planner: Planner, layers: Collection[str]) -> Planner:

@@ -93,24 +93,24 @@ class ProgramEstimate:
     """Time and memory of the program of some decisions, each computed on first use since that takes long.
 
     Args:
-        context: prices the program.
+        context: prices the program; the context of the graph of the decisions.
         flow: the graph and the decisions.
     """
 
     def __init__(self, context: PlanningContext, flow: Flow) -> None:
-        self._context, self._flow = context, flow
+        self.context, self._flow = context, flow
         self._program: PredictedProgram | None = None
 
     @cached_property
     def times(self) -> tuple[ReplayedStep, float]:
         """The replay of the step, and seconds of the optimizer's update."""
         program = self._take_program()
-        return self._context.replay(program, self._context.prices), self._context.update_seconds(program)
+        return self.context.replay(program, self.context.prices), self.context.update_seconds(program)
 
     @cached_property
     def footprint(self) -> Footprint:
         """Bytes of one device."""
-        program, context, settings = self._take_program(), self._context, self._context.settings
+        program, context, settings = self._take_program(), self.context, self.context.settings
         with context.time_phase("account"):
             allocated = list(
                 allocations(self._flow, program, settings.optimizer, settings.under_way, settings.holds_sums)
@@ -121,11 +121,11 @@ class ProgramEstimate:
 
     def step_replay(self) -> StepReplay:
         """Return the record of the step for a plan."""
-        return self.times[0].calls.step_replay(self.footprint.changes, len(self._context.rules.operators))
+        return self.times[0].calls.step_replay(self.footprint.changes, len(self.context.rules.operators))
 
     def _take_program(self) -> PredictedProgram:
         # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
-        program = self._program or self._context.program(self._flow, self._context.settings.left_unreduced)
+        program = self._program or self.context.program(self._flow, self.context.settings.left_unreduced)
         self._program = None if self._program else program
         return program
 

@@ -48,6 +48,8 @@ class Constraints:
         task_graphs: primitive -> its mesh axes, for all primitives that mark nodes of the graph.
         summed: parameters whose gradients are added up with those of devices outside the mesh -> the seconds that this
             takes for every byte of the gradient on a device.
+        optional_reruns: True if every operator of the backward half that runs one of the forward half again may be
+            left out.
     """
 
     pinned: Mapping[str, Pins] = field(default_factory=dict)
@@ -60,6 +62,7 @@ class Constraints:
     shared: SharedAxis | None = None
     task_graphs: Mapping[Primitive, tuple[int, ...]] = field(default_factory=dict)
     summed: Mapping[str, float] = field(default_factory=dict)
+    optional_reruns: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,9 +12,10 @@ from torch import fx
 from torch.distributed.tensor import Placement
 
 from autoshard.capture.joint import JointInput
+from autoshard.capture.recomputation import RECOMPUTES
 from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph_rules import GraphRules, Use, Value, value_of
-from autoshard.patterns.strategy import WHOLE
+from autoshard.patterns.strategy import ABSENT, WHOLE
 from autoshard.planner.boundary_specs import BoundarySpecs
 from autoshard.planner.planning_problem import (
     BuiltProblem,
@@ -25,7 +26,7 @@ from autoshard.planner.planning_problem import (
     ReshardEdge,
     Variable,
 )
-from autoshard.planner.regather import Reuse, ValueLifetimes, regather_choices
+from autoshard.planner.regather import MADE_ONCE, Origin, Reuse, ValueLifetimes, regather_choices
 from autoshard.planner.strategy_tables import FORBIDDEN, EdgeTables, OperatorStrategies, SpecList, StrategyTables
 from autoshard.planner.task_graph_restrictions import Restrictions, restrictions
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
@@ -60,6 +61,9 @@ class ProblemBuilder:
         self.edge_tables = EdgeTables(resharder)
         self._lists: dict[tuple[Spec, ...], SpecList] = {}
         self._labels: dict[int, tuple[object, np.ndarray]] = {}
+        # What is padded for operators that may be absent, by the identity of what it is made of.
+        self._optional: dict[tuple[int, int], tuple[object, Variable]] = {}
+        self._zeros: dict[int, tuple[object, np.ndarray]] = {}
         self._plain: dict[tuple[frozenset[int], Reuse], BuiltProblem] = {}
         self._last: tuple[frozenset[int], Decisions | None, Reuse, BuiltProblem] | None = None
 
@@ -80,6 +84,7 @@ class ProblemBuilder:
         builder = ProblemBuilder(rules, self.tables, self.resharder, constraints)
         # Tables are found by the identity of lists of specs, so that these are shared too.
         builder.edge_tables, builder._lists, builder._labels = self.edge_tables, self._lists, self._labels
+        builder._optional, builder._zeros = self._optional, self._zeros
         return builder
 
     def build(
@@ -137,6 +142,26 @@ class ProblemBuilder:
         """Specs of tensors outside the step."""
         return BoundarySpecs(self.rules, self.tables, self.constraints, self.restrictions)
 
+    def with_absence(self, variable: Variable) -> Variable:
+        """Return the variable of an operator with one more option, by which it does not run."""
+        # Equal operators go on sharing what is padded.
+        key = id(variable.options), id(variable.seconds)
+        if key not in self._optional:
+            options = (*variable.options, (ABSENT,) * self.mesh.ndim)
+            results = tuple(
+                SpecList.of([specs[option] for option in range(len(variable.options))] + [specs[0]])
+                for specs in variable.results
+            )
+            padded = Variable("operator", "", options, self.with_zero(variable.seconds), results)
+            self._optional[key] = variable, padded
+        return replace(self._optional[key][1], key=variable.key)
+
+    def with_zero(self, values: np.ndarray) -> np.ndarray:
+        """Return the values of an operator's options, and zero where it is absent; made once."""
+        if id(values) not in self._zeros:
+            self._zeros[id(values)] = values, np.append(values, 0.0)
+        return self._zeros[id(values)][1]
+
     def labels(self, variable: Variable) -> np.ndarray:
         """Return one label per option and mesh axis, for the choice or the placement; equal variables share them."""
         is_operator = variable.kind == "operator"
@@ -157,12 +182,14 @@ class _EdgeEnd:
         specs: the specs of the tensor under every option.
         life: first moment and end of the life of a copy that is made for this end.
         gradient: True if an optimizer gets the copy.
+        optional: True if the variable has one more option, by which it is absent.
     """
 
     variable: int
     specs: SpecList
     life: tuple[int, int] = (0, 0)
     gradient: bool = False
+    optional: bool = False
 
 
 class _Build:
@@ -197,6 +224,12 @@ class _Build:
         self.tables: dict[tuple[int, str], np.ndarray] = {}
         self.variable_of_node: dict[fx.Node, int] = {}
         self.variable_of_output: dict[str, int] = {}
+        # Operators of the forward half, with those that may run them again.
+        self.reruns: dict[fx.Node, fx.Node] = {}
+        if builder.constraints.optional_reruns:
+            by_name = {node.name: node for node in self.rules.operators}
+            self.reruns = {by_name[node.meta[RECOMPUTES]]: node for node in by_name.values() if RECOMPUTES in node.meta}
+        self.optional = frozenset(self.reruns.values())
 
     def run(self) -> BuiltProblem:
         for source in self.rules.graph.inputs:
@@ -206,7 +239,8 @@ class _Build:
         for node in self.rules.operators:
             self.variable_of_node[node] = self._add(self._operator(node))
         for value in self.rules.values():
-            self._connect(value)
+            if value.node not in self.optional:
+                self._connect(value)
         self._tie_tangents()
         self._tie_random_operators()
         live_ranges = [variable.live_ranges for variable in self.variables]
@@ -241,12 +275,17 @@ class _Build:
         pinned = self.rules.pin_spec(node, self.mesh)
         if pinned is not None:
             choices = (tuple([-1] * self.mesh.ndim),)
-            return Variable("operator", node.name, choices, np.zeros(1), (self.builder.intern_specs((pinned,)),))
+            variable = Variable("operator", node.name, choices, np.zeros(1), (self.builder.intern_specs((pinned,)),))
+            return self.builder.with_absence(variable) if node in self.optional else variable
         options = self._options(node)
         seconds = tables.seconds(call, rule, options, self.rules.zeros[node])
         variable = Variable("operator", node.name, options.choices, seconds, options.results)
+        if node in self.optional:
+            variable = self.builder.with_absence(variable)
         if self.memory_counts and not rule.free:
             variable.usage = tables.result_bytes(call, options)
+            if node in self.optional:
+                variable.usage = self.builder.with_zero(variable.usage)
             variable.life = (self.positions[node], self.lifetimes.last_use(node) + 1)
             variable.live_ranges = (LiveRange(variable.usage, *variable.life),)
         return variable
@@ -301,50 +340,100 @@ class _Build:
 
     def _connect(self, value: Value) -> None:
         """Add edges from a value to its uses, through a shared copy if several uses may want the same spec."""
+        again = self.reruns.get(value.node)
+        rerun = None if again is None else Value(again, value.result)
         forward, backward = self._targets(value)
+        if rerun is not None:
+            # What the backward half reads of the value in any case, and what it reads of the operator that runs again.
+            before, after = self._targets(rerun)
+            forward, backward = forward + before, backward + after
         producer = self.variable_of_node[value.node]
-        source = _EdgeEnd(producer, self.variables[producer].results[value.result])
+        source = _EdgeEnd(producer, self._result_specs(value, producer))
         uses = forward + backward
         # An input that is never sharded has no copies.
         whole = value.node in self.lifetimes.inputs and not any(spec.shard_axes for spec in source.specs.distinct)
-        if self.lifetimes.may_regather(value) and not whole:
+        if backward and rerun is not None:
+            self._connect_halves(value, source, forward, backward, rerun)
+        elif self.lifetimes.may_regather(value) and not whole:
             self._connect_halves(value, source, forward, backward)
         elif len({use.variable for use in uses}) > 1:
             self._connect_through(self._add_hub(value.name, uses, _specs(uses)), value, source, uses)
         else:
             self._add_edges(value, source, uses)
 
+    def _result_specs(self, value: Value, producer: int) -> SpecList:
+        return self.variables[producer].results[value.result]
+
     def _connect_through(self, hub: _EdgeEnd, value: Value, source: _EdgeEnd, uses: Sequence[_EdgeEnd]) -> None:
         self._add_edges(value, source, [hub])
         self._add_edges(value, hub, uses)
 
     def _connect_halves(
-        self, value: Value, source: _EdgeEnd, forward: Sequence[_EdgeEnd], backward: Sequence[_EdgeEnd]
+        self,
+        value: Value,
+        source: _EdgeEnd,
+        forward: Sequence[_EdgeEnd],
+        backward: Sequence[_EdgeEnd],
+        rerun: Value | None = None,
     ) -> None:
-        """Add one hub per half; that of the backward half takes the copy of the forward half, or gathers again."""
+        """Add one hub per half; that of the backward half says where it has the value from.
+
+        Args:
+            value: the value.
+            source: its operator, or tensor at rest.
+            forward, backward: its uses in each half.
+            rerun: the value as an operator of the backward half that may run again makes it, if there is one.
+        """
         gradients = [use for use in backward if use.gradient]  # a gradient for the optimizer is no copy of the value
         backward = [use for use in backward if not use.gradient]
         specs = _specs([*forward, *backward])
-        first = self._add_hub(f"{value.name}@forward", forward, specs)
-        options = regather_choices(specs)
+        # A copy for the forward half is worth a choice where both halves may have one, and it is large.
+        origins: tuple[Origin, ...] = MADE_ONCE
+        if rerun is not None:
+            made_once = MADE_ONCE if forward and self.lifetimes.may_keep_copy(value) else MADE_ONCE[:1]
+            origins = (*made_once, "rerun")
+        if all(use.optional for use in backward):
+            origins = (*origins, "absent")
+        options = regather_choices(specs, origins)
         spec_list = self.builder.intern_specs([option.spec for option in options])
         first_use, end = min(use.life[0] for use in backward), max(use.life[1] for use in backward)
-        held = (min(first.life[1], first_use), end)
-        kept = spec_list.bytes(value.meta, self.mesh) * [option.kept for option in options]
-        number = self._add(Variable("regather", value.name, options, np.zeros(len(options)), (spec_list,), held, kept))
-        self._connect_through(first, value, source, forward)
         tables = self.builder.edge_tables
-        edge = tables.regather_edge(
-            value.meta, source.specs, first.specs, self.mesh, allocated=not self.lifetimes.is_view(value)
-        )
+        number = self._add(Variable("regather", value.name, options, np.zeros(len(options)), (spec_list,)))
+        start = self.positions.get(value.node, -1) + 1
+        if forward:
+            first = self._add_hub(f"{value.name}@forward", forward, specs)
+            self._connect_through(first, value, source, forward)
+            start = first.life[1]
+            if "kept" in origins:
+                self.edges.append(Edge(first.variable, number, tables.tie_costs(len(specs), origins)))
+        held = (min(start, first_use), end)
+        kept = spec_list.bytes(value.meta, self.mesh) * [option.kept for option in options]
+        self.variables[number].life, self.variables[number].usage = held, kept
+        # The storage of a view is not held for the copy of its operator, so that to keep the view is to keep it all.
+        allocated = rerun is not None or not self.lifetimes.is_view(value)
+        edge = tables.regather_edge(value.meta, source.specs, self.builder.intern_specs(specs), self.mesh, origins, allocated=allocated)
         self.edge_live_ranges[len(self.edges)] = (
             LiveRange(edge.between, held[0], first_use),
             LiveRange(edge.after, first_use, end),
         )
         self.edges.append(Edge(source.variable, number, edge.seconds))
-        self.edges.append(Edge(first.variable, number, tables.tie_costs(len(specs))))
-        self._add_edges(value, _EdgeEnd(number, spec_list, (first_use, end)), backward)
+        if rerun is not None:
+            made_by = self._options_or_pin(rerun)
+            seconds, copied = tables.rerun_edge(
+                value.meta, made_by, self.builder.intern_specs(specs), self.mesh, origins
+            )
+            self.edge_live_ranges[len(self.edges)] = (LiveRange(copied, first_use, end),)
+            self.edges.append(Edge(self.variable_of_node[rerun.node], number, seconds))
+        hub = _EdgeEnd(number, spec_list, (first_use, end), optional="absent" in origins)
+        self._add_edges(value, hub, backward)
         self._add_edges(value, source, gradients)
+
+    def _options_or_pin(self, value: Value) -> SpecList:
+        """Return the specs of a result under every strategy of its operator, without the one by which it is absent."""
+        pinned = self.rules.pin_spec(value.node, self.mesh)
+        if pinned is not None:
+            return self.builder.intern_specs((pinned,))
+        return self._options(value.node).results[value.result]
 
     def _add_hub(self, key: str, uses: Sequence[_EdgeEnd], specs: Sequence[Spec]) -> _EdgeEnd:
         spec_list = self.builder.intern_specs(specs)
@@ -363,6 +452,7 @@ class _Build:
                 self._operand_specs(use),
                 (start, last + 1),
                 self.rules.restores_dtype(use.node),
+                use.node in self.optional,
             )
             ends[self.phases[use.node]].append(end)
         for output in self.rules.outputs_of.get(value, ()):
@@ -392,6 +482,8 @@ class _Build:
         restricted = self.builder.restrictions.operators.get(node, ())
         if self.current is not None:
             start = self.current.choices[node.name]
+            if start == (ABSENT,) * self.mesh.ndim:  # the axes that stay are those of the first run
+                start = self.current.choices[node.meta[RECOMPUTES]]
         elif restricted:
             start = tables.options(rule, restricted=restricted).choices[0]
         else:
@@ -425,6 +517,10 @@ class _Build:
         if key not in self.tables:
             self.tables[key] = seconds + FORBIDDEN[forbidden](source.specs, target.specs) if forbidden else seconds
         costs = self.tables[key]
+        if source.optional or target.optional:
+            absence = {"source": source.optional, "target": target.optional}
+            costs = tables.with_absence(costs, **absence, forbidden=np.inf)
+            seconds = tables.with_absence(seconds, **absence, forbidden=0.0)
         # An edge between single, equal specs costs nothing.
         if costs.size > 1 or costs.any() or source.specs.distinct != target.specs.distinct:
             number = len(self.edges)
@@ -432,9 +528,12 @@ class _Build:
                 self.hideable[number] = Hideable("reductions", seconds, target.life[0])
             elif (needed := self._gather_moment(value, target)) is not None:
                 self.hideable[number] = Hideable("gathers", seconds, needed)
-            self.reshard_edges[number] = ReshardEdge(meta, source.specs, target.specs, target.gradient)
+            if not (source.optional or target.optional):
+                self.reshard_edges[number] = ReshardEdge(meta, source.specs, target.specs, target.gradient)
             if self.memory_counts and target.life[0] < target.life[1]:
                 copied = tables.copy_bytes(meta, source.specs, target.specs, self.mesh)
+                if source.optional or target.optional:
+                    copied = tables.with_absence(copied, **absence, forbidden=0.0)
                 self.edge_live_ranges[number] = (LiveRange(copied, *target.life),)
             self.edges.append(Edge(source.variable, target.variable, costs))
 
@@ -471,7 +570,10 @@ class _Build:
     def _tie(self, first: fx.Node, second: fx.Node, results: int | None = None) -> None:
         numbers = self.variable_of_node[first], self.variable_of_node[second]
         rows, columns = (_splits(self.variables[number], results) for number in numbers)
-        costs = np.array([[0.0 if row == column else np.inf for column in columns] for row in rows])
+        # An operator that is absent draws nothing.
+        costs = np.array(
+            [[0.0 if row == column or None in (row, column) else np.inf for column in columns] for row in rows]
+        )
         self.edges.append(Edge(*numbers, costs))
 
 
@@ -482,10 +584,15 @@ def _placement_ids(specs: SpecList) -> list[list[int]]:
     return [rows[place] for place in specs.index]
 
 
-def _splits(variable: Variable, results: int | None = None) -> list[tuple[object, ...]]:
-    """Return for every option what random numbers depend on: the axes that split the operator, and results' specs."""
+def _splits(variable: Variable, results: int | None = None) -> list[tuple[object, ...] | None]:
+    """Return for every option what random numbers depend on: the axes that split the operator, and results' specs.
+
+    It is None of the option by which the operator is absent.
+    """
     return [
-        (tuple(choice >= 0 for choice in choices), *(specs[option] for specs in variable.results[:results]))  # type: ignore[attr-defined]
+        None
+        if ABSENT in choices  # type: ignore[operator]
+        else (tuple(choice >= 0 for choice in choices), *(specs[option] for specs in variable.results[:results]))  # type: ignore[union-attr]
         for option, choices in enumerate(variable.options)
     ]
 

@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 from torch import fx
 
+from autoshard.capture.recomputation import rerun_name
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.specs.spec import Spec
@@ -29,27 +30,48 @@ Reuse = Literal["none", "inputs", "all"]
 _SMALL_FACTOR = 64  # a gathered activation so many times smaller than the largest tensor of the step is always kept
 
 
+Origin = Literal["gathered", "kept", "rerun", "absent"]
+"""Where the backward half has a value from: gathered again from the kept tensor; the copy of the forward half; its
+operator, which runs again; or nowhere, since nothing reads it there."""
+
+MADE_ONCE: tuple[Origin, ...] = ("gathered", "kept")
+"""The origins of a value whose operator does not run again, and which the backward half needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class RegatherChoice:
     """An option of the hub of the backward half.
 
     Attributes:
         spec: the spec of the copy.
-        kept: True if it is the copy that the forward half made.
+        origin: where it comes from.
     """
 
     spec: Spec
-    kept: bool
+    origin: Origin
+
+    @property
+    def kept(self) -> bool:
+        """True if it is the copy that the forward half made."""
+        return self.origin == "kept"
 
 
-def regather_choices(specs: Sequence[Spec]) -> tuple[RegatherChoice, ...]:
-    """Return the options of the hub of the backward half: gathered again as each spec, then kept as each spec."""
-    return tuple(RegatherChoice(spec, kept) for kept in (False, True) for spec in specs)
+def regather_choices(specs: Sequence[Spec], origins: Sequence[Origin] = MADE_ONCE) -> tuple[RegatherChoice, ...]:
+    """Return the options of the hub of the backward half: of every origin each spec; one where it is absent."""
+    return tuple(
+        RegatherChoice(spec, origin) for origin in origins for spec in (specs[:1] if origin == "absent" else specs)
+    )
 
 
-def tie_costs(specs: int) -> np.ndarray:
+def tie_costs(specs: int, origins: Sequence[Origin] = MADE_ONCE) -> np.ndarray:
     """Return the costs between the two hubs of so many specs: a copy that is kept has the forward half's spec."""
-    return np.hstack([np.zeros((specs, specs)), np.where(np.eye(specs, dtype=bool), 0.0, np.inf)])
+    kept = np.where(np.eye(specs, dtype=bool), 0.0, np.inf)
+    return np.hstack([kept if origin == "kept" else _nothing(specs, specs, origin) for origin in origins])
+
+
+def _nothing(rows: int, specs: int, origin: Origin) -> np.ndarray:
+    """Return the columns of an origin that has no part in a table."""
+    return np.zeros((rows, 1 if origin == "absent" else specs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +89,9 @@ class RegatherEdge:
     after: np.ndarray
 
 
-def regather_edge(seconds: np.ndarray, copied: np.ndarray, held: np.ndarray) -> RegatherEdge:
+def regather_edge(
+    seconds: np.ndarray, copied: np.ndarray, held: np.ndarray, origins: Sequence[Origin] = MADE_ONCE
+) -> RegatherEdge:
     """Return the edge from a tensor to the hub of the backward half.
 
     Args:
@@ -75,14 +99,34 @@ def regather_edge(seconds: np.ndarray, copied: np.ndarray, held: np.ndarray) -> 
         copied: bytes of the copy; zero where both specs are the same.
         held: bytes of the tensor itself under every spec, if it is held only for the backward half; zeros if it is
             held in any case, as inputs of the step are.
+        origins: the origins of the hub's options.
     """
     read = (copied == 0) * held[:, None]  # the tensor itself is read: there is no copy
     source = (copied > 0) * held[:, None]  # kept to make the copy again
-    return RegatherEdge(
-        seconds=np.hstack([seconds, np.zeros_like(seconds)]),
-        between=np.hstack([read + source, read + copied]),
-        after=np.hstack([read + copied, read + copied]),
-    )
+    parts = {
+        "gathered": (seconds, read + source, read + copied),
+        "kept": (np.zeros_like(seconds), read + copied, read + copied),
+    }
+    tables = [parts.get(origin) or (_nothing(*seconds.shape, origin),) * 3 for origin in origins]
+    return RegatherEdge(*(np.hstack(columns) for columns in zip(*tables, strict=True)))
+
+
+def rerun_edge(seconds: np.ndarray, copied: np.ndarray, origins: Sequence[Origin]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds and the bytes of the edge from an operator that may run again to the hub of its value.
+
+    Args:
+        seconds: seconds of the reshard from its result under every strategy (rows) to every spec of the hub (columns).
+        copied: bytes of the copy; zero where both specs are the same.
+        origins: the origins of the hub's options.
+
+    Returns:
+        Tables with one more row, for an operator that does not run.
+    """
+    absent = np.full((1, seconds.shape[1]), np.inf)
+    tables = {"rerun": (np.vstack([seconds, absent]), np.vstack([copied, np.zeros_like(absent)]))}
+    nothing = [_nothing(len(seconds) + 1, seconds.shape[1], origin) for origin in origins]
+    pairs = [tables.get(origin, (none, none)) for origin, none in zip(origins, nothing, strict=True)]
+    return np.hstack([pair[0] for pair in pairs]), np.hstack([pair[1] for pair in pairs])
 
 
 def hubs_from_choices(hubs: Mapping[str, Spec], choices: Mapping[str, RegatherChoice]) -> dict[str, Spec]:
@@ -94,12 +138,14 @@ def hubs_from_choices(hubs: Mapping[str, Spec], choices: Mapping[str, RegatherCh
     """
     merged = dict(hubs)
     for name, choice in choices.items():
-        forward = merged.pop(f"{name}@forward")
-        # One hub for both halves stands for a copy that is kept.
         if choice.kept:
+            # One hub for both halves stands for a copy that is kept.
+            merged.pop(f"{name}@forward", None)
             merged[name] = choice.spec
-        else:
-            merged |= {f"{name}@forward": forward, f"{name}@backward": choice.spec}
+        elif choice.origin == "gathered":
+            merged[f"{name}@backward"] = choice.spec
+        elif choice.origin == "rerun":
+            merged[rerun_name(name)] = choice.spec
     return merged
 
 
@@ -113,7 +159,8 @@ def choices_from_hubs(
         kept = name in separate
         forward = separate.pop(name) if kept else separate[f"{name}@forward"]
         separate[f"{name}@forward"] = forward
-        choices[name] = RegatherChoice(forward if kept else separate.pop(f"{name}@backward"), kept)
+        spec = forward if kept else separate.pop(f"{name}@backward")
+        choices[name] = RegatherChoice(spec, "kept" if kept else "gathered")
     return separate, choices
 
 
@@ -183,6 +230,10 @@ class ValueLifetimes:
             returned = any(output.kind != "gradient" for output in self.rules.outputs_of.get(value, ()))
             self._regatherable[value] = len(phases) == 2 and not returned and self._is_large(value)
         return self._regatherable[value]
+
+    def may_keep_copy(self, value: Value) -> bool:
+        """Return True if a copy of a value of the forward half is worth the choice of keeping it."""
+        return self.reuse != "none" and self._is_large(value)
 
     def _is_large(self, value: Value) -> bool:
         # Copies of inputs, parameters above all, are always worth a choice. A result that is not used has no size.

@@ -33,7 +33,7 @@ from autoshard.patterns.strategy import (
     splits_evenly,
     work_split,
 )
-from autoshard.planner.regather import RegatherEdge, regather_edge, tie_costs
+from autoshard.planner.regather import MADE_ONCE, Origin, RegatherEdge, regather_edge, rerun_edge, tie_costs
 from autoshard.planner.task_graph_restrictions import Restriction
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
 from autoshard.reshard.path import Resharder
@@ -305,6 +305,8 @@ class EdgeTables:
         self._reshard_seconds: dict[tuple[object, ...], np.ndarray] = {}
         self._copy_bytes: dict[tuple[object, ...], np.ndarray] = {}
         self._regather_edges: dict[tuple[object, ...], RegatherEdge] = {}
+        self._rerun_edges: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._with_absence: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
         self.tie_costs = cache(tie_costs)
 
     def reshard_seconds(
@@ -328,7 +330,14 @@ class EdgeTables:
         return self._copy_bytes[key]
 
     def regather_edge(
-        self, meta: TensorMeta, sources: SpecList, hub: SpecList, mesh: MeshShape, *, allocated: bool
+        self,
+        meta: TensorMeta,
+        sources: SpecList,
+        hub: SpecList,
+        mesh: MeshShape,
+        origins: tuple[Origin, ...] = MADE_ONCE,
+        *,
+        allocated: bool,
     ) -> RegatherEdge:
         """Return the edge from a tensor to the hub of the backward half.
 
@@ -337,16 +346,45 @@ class EdgeTables:
             sources: the specs of the tensor.
             hub: the specs of both hubs.
             mesh: the mesh axes.
+            origins: the origins of the options of the hub of the backward half.
             allocated: True if the step allocates memory for the tensor, held for the backward half alone.
         """
-        key = (meta.shape, meta.dtype.itemsize, sources, hub, allocated)
+        key = (meta.shape, meta.dtype.itemsize, sources, hub, origins, allocated)
         if key not in self._regather_edges:
             self._regather_edges[key] = regather_edge(
                 self.reshard_seconds(meta, sources, hub),
                 self.copy_bytes(meta, sources, hub, mesh),
                 sources.bytes(meta, mesh) * allocated,
+                origins,
             )
         return self._regather_edges[key]
+
+    def rerun_edge(
+        self, meta: TensorMeta, sources: SpecList, hub: SpecList, mesh: MeshShape, origins: tuple[Origin, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return seconds and bytes of the edge from an operator that may run again to the hub of its value."""
+        key = (meta.shape, meta.dtype.itemsize, sources, hub, origins)
+        if key not in self._rerun_edges:
+            seconds = self.reshard_seconds(meta, sources, hub)
+            self._rerun_edges[key] = rerun_edge(seconds, self.copy_bytes(meta, sources, hub, mesh), origins)
+        return self._rerun_edges[key]
+
+    def with_absence(self, table: np.ndarray, *, source: bool, target: bool, forbidden: float) -> np.ndarray:
+        """Return a table between ends of which one may be absent.
+
+        Args:
+            table: of the pairs of options; where the source may be absent, that is its last option.
+            source: True if the source may be absent, for which an end that is present can't be served.
+            target: True if the target may be absent: its last option, which the table lacks, takes nothing.
+            forbidden: the entry of pairs that can't be.
+        """
+        key = (id(table), source, target, forbidden)
+        if key not in self._with_absence:
+            padded = np.hstack([table, np.zeros((len(table), 1))]) if target else table.copy()
+            if source:
+                padded[-1, : table.shape[1]] = forbidden
+            self._with_absence[key] = table, padded  # the table is kept alive, as its identity is the key
+        return self._with_absence[key][1]
 
 
 def _reduced_before(sources: SpecList, _: SpecList) -> np.ndarray:

@@ -56,7 +56,7 @@ def test_an_activation_is_itself_held_until_it_is_read_for_the_last_time() -> No
 
 def test_decisions_have_one_hub_where_a_copy_is_kept_and_two_where_it_is_made_again() -> None:
     hubs = {"x@forward": WHOLE, "y@forward": SHARDED, "z": WHOLE}
-    found = hubs_from_choices(hubs, {"x": RegatherChoice(WHOLE, True), "y": RegatherChoice(WHOLE, False)})
+    found = hubs_from_choices(hubs, {"x": RegatherChoice(WHOLE, "kept"), "y": RegatherChoice(WHOLE, "gathered")})
     assert found == {"x": WHOLE, "y@forward": SHARDED, "y@backward": WHOLE, "z": WHOLE}
 
 
