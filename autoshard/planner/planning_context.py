@@ -431,13 +431,15 @@ class PlanningContext(ABC):
         self, request: SolveRequest, built: BuiltProblem, tiling: Tiling | None, *, proof: bool
     ) -> SolveResult:
         is_priced = request.prices is not None or request.discount is not None
+        # Plans of which operators run again are judged by their accounts, and many are made.
+        is_proposal = request.discount is not None or request.builder.constraints.optional_reruns
         options = SolveOptions(
             request.method,
             self.deadline,
             proof=proof and not is_priced,
             priced=request.prices is not None,
-            fast=self.settings.effort == "fast",
-            proposal=request.discount is not None,
+            fast=self.settings.effort == "fast" or request.builder.constraints.optional_reruns,
+            proposal=is_proposal,
             work_limit=request.work,
             report=self._report_phase if is_priced else self.report,
         )

@@ -271,7 +271,7 @@ def _program_positions(built: BuiltProblem) -> list[float]:
         if edge.source not in positions:
             targets[edge.source].append(edge.target)
     # Hubs first: tensors at rest and outputs may have edges to hubs alone.
-    for kind in ("hub", "rest", "output"):
+    for kind in ("hub", "regather", "rest", "output"):
         for number, variable in enumerate(variables):
             if variable.kind == kind:
                 before = [positions[source] for source in sources[number] if source in positions]
