@@ -8,7 +8,7 @@ import numpy as np
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.recomputation import recomputable, recompute_layers
+from autoshard.capture.recomputation import recomputable, recompute_layers, rerunnable
 from autoshard.cluster.cluster import Cluster
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions
@@ -32,6 +32,7 @@ def random_plan(
     forced: float = 0.0,
     uneven: float = 0.0,
     recompute: float = 0.0,
+    rerun: float = 0.0,
     planned_outputs: bool = False,
 ) -> ShardingPlan:
     """A plan with a random feasible strategy for every operator.
@@ -43,11 +44,15 @@ def random_plan(
         forced: share of the parameters that may not be replicated.
         uneven: share of the parameters that are cut along random dims, whether the axes divide these or not.
         recompute: share of the layers that the backward half runs again.
+        rerun: share of the single operators of layers that it runs again.
         planned_outputs: outputs may stay sharded.
     """
     generator = np.random.default_rng(seed)
     layers = recomputable(graph) if recompute else ()
-    graph = recompute_layers(graph, [layer.name for layer in layers if generator.random() < recompute])
+    names = [layer.name for layer in layers if generator.random() < recompute]
+    if rerun:
+        names += [name for name in rerunnable(graph) if generator.random() < rerun]
+    graph = recompute_layers(graph, names)
     shapes = {source.name: Value(source.node).meta.shape for source in graph.inputs if source.kind == "parameter"}
     constraints = Constraints(
         pinned={name: _cut(shape, mesh, generator) for name, shape in shapes.items() if generator.random() < uneven},
@@ -59,7 +64,7 @@ def random_plan(
     axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
     decisions: Decisions | None = None
     for block in [axes[:2], *([axis] for axis in axes[2:])]:
-        built = builder.build(frozenset(block), decisions, reuse="all" if forced or recompute else "none")
+        built = builder.build(frozenset(block), decisions, reuse="all" if forced or recompute or rerun else "none")
         decisions = built.decode(random_assignment(built.problem, generator))
     assert decisions is not None
     return plan_of(graph, mesh, decisions)

@@ -19,7 +19,7 @@ from autoshard.names import suggestion
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.layouts.standard_layouts import Hints
 from autoshard.plans import plan_page
-from autoshard.plans.expenses import Expenses
+from autoshard.plans.expenses import Expenses, count_rerun
 from autoshard.plans.html import Fold, HasPage, Part, text_table
 from autoshard.plans.plan_difference import PlanDifference
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -226,7 +226,7 @@ class Comparison(HasPage):
         yield format_seconds(expenses.exposed)
         yield from (format_bytes(expenses.sent[axis]) for axis in self._axes)
         yield format_bytes(plan.memory.peak)
-        notes = [f"{len(plan.recomputed)} layers recomputed"] if plan.recomputed else []
+        notes = [f"{count_rerun([plan])} recomputed"] if plan.recomputed else []
         yield ", ".join([*(["does not fit"] if plan.memory.peak > self.memory_limit else []), *notes])
 
     def to_json(self) -> str:

@@ -22,7 +22,7 @@ def memory_prices(
         costs: seconds of every plan.
         held: bytes of every plan at every moment, of one shape.
         limit: bytes.
-        strongest: seconds that all prices together make of the limit, at most: where no mix fits, memory counts so much.
+        strongest: seconds that the limit's bytes cost at most, at all moments together: so much where no mix fits.
 
     Returns:
         Seconds per byte at every moment, and the seconds of the best mix with its memory at these prices.

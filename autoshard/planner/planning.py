@@ -23,7 +23,7 @@ from autoshard.options.target import Target
 from autoshard.patterns.graph_rules import value_of
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner import hints as hint_rules
-from autoshard.planner.budget_search import ShortfallError
+from autoshard.planner.budget_search import BudgetSearch, ShortfallError
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, show_progress
@@ -309,15 +309,16 @@ def _plan_with_recompute(planner: Planner, unlimited: CandidatePlan | None) -> S
 def _plan_selectively(planner: Planner, limit: int, unlimited: CandidatePlan | None) -> ShardingPlan:
     """Return the plan in which the operators that run again are chosen one by one."""
     cheapest = planner.solve(planner.constraints) if unlimited is None else unlimited
-    fastest = planner.fastest(cheapest)
-    if fastest.memory.peak <= limit:
-        return planner.describe(fastest)
-    search = RerunSearch(RerunContext(planner), limit, cheapest)
-    plan = search.run()
-    if plan is None:
-        # All layers run again, and parameters are forced to be sharded: the leanest plan, or an error that says more.
-        return recomputing_planner(planner, [layer.name for layer in recomputable(planner.graph)]).plan()
-    return plan.estimate.context.describe(plan)
+    known = [cheapest, planner.fastest(cheapest)]
+    if known[-1].memory.peak <= limit:
+        return planner.describe(known[-1])
+    with contextlib.suppress(ShortfallError):
+        known.append(BudgetSearch(planner, limit, *known).run())
+    plan = RerunSearch(RerunContext(planner), limit, known).run()
+    if plan is not None:
+        return plan.estimate.context.describe(replace(plan, lower_bound=cheapest.lower_bound))
+    # All layers run again, and parameters are forced to be sharded: the leanest plan, or an error that says more.
+    return recomputing_planner(planner, [layer.name for layer in recomputable(planner.graph)]).plan()
 
 
 def recomputing_planner(planner: Planner, layers: Collection[str]) -> Planner:

@@ -348,7 +348,7 @@ class _Build:
             before, after = self._targets(rerun)
             forward, backward = forward + before, backward + after
         producer = self.variable_of_node[value.node]
-        source = _EdgeEnd(producer, self._result_specs(value, producer))
+        source = _EdgeEnd(producer, self.variables[producer].results[value.result])
         uses = forward + backward
         # An input that is never sharded has no copies.
         whole = value.node in self.lifetimes.inputs and not any(spec.shard_axes for spec in source.specs.distinct)
@@ -360,9 +360,6 @@ class _Build:
             self._connect_through(self._add_hub(value.name, uses, _specs(uses)), value, source, uses)
         else:
             self._add_edges(value, source, uses)
-
-    def _result_specs(self, value: Value, producer: int) -> SpecList:
-        return self.variables[producer].results[value.result]
 
     def _connect_through(self, hub: _EdgeEnd, value: Value, source: _EdgeEnd, uses: Sequence[_EdgeEnd]) -> None:
         self._add_edges(value, source, [hub])
@@ -387,11 +384,14 @@ class _Build:
         gradients = [use for use in backward if use.gradient]  # a gradient for the optimizer is no copy of the value
         backward = [use for use in backward if not use.gradient]
         specs = _specs([*forward, *backward])
-        # A copy for the forward half is worth a choice where both halves may have one, and it is large.
         origins: tuple[Origin, ...] = MADE_ONCE
         if rerun is not None:
-            made_once = MADE_ONCE if forward and self.lifetimes.may_keep_copy(value) else MADE_ONCE[:1]
-            origins = (*made_once, "rerun")
+            # Small copies are kept, not gathered again; without a use in the forward half there is no copy to keep.
+            if not forward:
+                origins = ("gathered",)
+            elif not self.lifetimes.may_keep_copy(value):
+                origins = ("kept",)
+            origins = (*origins, "rerun")
         if all(use.optional for use in backward):
             origins = (*origins, "absent")
         options = regather_choices(specs, origins)
@@ -411,24 +411,22 @@ class _Build:
         self.variables[number].life, self.variables[number].usage = held, kept
         # The storage of a view is not held for the copy of its operator, so that to keep the view is to keep it all.
         allocated = rerun is not None or not self.lifetimes.is_view(value)
-        edge = tables.regather_edge(value.meta, source.specs, self.builder.intern_specs(specs), self.mesh, origins, allocated=allocated)
+        copies = self.builder.intern_specs(specs)
+        edge = tables.regather_edge(value.meta, source.specs, copies, self.mesh, origins, allocated=allocated)
         self.edge_live_ranges[len(self.edges)] = (
             LiveRange(edge.between, held[0], first_use),
             LiveRange(edge.after, first_use, end),
         )
         self.edges.append(Edge(source.variable, number, edge.seconds))
         if rerun is not None:
-            made_by = self._options_or_pin(rerun)
-            seconds, copied = tables.rerun_edge(
-                value.meta, made_by, self.builder.intern_specs(specs), self.mesh, origins
-            )
+            seconds, copied = tables.rerun_edge(value.meta, self._made_specs(rerun), copies, self.mesh, origins)
             self.edge_live_ranges[len(self.edges)] = (LiveRange(copied, first_use, end),)
             self.edges.append(Edge(self.variable_of_node[rerun.node], number, seconds))
         hub = _EdgeEnd(number, spec_list, (first_use, end), optional="absent" in origins)
         self._add_edges(value, hub, backward)
         self._add_edges(value, source, gradients)
 
-    def _options_or_pin(self, value: Value) -> SpecList:
+    def _made_specs(self, value: Value) -> SpecList:
         """Return the specs of a result under every strategy of its operator, without the one by which it is absent."""
         pinned = self.rules.pin_spec(value.node, self.mesh)
         if pinned is not None:

@@ -7,8 +7,8 @@ as in the one, the others as in the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -16,16 +16,19 @@ import numpy as np
 from autoshard.capture.recomputation import rerun_name
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph_rules import value_of
+from autoshard.planner.budget_search import first_that_fits
 from autoshard.planner.memory_prices import memory_prices
-from autoshard.planner.planning_context import CandidatePlan
+from autoshard.planner.planning_context import CandidatePlan, ProgramEstimate
 from autoshard.planner.rerun_context import RerunContext
 
 Entry = TypeVar("Entry")
 
 _ROUNDS = 12  # plans made at prices of memory, at most
-_STRONGEST = 30.0  # costs of a step that the limit's bytes have where no mix of plans fits
-_ENOUGH = 2e-3  # part of a step's cost by which another plan has to make the mix better
-_MIN_LAYERS = 2  # that a mix of plans chooses from
+_STRONGEST = 30.0  # steps that the limit's bytes have where no mix of plans fits
+_ENOUGH = 1e-3  # part of a step by which another plan has to make the mix better
+_STRENGTHS = (10.0, 0.01)  # the largest and the smallest price of the limit's bytes between which is searched, in steps
+_LEVELS = 30  # prices between these
+_MIXES = 3  # pairs of plans that are mixed, at most
 
 
 class RerunSearch:
@@ -34,22 +37,27 @@ class RerunSearch:
     Args:
         context: the problem in which operators may run again.
         limit: bytes per device.
-        unlimited: the plan without a limit.
+        known: plans in which nothing runs again; the first is that without a limit.
     """
 
-    def __init__(self, context: RerunContext, limit: int, unlimited: CandidatePlan) -> None:
+    def __init__(self, context: RerunContext, limit: int, known: Sequence[CandidatePlan]) -> None:
         self.context = context
         self.limit = limit
-        self.unlimited = unlimited
-        self.met: list[CandidatePlan] = [unlimited]
+        self.unlimited = known[0]
+        self.met: list[CandidatePlan] = []
+        self._held: dict[ProgramEstimate, np.ndarray] = {}  # bytes at every moment, of the plans met
+        self._mixed: set[tuple[ProgramEstimate, ProgramEstimate]] = set()
+        for plan in known:
+            self._meet(plan)
 
     def run(self) -> CandidatePlan | None:
         """Return the fastest plan met that fits; None if none does."""
-        self._generate()
+        prices = self._generate()
+        if prices is not None and prices.any():
+            self._bisect(prices)
         self._mix()
         fitting = [plan for plan in self.met if self._fits(plan)]
-        plan = min(fitting, key=lambda plan: plan.step_seconds, default=None)
-        return None if plan is None else replace(plan, lower_bound=self.unlimited.lower_bound)
+        return min(fitting, key=lambda plan: plan.step_seconds, default=None)
 
     @property
     def leanest(self) -> CandidatePlan:
@@ -59,56 +67,93 @@ class RerunSearch:
     def _fits(self, plan: CandidatePlan) -> bool:
         return plan.memory.peak <= self.limit
 
-    def _generate(self) -> None:
-        """Meet plans at the prices of memory that the plans met so far lead to."""
-        context, center = self.context, None
-        strongest = _STRONGEST * self.unlimited.cost
-        costs, held = [self.unlimited.cost], [context.moments_of(self.unlimited)]
+    def _generate(self) -> np.ndarray | None:
+        """Meet plans at the prices of memory that the plans met so far lead to; return the last prices."""
+        context = self.context
+        longest, center = self.unlimited.step_seconds, None
         for _ in range(_ROUNDS):
-            if context.is_past_deadline:
-                return
-            prices, bound = memory_prices(costs, held, self.limit, strongest)
-            # Prices of few plans lie at few moments and go to and fro: half of the last ones steady them.
+            held = [self._held[plan.estimate] for plan in self.met]
+            steps = [plan.step_seconds for plan in self.met]
+            prices, best_mix = memory_prices(steps, held, self.limit, _STRONGEST * longest)
+            # Prices of few plans go to and fro: half of the last ones steady them. If what these lead to does not make
+            # the mix better, its own prices are asked.
             center = prices if center is None else (center + prices) / 2
-            gains = 0.0
-            for tried in (center, prices):
-                plan = context.try_solve(context.constraints, prices=tried)
+            for asked in (center, prices) if center is not prices else (prices,):
+                plan = context.try_solve(context.constraints, prices=asked)
                 if plan is None:
-                    return
-                column = context.moments_of(plan)
-                gain = bound - (plan.cost + float(prices @ column))
-                gains = max(gains, gain)
+                    return center
                 self._meet(plan)
-                costs.append(plan.cost)
-                held.append(column)
-                # What the steadied prices lead to most often is better for the mix: else the mix's own are asked.
-                if gain > _ENOUGH * self.unlimited.cost:
+                gain = best_mix - plan.step_seconds - float(prices @ self._held[plan.estimate])
+                if gain > _ENOUGH * longest:
                     break
-            if gains <= _ENOUGH * self.unlimited.cost:
-                return
+            else:
+                break
+        return center
+
+    def _bisect(self, prices: np.ndarray) -> None:
+        """Meet plans at more and at less of the last prices, which lie next to the limit."""
+        # What a problem minimises is not quite the step that is predicted: prices are right up to a factor.
+        lean = [plan for plan in self.met if self._fits(plan)]
+        if not lean:
+            return
+        leanest = min(lean, key=lambda plan: plan.memory.peak)
+        weights = prices / prices.sum()
+        strongest, weakest = (share * self.unlimited.step_seconds / self.limit for share in _STRENGTHS)
+
+        def make(level: int) -> CandidatePlan:
+            strength = weakest * (strongest / weakest) ** (level / _LEVELS)
+            plan = self.context.try_solve(self.context.constraints, prices=weights * strength)
+            if plan is None:
+                return leanest
+            self._meet(plan)
+            return plan
+
+        def measure(plan: CandidatePlan) -> tuple[float, int]:
+            return plan.step_seconds, plan.memory.peak
+
+        first_that_fits(self.unlimited, leanest, _LEVELS, make, measure, self.limit, _ENOUGH)
 
     def _meet(self, plan: CandidatePlan) -> None:
-        if not any(plan.estimate is known.estimate for known in self.met):
+        if plan.estimate not in self._held:
+            self._held[plan.estimate] = self.context.moments_of(plan)
             self.met.append(plan)
 
     def _mix(self) -> None:
-        """Meet plans in which some layers are as in the fastest plan that fits, the others as in faster ones."""
+        """Meet plans in which some layers are as in one plan, which fits, and the others as in a faster one."""
+        for _ in range(_MIXES):
+            pair = self._promising_pair()
+            if pair is None:
+                return
+            self._mixed.add((pair[0].estimate, pair[1].estimate))
+            mix = LayerMix(self.context, *pair)
+            # The more layers are as in the lean plan, the less is held: bisection finds the fewest that fit.
+            low, high = 0, len(mix.layers)
+            while high - low > 1 and not self.context.is_past_deadline:
+                count = (low + high) // 2
+                plan = mix.plan(count)
+                self._meet(plan)
+                low, high = (low, count) if self._fits(plan) else (count, high)
+
+    def _promising_pair(self) -> tuple[CandidatePlan, CandidatePlan] | None:
+        """Return the plan that fits and the faster one that does not whose mix promises the shortest step."""
         fitting = [plan for plan in self.met if self._fits(plan)]
         if not fitting:
-            return
-        lean = min(fitting, key=lambda plan: plan.step_seconds)
-        faster = [plan for plan in self.met if not self._fits(plan) and plan.step_seconds < lean.step_seconds]
-        if not faster:
-            return
-        fast = min(faster, key=lambda plan: plan.memory.peak)
-        mix = LayerMix(self.context, lean, fast)
-        # More layers as in the lean plan hold less: bisection finds the fewest that fit.
-        low, high = 0, len(mix.layers)
-        while high - low > 1 and len(mix.layers) >= _MIN_LAYERS and not self.context.is_past_deadline:
-            count = (low + high) // 2
-            plan = mix.plan(count)
-            self._meet(plan)
-            low, high = (low, count) if self._fits(plan) else (count, high)
+            return None
+        best = min(plan.step_seconds for plan in fitting)
+
+        def promised(lean: CandidatePlan, fast: CandidatePlan) -> float:
+            # Seconds and bytes of a mix lie between those of its plans.
+            share = (self.limit - lean.memory.peak) / (fast.memory.peak - lean.memory.peak)
+            return lean.step_seconds + share * (fast.step_seconds - lean.step_seconds)
+
+        pairs = [
+            (promised(lean, fast), place, lean, fast)
+            for place, (lean, fast) in enumerate(itertools.product(fitting, self.met))
+            if not self._fits(fast) and (lean.estimate, fast.estimate) not in self._mixed
+        ]
+        if not pairs or min(pairs)[0] > (1 - _ENOUGH) * best:
+            return None
+        return min(pairs)[2:]
 
 
 class LayerMix:

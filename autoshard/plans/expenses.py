@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -59,6 +59,13 @@ class Amount:
         return Amount(self.count + other.count, self.bytes + other.bytes, self.seconds + other.seconds)
 
 
+def count_rerun(plans: Sequence[PlanContents]) -> str:
+    """Return how many layers, or single operators, run again in the stages of a step."""
+    operators = {decision.node for plan in plans for decision in plan.choices}
+    names = [name for plan in plans for name in plan.recomputed]
+    return f"{len(names)} {'operators' if operators.intersection(names) else 'layers'}"
+
+
 class StepExpenses(ABC):
     """What the step of a plan spends on one device.
 
@@ -102,8 +109,8 @@ class StepExpenses(ABC):
 
     @property
     @abstractmethod
-    def rerun(self) -> int:
-        """The number of layers that the backward half runs again."""
+    def rerun(self) -> str:
+        """What the backward half runs again, such as `"8 layers"` or `"96 operators"`; `"0 layers"` for nothing."""
 
     @property
     @abstractmethod
@@ -290,8 +297,8 @@ class Expenses(StepExpenses):
         return bool(self.plan.step_replay.compute)
 
     @property
-    def rerun(self) -> int:
-        return len(self.plan.recomputed)
+    def rerun(self) -> str:
+        return count_rerun([self.plan])
 
     @property
     def peak(self) -> int:

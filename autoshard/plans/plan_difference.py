@@ -179,7 +179,7 @@ class PlanDifference:
         parts = [f"{signed_text(seconds, format_seconds)} {text}" for seconds, text in terms if abs(seconds) > least]
         parts += self._moves(least)
         if self.before.rerun != self.after.rerun:
-            parts.append(f"{self.after.rerun} layers run again in place of {self.before.rerun}")
+            parts.append(f"{self.after.rerun} run again in place of {self.before.rerun}")
         if self.before.schedule != self.after.schedule:
             parts.append(f"{self.after.schedule} in place of {self.before.schedule}")
         text = f"{head}: {', '.join(parts)}" if parts else head

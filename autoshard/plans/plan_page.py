@@ -160,7 +160,7 @@ def levers(plan: PlanContents, *, is_compared: bool = False) -> list[tuple[str, 
         ("standard layouts", compared),
         ("other placements", "autoshard why, or plan.why_not(...), finds the nearest plan that has what you ask for"),
         ("communication", f"exposed {waits}; faster links or a larger batch hide more of it" if waits else ""),
-        ("recomputation", f"{expenses.rerun} layers run again; more memory avoids it" if expenses.rerun else ""),
+        ("recomputation", f"{expenses.rerun} run again; more memory avoids it" if plan.recomputed else ""),
         (
             "outputs",
             f"{format_bytes(outputs)} at the peak; output_placements says how they come back" if outputs else "",

@@ -6,6 +6,7 @@ The web page of a plan is made of the same rows (`plans.plan_page`).
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from autoshard.units import format_bytes, format_seconds
 _COLLECTIVE = ("collective", "axis", "phase")
 # Collectives listed by `str(plan)`; the others are summed up in one row.
 _ROWS = 30
+_MOST_LISTED = 4  # layers, or operators, that run again
 
 # Kind of an allocation -> its name for people.
 KIND_NAMES = {
@@ -97,7 +99,7 @@ def summary(plan: PlanContents) -> tuple[tuple[str, str], ...]:
         ("search", f"{plan.method or 'none'}, {_proof(plan)}"),
         ("made on", made if plan.subject else ""),
         ("planned in", ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in plan.timings.items())),
-        ("recomputed", _layers_text(plan.recomputed)),
+        ("recomputed", recomputed_text(plan)),
         ("hints", ", ".join(f"{hint}: {pinned}" for hint, pinned in plan.hints.items())),
     )
     return tuple((label, value) for label, value in lines if value)
@@ -171,9 +173,18 @@ def _communication(plan: PlanContents) -> str:
     return f", {count} collectives taking {format_seconds(seconds)} before overlap"
 
 
-def _layers_text(layers: Sequence[str]) -> str:
+def recomputed_text(plan: PlanContents) -> str:
+    """Return what runs again: `"32 layers: ..."`, or `"96 operators: 32 of aten.silu, ..."` where they were chosen."""
+    operators = {decision.node: decision.operator for decision in plan.choices}
+    names = Counter(operators[name] for name in plan.recomputed if name in operators)
+    if names:
+        # The operators that are most often run again say how; views are free.
+        listed = ", ".join(f"{count} of {name}" for name, count in names.most_common(_MOST_LISTED))
+        more = ", ..." if len(names) > _MOST_LISTED else ""
+        return f"{names.total()} operators: {listed}{more}"
+    layers = plan.recomputed
     # A deep model recomputes dozens of layers: their names would fill the screen.
-    if len(layers) <= 4:
+    if len(layers) <= _MOST_LISTED:
         return ", ".join(layers)
     return f"{len(layers)} layers: {layers[0]}, {layers[1]}, ..., {layers[-1]}"
 

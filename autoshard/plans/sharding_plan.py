@@ -54,7 +54,8 @@ class ShardingPlan(PlanContents, HasPage):
         gathered: parameter name -> `"again"` if copies of it that the forward half gathers are freed, and made again
             in the backward half (ZeRO-3); `"once"` if they are kept for it, or if one half alone gathers it; parameters
             that are used as they lie are not listed.
-        recomputed: names of the layers that the backward half runs again, instead of keeping their activations.
+        recomputed: names of the layers, or of single operators of the captured graph, that the backward half runs
+            again, instead of keeping their activations.
         step_replay: the predicted step, call by call, for pictures; empty in the files of older versions.
         replanner: answers `why_not`; None where the plan does not remember how it was made. It holds the captured step,
             about 1 MB for each layer of a transformer, and no weights. It is no part of the plan's value, file or

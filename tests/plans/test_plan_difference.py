@@ -80,7 +80,8 @@ def test_the_summary_names_layers_that_run_again_and_the_peak() -> None:
     memory = dataclasses.replace(before.memory, peak=2**32)
     after = dataclasses.replace(before, recomputed=("h.0", "h.1"), memory=memory)
     text = (
-        "step 12.3 ms in place of 12.3 ms (+0.0 %): 2 layers run again in place of 0; peak 4.0 GiB in place of 4.5 GiB"
+        "step 12.3 ms in place of 12.3 ms (+0.0 %): 2 layers run again in place of 0 layers; "
+        "peak 4.0 GiB in place of 4.5 GiB"
     )
     assert PlanDifference.of(before, after).summary() == text
 

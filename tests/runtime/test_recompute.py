@@ -39,6 +39,7 @@ from tests.training import (
 SOME: dict[str, Any] = {"forced": 0.5, "recompute": 0.6}
 ALL: dict[str, Any] = {"forced": 0.5, "recompute": 1.0}
 UNEVEN: dict[str, Any] = {"uneven": 0.5, "recompute": 0.6}
+OPERATORS: dict[str, Any] = {"forced": 0.5, "rerun": 0.5}
 
 FAST = [
     ("mlp", (2,), 0, ALL),
@@ -46,11 +47,16 @@ FAST = [
     ("mlp", (5,), 2, UNEVEN),
     (ONE_LAYER, (2,), 3, ALL),
     (ONE_LAYER, (2, 2), 5, SOME),
+    ("mlp", (3,), 6, OPERATORS),
+    (ONE_LAYER, (2, 2), 7, OPERATORS),
+    (ONE_LAYER, (3,), 12, {"uneven": 0.5, "rerun": 0.3}),
 ]
 SLOW = [
     ("wide_resnet", (2,), 8, ALL),
     ("hf_mixtral", (2,), 9, ALL),
     ("lstm", (2,), 11, ALL),
+    ("hf_mixtral", (2,), 13, OPERATORS),
+    ("resnet18", (2,), 14, OPERATORS),
 ]
 CASES = [*(pytest.param(*case) for case in FAST), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
@@ -67,17 +73,18 @@ def test_random_plans_that_gather_again_and_recompute_equal_one_device(
     assert compare(trace, one_device(model, len(trace.losses))).worst <= TOLERANCE
 
 
-@pytest.mark.parametrize("recompute", ["none", "auto", "full"])
-def test_planned_steps_equal_one_device(recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "limit"), [("none", 1_200_000), ("auto", 1_200_000), ("full", None), ("selective", 1_190_000)]
+)
+def test_planned_steps_equal_one_device(recompute: str, limit: int | None) -> None:
     module, inputs = build(ONE_LAYER)
-    limit = None if recompute == "full" else 1_200_000
     with simulated_mesh(x=2) as mesh:
         options: dict[str, Any] = {"cluster": fast_links(), "memory_limit": limit, "recompute": recompute}
         with captured_as(joint_graph(ONE_LAYER)):
             autoshard.parallelize(module, mesh, (), inputs, search=autoshard.Search(effort="fast"), **options)
         trace = train(module, inputs)
     assert compare(trace, one_device(ONE_LAYER)).worst <= TOLERANCE
-    assert recompute != "full" or module.sharding_plan.recomputed
+    assert bool(module.sharding_plan.recomputed) == (recompute in ("full", "selective"))
 
 
 # Draws
@@ -115,6 +122,7 @@ def test_what_is_drawn_again_are_the_same_numbers() -> None:
     graph = capture(Dropped().double(), (torch.randn(12, 24, dtype=torch.float64),), {})
     mesh = MeshShape.of({"x": 2, "y": 2})
     plans = [random_plan(graph, mesh, seed, recompute=1.0) for seed in range(2)]
+    plans += [random_plan(graph, mesh, seed, rerun=0.7) for seed in range(2, 5)]
     drawn = 0
     for plan in plans:
         with captured_as(graph):

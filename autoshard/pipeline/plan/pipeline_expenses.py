@@ -10,7 +10,7 @@ from functools import cached_property
 
 from autoshard.pipeline.schedule.actions import Action, ActionKind
 from autoshard.pipeline.schedule.costs import LINK, REDUCTION, Simulation, StageCosts
-from autoshard.plans.expenses import COMPUTE, Amount, StepExpenses, Term
+from autoshard.plans.expenses import COMPUTE, Amount, StepExpenses, Term, count_rerun
 from autoshard.plans.plan_data import Collective
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.reductions import DeferredReduction
@@ -177,8 +177,8 @@ class PipelineExpenses(StepExpenses):
         return self.step.seconds - sum(working) / self._ranks
 
     @property
-    def rerun(self) -> int:
-        return sum(len(stage.plan.recomputed) for stage in self.stages)
+    def rerun(self) -> str:
+        return count_rerun([stage.plan for stage in self.stages])
 
     @property
     def _tightest(self) -> int:

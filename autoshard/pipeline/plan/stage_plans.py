@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.recomputation import layers as layers_of
-from autoshard.capture.recomputation import recompute_layers
+from autoshard.capture.recomputation import recompute_layers, rerunnable
 from autoshard.errors import BudgetError, PlanError
 from autoshard.options import Hints
 from autoshard.options.target import Target
@@ -305,8 +305,11 @@ class StagePlanner:
             return run_planner(planner, 0.0, target, planner.unlimited, explained=target.settings.memory_limit is None)
         source, plan = alike.graph, alike.plan
         if plan.recomputed:
-            pairs = zip(layers_of(source), layers_of(planner.graph), strict=True)
-            names = {layer.name: like.name for layer, like in pairs}
+            names = {
+                name: like
+                for of in (lambda graph: [layer.name for layer in layers_of(graph)], rerunnable)
+                for name, like in zip(of(source), of(planner.graph), strict=True)
+            }
             source = recompute_layers(source, plan.recomputed)
             planner = recomputing_planner(planner, [names[name] for name in plan.recomputed])
         decisions = rename_decisions(Decisions.from_data(plan.decisions), source, planner.graph)
@@ -417,7 +420,7 @@ def relaxations(recompute: str) -> list[Relaxation]:
 
     # From what costs least seconds to what costs most.
     first = [limit_with_headroom(0.0), limit_with_headroom(0.5), limit_with_headroom(1.0), limit]
-    return [*first, *([recompute_layers] if recompute == "auto" else []), reduce_per_microbatch, limit]
+    return [*first, *([recompute_layers] if recompute in ("auto", "selective") else []), reduce_per_microbatch, limit]
 
 
 def _change_limited(

@@ -112,7 +112,9 @@ class LayoutPlanner:
         recompute, limit = self.target.settings.recompute, self.target.settings.memory_limit
         with self._planner(target) as planner:
             candidate = self._solve(planner, layout)
-            if recompute == "full" or (recompute == "auto" and limit is not None and candidate.memory.peak > limit):
+            if recompute == "full" or (
+                recompute in ("auto", "selective") and limit is not None and candidate.memory.peak > limit
+            ):
                 layers = recomputable(planner.graph)
                 if layers:
                     planner = recomputing_planner(planner, [layer.name for layer in layers])
