@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from torch import fx
@@ -15,7 +16,7 @@ from autoshard.capture.joint import JointInput
 from autoshard.capture.recomputation import RECOMPUTES
 from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph_rules import GraphRules, Use, Value, value_of
-from autoshard.patterns.strategy import ABSENT, WHOLE
+from autoshard.patterns.strategy import ABSENT, WHOLE, Choices
 from autoshard.planner.boundary_specs import BoundarySpecs
 from autoshard.planner.planning_problem import (
     BuiltProblem,
@@ -587,12 +588,11 @@ def _splits(variable: Variable, results: int | None = None) -> list[tuple[object
 
     It is None of the option by which the operator is absent.
     """
-    return [
-        None
-        if ABSENT in choices  # type: ignore[operator]
-        else (tuple(choice >= 0 for choice in choices), *(specs[option] for specs in variable.results[:results]))  # type: ignore[union-attr]
-        for option, choices in enumerate(variable.options)
-    ]
+    rows: list[tuple[object, ...] | None] = []
+    for option, choices in enumerate(cast(Sequence[Choices], variable.options)):
+        of_results = (specs[option] for specs in variable.results[:results])
+        rows.append(None if ABSENT in choices else (tuple(choice >= 0 for choice in choices), *of_results))
+    return rows
 
 
 def _specs(uses: Sequence[_EdgeEnd]) -> tuple[Spec, ...]:

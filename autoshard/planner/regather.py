@@ -1,11 +1,12 @@
-"""Copies that both halves of a step use: kept from the forward half, or gathered again in the backward half.
+"""Values that both halves of a step use: kept, gathered again, or made again in the backward half.
 
 A tensor that is gathered for its uses in the forward half is often needed gathered in the backward half too. The copy
 may be kept in between, which takes memory, or freed and made again from the shards, which takes the time of a second
 gather (TensorOpt 4.2, tensor reuse; for parameters the first is ZeRO-2, the second ZeRO-3).
 
 In the problem the forward half has a hub, whose options are specs, and the backward half has another one, whose options
-are `RegatherChoice`s. Every cost depends on two of three variables: the tensor itself, and the two hubs.
+are `RegatherChoice`s. Every cost depends on two variables: the tensor itself, one of the two hubs, or the operator of
+the backward half that may run again, if there is one (`rerun_context.py`).
 `ValueLifetimes` says which values may be gathered again.
 """
 
@@ -107,7 +108,8 @@ def regather_edge(
         "gathered": (seconds, read + source, read + copied),
         "kept": (np.zeros_like(seconds), read + copied, read + copied),
     }
-    tables = [parts.get(origin) or (_nothing(*seconds.shape, origin),) * 3 for origin in origins]
+    rows, specs = seconds.shape
+    tables = [parts.get(origin) or (_nothing(rows, specs, origin),) * 3 for origin in origins]
     return RegatherEdge(*(np.hstack(columns) for columns in zip(*tables, strict=True)))
 
 
