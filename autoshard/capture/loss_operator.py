@@ -368,15 +368,15 @@ def cross_entropy_of_statistics(
         class_weights = class_weights.to(logsumexp.dtype)
         places = target.masked_fill(is_ignored, 0)
         weights = weights * class_weights.index_select(0, places.flatten()).view(places.shape)
-        everywhere = class_weights.mean() * label_smoothing
-        losses = logsumexp * (weights * (1 - label_smoothing) + everywhere) - expected
+        total = weights
+        if label_smoothing:
+            total = weights * (1 - label_smoothing) + class_weights.mean() * label_smoothing
+        losses = logsumexp * total - expected
     losses = losses.masked_fill(is_ignored, 0)
     if reduction == NONE:
         return losses.to(dtype)
-    total = losses.sum()
-    if reduction == MEAN:
-        total = total / weights.sum()
-    return total.to(dtype)
+    loss = losses.sum()
+    return (loss / weights.sum() if reduction == MEAN else loss).to(dtype)
 
 
 def logsumexp_of_statistics(logsumexp: Tensor, keepdim: bool, *, dtype: torch.dtype) -> Tensor:

@@ -24,8 +24,13 @@ from torch.nn import functional
 _library = torch.library.Library("autoshard", "FRAGMENT")
 
 
-_Workspace = Callable[..., int]
-_WORKSPACES: dict[Any, _Workspace] = {}
+Workspace = Callable[..., int]
+
+WORKSPACES: dict[Any, Workspace] = {}
+"""By operator: the bytes that a call holds besides operands and results, from its arguments; tensors need no numbers.
+
+Operators that are not here hold few.
+"""
 
 
 def define(
@@ -33,7 +38,7 @@ def define(
     program: Callable[..., Any],
     results_like: Callable[..., Any],
     tags: Sequence[torch.Tag] = (),
-    workspace: _Workspace | None = None,
+    workspace: Workspace | None = None,
 ) -> Any:
     """Define an operator, and return its overload.
 
@@ -51,19 +56,8 @@ def define(
     torch.library.register_fake(f"autoshard::{name}", results_like, lib=_library)
     op = getattr(torch.ops.autoshard, name).default
     if workspace is not None:
-        _WORKSPACES[op] = workspace
+        WORKSPACES[op] = workspace
     return op
-
-
-def workspace_bytes(op: Any, args: Sequence[Any]) -> int:
-    """Return the bytes that one call of an operator of this library holds besides operands and results.
-
-    Args:
-        op: any operator; others than those of this library count as holding none.
-        args: its arguments, tensors with or without numbers.
-    """
-    workspace = _WORKSPACES.get(op)
-    return 0 if workspace is None else workspace(*args)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

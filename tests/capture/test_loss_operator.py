@@ -17,7 +17,7 @@ from autoshard.capture.loss_operator import (
     logsumexp_of_statistics,
     statistics_of_logits,
 )
-from autoshard.capture.operators import workspace_bytes
+from autoshard.capture.operators import WORKSPACES
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -157,5 +157,5 @@ def test_pieces_bound_the_workspace() -> None:
     with torch.device("meta"):
         hidden, weight = torch.empty(8192, 4096, dtype=torch.bfloat16), torch.empty(128256, 4096, dtype=torch.bfloat16)
         target = torch.empty(8192, dtype=torch.long)
-    bytes = workspace_bytes(op, (hidden, weight, None, target, None, 1.0, 0.0, 1.0, 0.0))
+    bytes = WORKSPACES[op](hidden, weight, None, target, None, 1.0, 0.0, 1.0, 0.0)
     assert bytes == 2048 * 8192 * (2 + 4)
