@@ -99,7 +99,7 @@ def loss_alone() -> tuple[nn.Module, dict[str, Any]]:
     return Loss(module, smoothing=0.1, ignored=7), inputs
 
 
-@pytest.mark.parametrize(("mesh", "factor"), [({"dp": 4}, "dim0"), ({"tp": 4}, "v"), ({"dp": 2, "tp": 2}, "v")])
+@pytest.mark.parametrize(("mesh", "factor"), [({"dp": 4}, "dim0.0"), ({"tp": 4}, "v"), ({"dp": 2, "tp": 2}, "v")])
 def test_loss_in_pieces_is_that_of_one_device(
     mesh: dict[str, int], factor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
