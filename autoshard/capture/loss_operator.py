@@ -115,22 +115,50 @@ class _Layer:
             return self.class_weights[classes] * self.uniform
         return self.hidden.new_full((classes.stop - classes.start,), self.uniform, dtype=self.dtype)
 
+    # In functions of their own, so that nothing of a piece lives on while the next one is made.
 
-def _statistics(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    def statistics(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
+        """Return the logsumexp of a piece, and what is expected in it, `[rows]` each."""
+        logits = self.logits(rows, classes)
+        place, amount = self.places(rows, classes)
+        # Of a logit that is minus infinity, nothing may be expected: zero times infinity is no number.
+        chosen = torch.where(amount == 0, 0, logits.gather(1, place)).to(self.dtype)
+        expected = (amount * chosen).squeeze(1)
+        if self.uniform:
+            expected += logits.to(self.dtype) @ self.everywhere(classes)
+        return _logsumexp(self.without_padding(logits, classes), self.dtype), expected
+
+    def gradient(
+        self, rows: slice, classes: slice, grad_logsumexp: Tensor, grad_expected: Tensor, logsumexp: Tensor
+    ) -> Tensor:
+        """Return the gradient of the products of a piece, given `[rows, 1]` of its rows."""
+        # In place wherever it is safe: a piece is large.
+        bound = self.bound(self.products(rows, classes)) if self.cap else None
+        logits = self.logits(rows, classes) if bound is None else bound * self.cap
+        logits = self.without_padding(logits, classes)
+        gradient = (logits.sub_(logsumexp) if logits.dtype == self.dtype else logits - logsumexp).exp_()
+        del logits
+        gradient *= grad_logsumexp
+        if self.uniform:
+            gradient.addr_(grad_expected.squeeze(1), self.everywhere(classes))
+        place, amount = self.places(rows, classes)
+        gradient.scatter_add_(1, place, amount * grad_expected)
+        if bound is not None:
+            gradient *= bound.square_().neg_().add_(1)  # the derivative of tanh
+        factor = self.scale * (self.cap or 1)
+        return (gradient if factor == 1 else gradient.mul_(factor)).to(self.hidden.dtype)
+
+
+def statistics(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Compute `logit_statistics`."""
     layer = _Layer(hidden, *options)
     count = layer.hidden.shape[0]
     logsumexp = hidden.new_full((count,), -torch.inf, dtype=layer.dtype)
     expected = hidden.new_zeros(count, dtype=layer.dtype)
     for rows, classes in layer.pieces():
-        logits = layer.logits(rows, classes)
-        place, amount = layer.places(rows, classes)
-        # Of a logit that is minus infinity, nothing may be expected: zero times infinity is no number.
-        chosen = torch.where(amount == 0, 0, logits.gather(1, place)).to(layer.dtype)
-        expected[rows] += (amount * chosen).squeeze(1)
-        if layer.uniform:
-            expected[rows] += logits.to(layer.dtype) @ layer.everywhere(classes)
-        logits = layer.without_padding(logits, classes)
-        logsumexp[rows] = torch.logaddexp(logsumexp[rows], _logsumexp(logits, layer.dtype))
+        part, of_piece = layer.statistics(rows, classes)
+        logsumexp[rows] = torch.logaddexp(logsumexp[rows], part)
+        expected[rows] += of_piece
     shape = hidden.shape[:-1]
     return logsumexp.view(shape), expected.view(shape)
 
@@ -169,7 +197,7 @@ class _Sums:
         return self.value.to(self.dtype)
 
 
-def _gradients(
+def gradients_of_logits(
     grad_logsumexp: Tensor,
     grad_expected: Tensor,
     hidden: Tensor,
@@ -185,6 +213,7 @@ def _gradients(
     output_mask: Sequence[bool],
     is_class: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `logit_statistics_backward`."""
     layer = _Layer(hidden, weight, bias, targets, class_weights, scale, cap, peak, uniform, is_class)
     sums, of_expected, log = (each.reshape(-1, 1) for each in (grad_logsumexp, grad_expected, logsumexp))
     pieces = layer.pieces()
@@ -194,27 +223,14 @@ def _gradients(
     of_weight = _Sums(weight, by_rows) if output_mask[1] else None
     of_bias = _Sums(bias, by_rows) if output_mask[2] and bias is not None else None
     for rows, classes in pieces:
-        bound = layer.bound(layer.products(rows, classes)) if cap else None
-        logits = layer.logits(rows, classes) if bound is None else bound * cap
-        # In place wherever it is safe: a piece is large.
-        logits = layer.without_padding(logits, classes)
-        gradient = (logits.sub_(log[rows]) if logits.dtype == layer.dtype else logits - log[rows]).exp_()
-        del logits
-        gradient *= sums[rows]
-        if uniform:
-            gradient.addr_(of_expected[rows].squeeze(1), layer.everywhere(classes))
-        place, amount = layer.places(rows, classes)
-        gradient.scatter_add_(1, place, amount * of_expected[rows])
-        if bound is not None:
-            gradient *= bound.square_().neg_().add_(1)  # the derivative of tanh
-        factor = scale * (cap or 1)
-        gradient = (gradient if factor == 1 else gradient.mul_(factor)).to(hidden.dtype)
+        gradient = layer.gradient(rows, classes, sums[rows], of_expected[rows], log[rows])
         if of_hidden is not None:
             of_hidden.add(rows, gradient @ weight[classes])
         if of_weight is not None:
             of_weight.add(classes, gradient.t() @ layer.hidden[rows])
         if of_bias is not None:
             of_bias.add(classes, gradient.sum(0, dtype=layer.dtype))
+        del gradient
     absent = hidden.new_empty(0)
     return (
         absent if of_hidden is None else of_hidden.result().view(hidden.shape),
@@ -273,7 +289,7 @@ _OPTIONS = "float scale, float cap, float peak, float uniform"
 define(
     "logit_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weights, "
     f"{_OPTIONS}, Tensor? is_class=None) -> (Tensor, Tensor)",
-    _statistics,
+    statistics,
     _statistics_like,
     workspace=_statistics_workspace,
 )
@@ -281,7 +297,7 @@ define(
     "logit_statistics_backward(Tensor grad_logsumexp, Tensor grad_expected, Tensor hidden, Tensor weight, "
     f"Tensor? bias, Tensor targets, Tensor? class_weights, Tensor logsumexp, {_OPTIONS}, bool[3] output_mask, "
     "Tensor? is_class=None) -> (Tensor, Tensor, Tensor)",
-    _gradients,
+    gradients_of_logits,
     _gradients_like,
     workspace=_gradients_workspace,
 )
@@ -335,10 +351,10 @@ def statistics_of_logits(
     target = target.masked_fill(target == ignore_index, 0)
     class_weights = None if class_weights is None else class_weights.to(accumulation_dtype(dtype))
     uniform = label_smoothing / weight.shape[0]
-    statistics: tuple[Tensor, Tensor] = operators.logit_statistics(
+    results: tuple[Tensor, Tensor] = operators.logit_statistics(
         hidden, weight, bias, target, class_weights, scale, cap, 1 - label_smoothing, uniform
     )
-    return statistics
+    return results
 
 
 def cross_entropy_of_statistics(
