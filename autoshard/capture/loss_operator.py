@@ -4,9 +4,9 @@ Logits `[n, v]` of a language model, and what a softmax makes of them, are half 
 operators of this file take the layer's input and weight instead. They make the logits in pieces, of which they keep two
 numbers per row; the backward makes every piece again, and adds up the gradients of input and weight.
 
-A loss of row `i` with target `t` is `logsumexp(z) * sum(q) - sum(q * z)`, where `q` is the distribution that is
-expected of the row: all of it at `t`, or some of it everywhere (label smoothing), times the weights of the classes.
-So the two numbers are enough for every option of `torch.nn.functional.cross_entropy`, and for a penalty of `logsumexp`.
+The loss of a row with logits `z` is `logsumexp(z) * sum(q) - sum(q * z)`, where `q` is what is expected of the row: all
+at its target, or some of it everywhere (label smoothing), times the weights of the classes. So the two numbers are
+enough for every option of `torch.nn.functional.cross_entropy`, and for a penalty of `logsumexp`.
 
 Source: Liger-Kernel, "fused linear cross entropy", which has pieces of rows; cut cross-entropy (Wijmans et al., 2024).
 """
@@ -25,11 +25,11 @@ from autoshard.capture.operators import accumulation_dtype, define, define_backw
 operators = torch.ops.autoshard
 """`logit_statistics(hidden, weight, bias, targets, class_weights, scale, cap, peak, uniform, is_class)`.
 
-`hidden` is `[..., d]`, `weight` `[v, d]`, `bias` and `class_weights` are `[v]`, and `targets` is `[...]`. The logits are
-`z = hidden @ weight.T + bias` in the dtype of `hidden`; then, in the dtype that sums are taken in, `cap * tanh(scale *
-z)`, or `scale * z` without a cap, which is 0. With `q[c] = class_weights[c] * (peak * (c == target) + uniform)` the
-results are, in that dtype and `[...]`: `logsumexp(z)`, and `sum(q * z)`. A target below 0 is none of these classes.
-`is_class`, truth values `[v]`, tells classes from padding, whose weights are zero.
+`hidden` is `[..., d]`, `weight` `[v, d]`, `bias` and `class_weights` are `[v]`, and `targets` is `[...]`. With the
+products `z = hidden @ weight.T + bias` in the dtype of `hidden`, the logits are `cap * tanh(scale * z)`, or `scale * z`
+where `cap` is 0, in the dtype that sums are taken in. With `q[c] = class_weights[c] * (peak * (c == target) + uniform)`
+the results, in that dtype and `[...]`, are `logsumexp(logits)` and `sum(q * logits)`. A target below 0 is none of these
+classes. `is_class`, truth values `[v]`, tells classes from padding, whose weights are zero.
 
 `logit_statistics_backward` returns the gradients of `hidden`, `weight` and `bias` that `output_mask` asks for; the
 others have no elements.

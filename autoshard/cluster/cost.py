@@ -216,9 +216,9 @@ class CostModel:
             streamed: bytes that it writes and reads besides, between its products.
 
         Returns:
-            Seconds: those of what is streamed, and those of operators of its family where there are curves of them, measured ones or those of the
+            Seconds: those of operators of its family where there are curves of them, measured ones or those of the
             device (`measurements.operator_seconds`), else max(flops / peak, bytes / memory bandwidth) + kernel
-            overhead.
+            overhead; and those of what is streamed.
 
         Source: Whale 3.3 profiles a TaskGraph by its operations and bytes against those of the device; the roofline is
         the same without the run.

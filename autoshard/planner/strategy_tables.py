@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-import torch
 
 from autoshard.cluster.cost import CostModel, Work, work_of_call
 from autoshard.patterns.padding import MASK_VECTOR_OPS, masks

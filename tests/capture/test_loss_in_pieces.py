@@ -147,9 +147,7 @@ def over_positions(head: Head, hidden: Tensor, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(head.head(hidden), tokens[:, :1].expand(-1, VOCABULARY) % LENGTH)
 
 
-@pytest.mark.parametrize(
-    "loss", [returned, measured, taught, squared, some_classes, twice_normalised, over_positions]
-)
+@pytest.mark.parametrize("loss", [returned, measured, taught, squared, some_classes, twice_normalised, over_positions])
 def test_logits_that_are_read_otherwise_stay_whole(loss: Callable[..., Any]) -> None:
     graph = capture(Head(loss), (tokens_of(),), {}, devices=1)
     assert not graph.graph.find_nodes(op="call_function", target=_STATISTICS)
