@@ -251,7 +251,7 @@ def _replace(match: _Match) -> None:
         if layer.target is not aten.linear.default:
             weight = _add(match, aten.t.default, (weight,))
         for move in match.moves:
-            _, *others = move.args
+            others: tuple[Any, ...] = move.args[1:]
             if move.target in _RESHAPES:
                 # Of rows that were left out before, there may be no view.
                 hidden = _add(match, aten.reshape.default, (hidden, [*others[0][:-1], _value(hidden).shape[-1]]))

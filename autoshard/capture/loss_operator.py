@@ -136,17 +136,23 @@ class _Layer:
         bound = self.bound(self.products(rows, classes)) if self.cap else None
         logits = self.logits(rows, classes) if bound is None else bound * self.cap
         logits = self.without_padding(logits, classes)
-        gradient = (logits.sub_(logsumexp) if logits.dtype == self.dtype else logits - logsumexp).exp_()
+        narrow = self.hidden.dtype != self.dtype
+        gradient = (logits - logsumexp if logits.dtype != self.dtype else logits.sub_(logsumexp)).exp_()
         del logits
-        gradient *= grad_logsumexp
-        if self.uniform:
-            gradient.addr_(grad_expected.squeeze(1), self.everywhere(classes))
         place, amount = self.places(rows, classes)
+        factor = self.scale * (self.cap or 1)
+        if not self.uniform and bound is None:
+            # Most pieces: one pass multiplies and casts. What is expected of a target is added before that.
+            at_target = (gradient.gather(1, place) * grad_logsumexp + amount * grad_expected) * factor
+            out = torch.empty_like(gradient, dtype=self.hidden.dtype) if narrow else gradient
+            torch.mul(gradient, grad_logsumexp * factor, out=out)
+            return out.scatter_(1, place, at_target.to(out.dtype))
+        gradient *= grad_logsumexp
+        gradient.addr_(grad_expected.squeeze(1), self.everywhere(classes))
         gradient.scatter_add_(1, place, amount * grad_expected)
         if bound is not None:
             gradient *= bound.square_().neg_().add_(1)  # the derivative of tanh
-        factor = self.scale * (self.cap or 1)
-        return (gradient if factor == 1 else gradient.mul_(factor)).to(self.hidden.dtype)
+        return gradient.mul_(factor).to(self.hidden.dtype)
 
 
 def statistics(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -165,8 +171,8 @@ def statistics(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
 
 def _logsumexp(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logarithm of the sum of exponentials of every row."""
-    # At its maximum, the log-softmax is the maximum less this. Its kernel reads the logits once, as they are;
-    # `torch.logsumexp` would copy them to `dtype`, and write exponentials besides.
+    # At its maximum, the log-softmax is the maximum less this. Its kernel reads and writes once; `torch.logsumexp` does
+    # in every one of its steps.
     maximum, place = logits.max(1, True)
     result = maximum.to(dtype) - torch.log_softmax(logits, 1, dtype=dtype).gather(1, place)
     return result.masked_fill(maximum == -torch.inf, -torch.inf).squeeze(1)
@@ -255,11 +261,9 @@ def _gradients_like(
 
 
 def _statistics_workspace(hidden: Tensor, weight: Tensor, *options: Any) -> int:
-    """Return the bytes of a piece: products, what becomes of them, and their log-softmax."""
-    cap = options[4]
+    """Return the bytes of a piece: its products, the same in the dtype of sums, and their log-softmax."""
     elements, wide = _piece_elements(hidden, weight)
-    copies = 2 if cap or options[3] != 1 or hidden.dtype.itemsize == wide else 1
-    return elements * (copies * wide + (hidden.dtype.itemsize if hidden.dtype.itemsize != wide else 0))
+    return elements * (2 * wide + (hidden.dtype.itemsize if hidden.dtype.itemsize != wide else 0))
 
 
 def _gradients_workspace(

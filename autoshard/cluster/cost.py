@@ -313,8 +313,8 @@ def work_of_call(
 
 
 # Of a loss in pieces: the position of the layer's input, and the bytes that are written and read of every logit. The
-# forward takes maximum and log-softmax; the backward subtracts, takes exponentials, multiplies and casts.
-_IN_PIECES = {"logit_statistics": (0, 12), "logit_statistics_backward": (2, 30)}
+# forward casts, takes maximum and log-softmax; the backward subtracts, takes exponentials, and multiplies.
+_IN_PIECES = {"logit_statistics": (0, 18), "logit_statistics_backward": (2, 22)}
 
 
 # Position of no argument: the operator computes all scores, whatever the mask.

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from autoshard.capture.operators import accumulation_dtype
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import accumulation_dtype, bind_named, if_sharded, local_positions, named_values
+from autoshard.patterns.ops._helpers import bind_named, if_sharded, local_positions, named_values
 from autoshard.patterns.padding import is_padded, without_padded_steps
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
