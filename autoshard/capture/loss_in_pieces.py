@@ -8,7 +8,7 @@ input are taken instead, and the operators of `loss_operator` make no whole logi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -48,6 +48,12 @@ def has_large_logits(graph: fx.Graph, devices: int) -> bool:
     """Return True if a traced graph has a loss of whole logits that may be in pieces in the graph for `devices`."""
     nodes = graph.find_nodes(op="call_function", target=aten._log_softmax.default)
     return any(_value(node).numel() >= LARGE_LOGITS * devices for node in nodes)
+
+
+def returns_large_logits(graph: fx.Graph, outputs: Iterable[fx.Node], devices: int) -> bool:
+    """Return True if a traced graph has such a loss, and returns logits, for whose sake they are whole."""
+    is_large = any(_value(node).numel() >= LARGE_LOGITS * devices for node in outputs)
+    return is_large and has_large_logits(graph, devices)
 
 
 @dataclass(slots=True)
