@@ -22,7 +22,7 @@ from autoshard.capture.loss_operator import (
     logsumexp_of_statistics,
     statistics_of_logits,
 )
-from autoshard.capture.nodes import argument_of, graphs_of
+from autoshard.capture.nodes import argument_of, base_of, changed_memory, graphs_of
 
 aten = torch.ops.aten
 
@@ -115,7 +115,7 @@ def _match(loss: fx.Node) -> _Match | None:
             penalties = others
         if _is_layer(node):
             match = _Match(loss, node, path[::-1], penalties=penalties)
-            return match if _has_order(match) and _follow(match) else None
+            return match if _may_move(match) and _follow(match) else None
         if node.target not in _STEPS:
             return None
         path.append(node)
@@ -130,9 +130,17 @@ def _is_logsumexp(node: fx.Node, logits: fx.Node) -> bool:
     return dims is not None and rank <= 2 and [dim % rank for dim in dims] == [rank - 1]
 
 
-def _has_order(match: _Match) -> bool:
-    """Return True if all that the loss reads is there where the first node reads the logits."""
-    return all(source < match.first for source in match.loss.all_input_nodes)
+def _may_move(match: _Match) -> bool:
+    """Return True if the loss's operands exist where the logits are first read, and nothing changed the layer's."""
+    if any(match.first < source for source in match.loss.all_input_nodes):
+        return False
+    memory = {base_of(source) for source in (*match.layer.all_input_nodes, *match.loss.all_input_nodes)}
+    node = match.layer
+    while node is not match.loss:
+        if not memory.isdisjoint(changed_memory(node)):
+            return False
+        node = node.next
+    return True
 
 
 def _is_layer(node: fx.Node) -> bool:

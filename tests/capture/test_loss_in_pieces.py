@@ -153,6 +153,17 @@ def test_logits_that_are_read_otherwise_stay_whole(loss: Callable[..., Any]) -> 
     assert not graph.graph.find_nodes(op="call_function", target=_STATISTICS)
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_what_the_head_has_read_may_not_change_before_the_loss(is_changed: bool) -> None:
+    def loss(head: Head, hidden: Tensor, tokens: Tensor) -> Tensor:
+        logits = head.head(hidden)
+        (hidden if is_changed else hidden + 1).zero_()
+        return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    graph = capture(Head(loss), (tokens_of(),), {}, devices=1, grad=False)
+    assert bool(graph.graph.find_nodes(op="call_function", target=_STATISTICS)) != is_changed
+
+
 def test_logits_that_are_few_on_every_device_stay_whole() -> None:
     module, tokens = Head(capped), tokens_of()
     elements = BATCH * LENGTH * VOCABULARY
