@@ -88,9 +88,8 @@ class _Match:
         return math.prod(_hint(size) for size in _value(self.loss.args[0]).shape)
 
 
-_LOSSES = frozenset(
-    {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default}
-)
+_CROSS_ENTROPY = aten.cross_entropy_loss.default
+_LOSSES = frozenset({_CROSS_ENTROPY, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default})
 _LOG_SOFTMAX = aten.log_softmax.int
 _ASSERTION = aten._assert_tensor_metadata.default
 _CASTS = frozenset({aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default})
@@ -109,8 +108,8 @@ def _match(loss: fx.Node) -> _Match | None:
     while isinstance(node, fx.Node):
         others = [user for user in node.users if user is not reader and user.target is not _ASSERTION]
         if others:
-            # A penalty of logsumexp (z-loss) reads the same logits.
-            if path or any(not _is_logsumexp(other, node) for other in others):
+            # A penalty of logsumexp (z-loss) reads the same logits, and no log-probabilities.
+            if path or loss.target is not _CROSS_ENTROPY or any(not _is_logsumexp(other, node) for other in others):
                 return None
             penalties = others
         if _is_layer(node):
@@ -153,7 +152,7 @@ def _is_layer(node: fx.Node) -> bool:
 def _follow(match: _Match) -> bool:
     """Sort the path of a match into moves, scale and cap; return False if it is no loss of the layer's logits."""
     classes = _value(match.layer).dim() - 1  # the dim of the classes so far
-    normalizes = match.loss.target is aten.cross_entropy_loss.default
+    normalizes = match.loss.target is _CROSS_ENTROPY
     is_normalized = False
     for node in match.path:
         source = _value(node.args[0])

@@ -142,12 +142,20 @@ def twice_normalised(head: Head, hidden: Tensor, tokens: Tensor) -> Tensor:
     return functional.nll_loss(2 * functional.log_softmax(head.head(hidden), -1).flatten(0, 1), tokens.flatten())
 
 
+def penalised_probabilities(head: Head, hidden: Tensor, tokens: Tensor) -> Tensor:
+    log_probs = functional.log_softmax(head.head(hidden).flatten(0, 1), -1)
+    return functional.nll_loss(log_probs, tokens.flatten()) + log_probs.logsumexp(-1).mean()
+
+
 def over_positions(head: Head, hidden: Tensor, tokens: Tensor) -> Tensor:
     """The dim of the loss is that of positions."""
     return functional.cross_entropy(head.head(hidden), tokens[:, :1].expand(-1, VOCABULARY) % LENGTH)
 
 
-@pytest.mark.parametrize("loss", [returned, measured, taught, squared, some_classes, twice_normalised, over_positions])
+@pytest.mark.parametrize(
+    "loss",
+    [returned, measured, taught, squared, some_classes, twice_normalised, penalised_probabilities, over_positions],
+)
 def test_logits_that_are_read_otherwise_stay_whole(loss: Callable[..., Any]) -> None:
     graph = capture(Head(loss), (tokens_of(),), {}, devices=1)
     assert not graph.graph.find_nodes(op="call_function", target=_STATISTICS)
