@@ -26,11 +26,11 @@ from autoshard.capture.nodes import argument_of, base_of, changed_memory, graphs
 
 aten = torch.ops.aten
 
-LARGE_LOGITS = 2**28
-"""Logits on one device from which on a loss is computed in pieces: 1 GiB in single precision.
+LARGE_LOGITS = 2**30
+"""Logits on one device from which on a loss is computed in pieces: 4 GiB in single precision.
 
-Fewer are no large part of a step's memory, and pieces make them twice. A number of elements, not of bytes, so that the
-graph of a model is the same in every precision.
+With their temporaries they are then a fifth of an accelerator's memory. Fewer are worth less than the time of pieces,
+which make them twice. A number of elements, not of bytes, so that the graph of a model is the same in every precision.
 """
 
 
@@ -285,7 +285,7 @@ def _replace(match: _Match) -> None:
         logsumexp, expected = (_add(match, getitem, (statistics, place)) for place in (0, 1))
     reduction = argument_of(loss, "reduction", 1)
     loss.args = (logsumexp, expected, target, class_weights, reduction, *expectation.values())
-    loss.kwargs = {"dtype": _value(loss).dtype}
+    loss.kwargs = {"classes": _value(weight).shape[0], "dtype": _value(loss).dtype}
     loss.target = cross_entropy_of_statistics
     for penalty in match.penalties:
         penalty.args = (logsumexp, argument_of(penalty, "keepdim", False))

@@ -370,14 +370,19 @@ def cross_entropy_of_statistics(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     *,
+    classes: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return `torch.nn.functional.cross_entropy` of the logits with these statistics.
+
+    The loss of a row whose target is no class is NaN: whole logits raise an error, which a piece of the classes could
+    not tell from a target in another piece.
 
     Args:
         logsumexp, expected: results of `statistics_of_logits`.
         target, class_weights, ignore_index, label_smoothing: as there.
         reduction: `NONE`, `MEAN` or `SUM`.
+        classes: the number of classes.
         dtype: of the loss.
     """
     is_ignored = target == ignore_index
@@ -386,13 +391,13 @@ def cross_entropy_of_statistics(
         losses = logsumexp - expected
     else:
         class_weights = class_weights.to(logsumexp.dtype)
-        places = target.masked_fill(is_ignored, 0)
+        places = target.masked_fill(is_ignored, 0)  # another target that is no class is an error here
         weights = weights * class_weights.index_select(0, places.flatten()).view(places.shape)
         total = weights
         if label_smoothing:
             total = weights * (1 - label_smoothing) + class_weights.mean() * label_smoothing
         losses = logsumexp * total - expected
-    losses = losses.masked_fill(is_ignored, 0)
+    losses = losses.masked_fill((target < 0) | (target >= classes), torch.nan).masked_fill(is_ignored, 0)
     if reduction == NONE:
         return losses.to(dtype)
     loss = losses.sum()

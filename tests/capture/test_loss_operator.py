@@ -46,7 +46,7 @@ def piecewise_losses(
     )
     reduction = REDUCTIONS.index(options["reduction"])
     loss = cross_entropy_of_statistics(
-        logsumexp, expected, target, class_weights, reduction, **expectation, dtype=hidden.dtype
+        logsumexp, expected, target, class_weights, reduction, **expectation, classes=len(weight), dtype=hidden.dtype
     )
     return loss, logsumexp_of_statistics(logsumexp, False, dtype=hidden.dtype)
 
@@ -139,7 +139,7 @@ def test_sums_of_pieces_are_not_rounded_to_half_precision(shape: tuple[int, int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_operator, "PIECE_BYTES", 4 * 40 * 7)
         statistics = statistics_of_logits(hidden, weight, None, target, None, dtype=torch.bfloat16)
-        loss = cross_entropy_of_statistics(*statistics, target, reduction=2, dtype=torch.float32)
+        loss = cross_entropy_of_statistics(*statistics, target, reduction=2, classes=len(weight), dtype=torch.float32)
         pieces = torch.autograd.grad(loss, [hidden, weight])
     for piecewise, whole, true in zip(pieces, usual, exact, strict=True):
         assert (piecewise - true).abs().mean() <= 1.3 * (whole - true).abs().mean()
@@ -149,10 +149,20 @@ def test_only_gradients_that_are_needed_are_computed() -> None:
     hidden, weight = torch.randn(4, 3), torch.randn(5, 3, requires_grad=True)
     target = torch.arange(4)
     statistics = statistics_of_logits(hidden, weight, None, target, None, dtype=torch.float32)
-    loss = cross_entropy_of_statistics(*statistics, target, dtype=torch.float32)
+    loss = cross_entropy_of_statistics(*statistics, target, classes=5, dtype=torch.float32)
     loss.backward()
     expected = torch.autograd.grad(functional.cross_entropy(hidden @ weight.t(), target), weight)[0]
     torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.parametrize("wrong", [-1, 5, 7])
+def test_a_target_that_is_no_class_is_seen(wrong: int) -> None:
+    hidden, weight = torch.randn(4, 3), torch.randn(5, 3)
+    target = torch.tensor([0, wrong, -100, 4])
+    statistics = statistics_of_logits(hidden, weight, None, target, None, dtype=torch.float32)
+    losses = cross_entropy_of_statistics(*statistics, target, reduction=0, classes=5, dtype=torch.float32)
+    assert losses.isnan().tolist() == [False, True, False, False]
+    assert losses[2] == 0
 
 
 def test_pieces_bound_the_workspace() -> None:
