@@ -200,7 +200,7 @@ def planned(name: str, mesh_name: str, args: argparse.Namespace, beside: Planned
     options = {"cluster": args.cluster, "search": search, "output_placements": "planned", **case.options}
     target = Target.of(collect_options("plan", options), None)
     start = time.process_time()
-    graph, _ = capture_with_progress(module, (), inputs, target, grad=True)
+    graph, _ = capture_with_progress(module, (), inputs, target, devices=mesh.size, grad=True)
     capture = time.process_time() - start
     planning = Planning(module, graph, mesh, options)
     rows: list[Row] = []

@@ -29,6 +29,7 @@ How the curves are used:
   their bytes, and those of operators with as few operations for every byte. The last is where narrow products are
   slower (in 16 bits a product has at most as many as its smallest size), and attention over short sequences (a quarter
   of the length under a causal mask). A causal mask that the kernel is told of halves the operations of attention.
+  A loss in pieces takes the seconds of the bytes besides that it writes and reads between its products.
 * **Everything else** takes the seconds of the bytes that it reads and writes; those of the smallest amount are what any
   kernel takes.
 * **Programs**: the host issues one call after the other, and the device waits for it where calls take longer than

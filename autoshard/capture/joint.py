@@ -35,6 +35,7 @@ from autoshard.capture.export import Effects, Exported, effects_of, export_forwa
 from autoshard.capture.fake_module import DEVICE, fake_like
 from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
+from autoshard.capture.loss_in_pieces import compute_large_losses_in_pieces
 from autoshard.capture.marks import capturing, defaults_of, keeping_marks
 from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
 from autoshard.capture.module_hooks import HooksInForward, Key
@@ -64,6 +65,7 @@ def capture(
     tangents: Tangents = "loss",
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    devices: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> JointGraph:
     """Capture one call of a module as a joint graph, on fake tensors: real weights are never touched.
@@ -83,6 +85,8 @@ def capture(
             are of one size) or a `torch.export.Dim`. The graph then holds `DynamicSize`s.
         mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. A flat module
             (`capture.flat_modules`) has those of the forward half already.
+        devices: that the step is planned for; losses whose logits would be large on each of them are computed in pieces
+            (`loss_in_pieces`). None: no loss is.
         progress: called with the name of every part of the work when it begins.
 
     Returns:
@@ -99,7 +103,7 @@ def capture(
         with _watched_twin(module, grad, counting, hooks) as watch:
             signature = signature_of(module, args, kwargs, grad)
             begin("export of forward")
-            exported = _export(watch, args, kwargs, dynamic, mp_policy)
+            exported = _export(watch, args, kwargs, dynamic, mp_policy, devices=devices)
             if isinstance(tangents, tuple):
                 exported = with_taps(exported, tangents)
             everything = tuple(True for _ in exported.outputs)
@@ -220,6 +224,7 @@ def _export(
     mp_policy: MixedPrecisionPolicy | None,
     *,
     changes_parameters: bool = True,
+    devices: int | None = None,
 ) -> Exported:
     """Return the forward graph of a fake twin, in the precisions of a policy; it may change parameters, or not."""
     module = watch.twin
@@ -247,6 +252,8 @@ def _export(
     check_sizes(exported.graph)
     check_collectives(exported.graph)
     check_shapes(exported.graph)
+    if devices is not None:
+        compute_large_losses_in_pieces(exported.graph_module, devices)
     return canonicalize_order(exported)
 
 

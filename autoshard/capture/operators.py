@@ -24,8 +24,21 @@ from torch.nn import functional
 _library = torch.library.Library("autoshard", "FRAGMENT")
 
 
+Workspace = Callable[..., int]
+
+WORKSPACES: dict[Any, Workspace] = {}
+"""By operator: the bytes that a call holds besides operands and results, from its arguments; tensors need no numbers.
+
+Operators that are not here hold few.
+"""
+
+
 def define(
-    schema: str, program: Callable[..., Any], results_like: Callable[..., Any], tags: Sequence[torch.Tag] = ()
+    schema: str,
+    program: Callable[..., Any],
+    results_like: Callable[..., Any],
+    tags: Sequence[torch.Tag] = (),
+    workspace: Workspace | None = None,
 ) -> Any:
     """Define an operator, and return its overload.
 
@@ -34,12 +47,23 @@ def define(
         program: computes the results on any device, without autograd.
         results_like: makes results of the same shapes and dtypes from arguments without numbers.
         tags: properties that passes over graphs ask for.
+        workspace: returns the bytes that the program holds besides operands and results, from the same arguments; left
+            out where they are few.
     """
     name = _library.define(schema, tags=tags)
     # One program for all devices, which autograd does not look into: the backward is an operator, too.
     _library.impl(name, program, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autoshard::{name}", results_like, lib=_library)
-    return getattr(torch.ops.autoshard, name).default
+    op = getattr(torch.ops.autoshard, name).default
+    if workspace is not None:
+        WORKSPACES[op] = workspace
+    return op
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which torch's own kernels add up numbers of `dtype`."""
+    # A sum in bfloat16 itself, of 8 bits, would stop growing at 256 ones.
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def define_backward(name: str, keep: Callable[..., None], gradients: Callable[..., Any]) -> None:
@@ -258,10 +282,6 @@ operators = torch.ops.autoshard
 """
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _has_kernel(x: Tensor, weight: Tensor | None) -> bool:
     # torch's kernel takes a weight of the dtype of the input alone.
     return x.device.type == "cuda" and (weight is None or weight.dtype == x.dtype)
@@ -271,7 +291,7 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float
     if _has_kernel(x, weight):
         result, rstd = aten._fused_rms_norm(x, list(shape), weight, eps)
         return result, rstd
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(accumulation_dtype(x.dtype))
     dims = list(range(-len(shape), 0))
     rstd = wide.square().mean(dims, keepdim=True).add(eps).rsqrt()
     result = wide * rstd
@@ -304,7 +324,7 @@ def _rms_norm_backward(
 def _rms_norm_like(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     batch = x.dim() - len(shape)
     rows = [size if dim < batch else 1 for dim, size in enumerate(x.shape)]
-    return torch.empty_like(x), x.new_empty(rows, dtype=_wide(x.dtype))
+    return torch.empty_like(x), x.new_empty(rows, dtype=accumulation_dtype(x.dtype))
 
 
 def _rms_norm_backward_like(
@@ -362,6 +382,6 @@ def rms_norm(
         dtype: of the result, as `torch.export` noted it: under autocast, the dtype in which norms are computed.
     """
     # Contiguous, as the results of `_rms_norm_like` are, whichever kernel runs.
-    eps = torch.finfo(_wide(dtype)).eps if eps is None else eps
+    eps = torch.finfo(accumulation_dtype(dtype)).eps if eps is None else eps
     result: Tensor = operators.rms_norm(x.to(dtype).contiguous(), list(normalized_shape), weight, eps)[0]
     return result

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -201,7 +203,9 @@ class CostModel:
         together = self._links[axis].bandwidth * self._ports[axis]
         return min(together, self.cluster.inside.bandwidth) if self._ports[axis] > 1 else together
 
-    def compute(self, flops: float, bytes: float, dtype: torch.dtype, operator: str = "add") -> float:
+    def compute(
+        self, flops: float, bytes: float, dtype: torch.dtype, operator: str = "add", streamed: float = 0.0
+    ) -> float:
         """Return the time of one operator on one device: as measured, or a roofline over a fixed cost per operator.
 
         Args:
@@ -209,15 +213,18 @@ class CostModel:
             bytes: read and written by the device.
             dtype: of the operands, which sets the peak rate.
             operator: its name without namespace and overload, such as `"mm"`; measurements tell operators apart.
+            streamed: bytes that it writes and reads besides, between its products.
 
         Returns:
             Seconds: those of operators of its family where there are curves of them, measured ones or those of the
             device (`measurements.operator_seconds`), else max(flops / peak, bytes / memory bandwidth) + kernel
-            overhead.
+            overhead; and those of what is streamed.
 
         Source: Whale 3.3 profiles a TaskGraph by its operations and bytes against those of the device; the roofline is
         the same without the run.
         """
+        if streamed:
+            return self.compute(flops, bytes, dtype, operator) + self.compute(0.0, streamed, dtype)
         device = self.cluster.device
         seconds = operator_seconds(self._operators, operator, flops, bytes, dtype)
         if seconds is not None:
@@ -258,6 +265,56 @@ def flops(op: OpOverload, operands: Sequence[Shape], results: Sequence[Shape], a
     """
     count = _COUNTS.get(op.overloadpacket.__name__)
     return float(count(operands, results, args)) if count is not None else 0.0
+
+
+class TensorLike(Protocol):
+    """The shape and dtype of a tensor."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of one call of an operator.
+
+    Attributes:
+        flops: floating-point operations.
+        dtype: that they are done in; of an operator without any, that of its first result.
+        operator: its name, as prices tell operators apart.
+        streamed: bytes that it writes and reads between its products, in pieces.
+        repeated: those of `flops` that an operator which keeps whole results would not do.
+    """
+
+    flops: float
+    dtype: torch.dtype
+    operator: str
+    streamed: float = 0.0
+    repeated: float = 0.0
+
+
+def work_of_call(
+    op: OpOverload, operands: Sequence[TensorLike], results: Sequence[TensorLike], args: Sequence[object] = ()
+) -> Work:
+    """Return the work of one call; arguments as of `flops`, tensors in the place of shapes."""
+    name = op.overloadpacket.__name__
+    count = flops(op, [tensor.shape for tensor in operands], [tensor.shape for tensor in results], args)
+    dtype = results[0].dtype if results else torch.float32
+    if name not in _IN_PIECES:
+        return Work(count, dtype, name)
+    hidden, bytes = _IN_PIECES[name]
+    rows, width = math.prod(operands[hidden].shape[:-1]), operands[hidden].shape[-1]
+    logits = rows * operands[hidden + 1].shape[0]
+    # The backward makes the logits a second time.
+    repeated = 2.0 * logits * width if hidden else 0.0
+    return Work(count, operands[hidden].dtype, name, float(bytes * logits), repeated)
+
+
+# Of a loss in pieces: the position of the layer's input, and the bytes that are written and read of every logit. The
+# forward casts, takes maximum and log-softmax; the backward subtracts, takes exponentials, and multiplies.
+_IN_PIECES = {"logit_statistics": (0, 18), "logit_statistics_backward": (2, 22)}
 
 
 # Position of no argument: the operator computes all scores, whatever the mask.
@@ -359,6 +416,16 @@ def _steps_backward(state: int) -> _Count:
     return count
 
 
+def _logits(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+    """Count the product of a loss in pieces."""
+    return 2 * math.prod(operands[0]) * operands[1][0]
+
+
+def _logits_backward(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+    """Count the same product again, and one for each of the gradients of input and weight that are asked for."""
+    return 2 * math.prod(operands[2]) * operands[3][0] * (1 + sum(len(shape) > 1 for shape in results[:2]))
+
+
 _COUNTS: dict[str, _Count] = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "_scaled_mm"), _product(0)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), _product(1)),
@@ -370,6 +437,8 @@ _COUNTS: dict[str, _Count] = {
     **dict.fromkeys(("lstm_steps", "gru_steps", "rnn_steps"), _steps),
     **dict.fromkeys(("lstm_steps_backward", "rnn_steps_backward"), _steps_backward(1)),
     "gru_steps_backward": _steps_backward(2),
+    "logit_statistics": _logits,
+    "logit_statistics_backward": _logits_backward,
     "attention": _attention(causal=5, captured=True),
     "attention_backward": _attention_backward(causal=8, captured=True),
     "scaled_dot_product_attention": _attention(causal=5),

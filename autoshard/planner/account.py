@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.joint import JointOutput
+from autoshard.capture.operators import WORKSPACES
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.cluster.worker_shares import scaled_device
@@ -363,6 +364,12 @@ class _ProgramMemory:
         yield from self._persistent_allocations()
         self._find_lifetimes()
         lives = [(root, self._bytes(root), start, self.last_call[root] + 1) for root, start in self.first_call.items()]
+        # What an operator allocates and frees inside.
+        lives += [
+            (node, WORKSPACES[node.target](*fx.map_arg(node.args, lambda source: source.meta["val"])), time, time + 1)
+            for time, node in enumerate(self.order)
+            if node.target in WORKSPACES
+        ]
         positions, calls = self._peak_calls([(held, start, end) for _, held, start, end in lives])
         gradients = {
             storage_root(node): name for (kind, name), node in self.program.outputs.items() if kind == "gradient"

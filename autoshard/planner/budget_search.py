@@ -14,6 +14,7 @@ import numpy as np
 from torch.distributed.tensor import Replicate
 
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.loss_in_pieces import returns_large_logits
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.memory.footprint import Memory
@@ -229,6 +230,8 @@ class ShortfallError(BudgetError):
             peak = _smallest_peak(planner, replace(constraints, planned_outputs=True), self._prices)
             if peak < least:
                 yield f'leave outputs in shards (output_placements="planned" needs {format_bytes(peak)})'
+        if returns_large_logits(planner.graph.graph, planner.graph.tensor_outputs.values(), planner.mesh.size):
+            yield "return the loss without its logits (it is then computed in pieces)"
         if planner.settings.recompute == "none" and not planner.graph.recomputed:
             layers = recomputable(planner.graph)
             peak = _recompute_peak(planner, [layer.name for layer in layers], constraints) if layers else float("inf")

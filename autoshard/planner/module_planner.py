@@ -76,7 +76,12 @@ class ModulePlanner:
             CaptureError: the call can't be captured.
         """
         graph, seconds = capture_with_progress(
-            self.module, args, kwargs, self.target, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
+            *(self.module, args, kwargs, self.target),
+            devices=self.mesh.size,
+            grad=grad,
+            tangents=tangents,
+            dynamic=dynamic,
+            quiet=quiet,
         )
         # An earlier call has placed the parameters without shares.
         if self.requested.shares == "auto" and placed is not None:

@@ -71,6 +71,7 @@ def capture_with_progress(
     kwargs: Mapping[str, Any],
     target: Target,
     *,
+    devices: int,
     grad: bool,
     tangents: Tangents = "loss",
     dynamic: bool = True,
@@ -79,7 +80,7 @@ def capture_with_progress(
     """Return the graph of a call and the seconds of its capture, with a line about it on a terminal.
 
     Args:
-        module, args, kwargs, grad, tangents: as for `capture`.
+        module, args, kwargs, devices, grad, tangents: as for `capture`.
         target: the options.
         dynamic: True if the sizes that the options name are dynamic.
         quiet: True to show nothing: another rank captures the same.
@@ -100,6 +101,7 @@ def capture_with_progress(
             tangents=tangents,
             dynamic=target.dynamic if dynamic else None,
             mp_policy=target.options.mp_policy,
+            devices=devices,
             progress=report_part,
         )
     return graph, time.perf_counter() - start

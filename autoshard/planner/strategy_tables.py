@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-import torch
 
-from autoshard.cluster.cost import CostModel, flops
+from autoshard.cluster.cost import CostModel, Work, work_of_call
 from autoshard.patterns.padding import MASK_VECTOR_OPS, masks
 from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import (
@@ -66,11 +65,9 @@ def _tensors(call: OpCall, rule: Rule) -> Iterator[tuple[Dims, TensorMeta]]:
             yield dims, meta
 
 
-def _work(call: OpCall) -> tuple[float, torch.dtype, str]:
-    """Return the operations of a whole call, their dtype, and the operator's name."""
-    results = [meta for meta in call.results if meta is not None]
-    work = flops(call.op, [meta.shape for meta in call.operands], [meta.shape for meta in results], call.args)
-    return work, results[0].dtype if results else torch.float32, call.op.overloadpacket.__name__
+def _work(call: OpCall) -> Work:
+    """Return the work of a whole call."""
+    return work_of_call(call.op, call.operands, [meta for meta in call.results if meta is not None], call.args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,12 +205,16 @@ class StrategyTables:
             for dim, size in zip(dims, meta.shape, strict=True):
                 held *= local[:, list(dim)].prod(axis=1) if dim else int(size)
             moved += held
-        work, dtype, name = _work(call)
+        work = _work(call)
         # A dim of size 0 has no shares, and no work: 1 keeps the quotient finite.
         shares = np.prod([max(factor.size, 1) for factor in rule.factors] / np.maximum(local, 1), axis=1)
         # Strategies with equal work and bytes are priced once.
-        loads, places = np.unique(np.column_stack([work / shares, moved]), axis=0, return_inverse=True)
-        prices = [self.cost.compute(operations, int(bytes), dtype, name) for operations, bytes in loads.tolist()]
+        columns = np.column_stack([work.flops / shares, moved, work.streamed / shares])
+        loads, places = np.unique(columns, axis=0, return_inverse=True)
+        prices = [
+            self.cost.compute(operations, int(bytes), work.dtype, work.operator, streamed)
+            for operations, bytes, streamed in loads.tolist()
+        ]
         return np.array(prices)[places.reshape(-1)]
 
     def result_bytes(self, call: OpCall, options: OperatorStrategies) -> np.ndarray:
@@ -245,8 +246,8 @@ class StrategyTables:
         for dims, meta in _tensors(call, rule):
             held = math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
             moved += held * _times_read(rule, dims)
-        work, dtype, name = _work(call)
-        seconds = self.cost.compute(work / work_split(rule, choices, self.mesh), moved, dtype, name)
+        work, parts = _work(call), work_split(rule, choices, self.mesh)
+        seconds = self.cost.compute(work.flops / parts, moved, work.dtype, work.operator, work.streamed / parts)
         return seconds + self._mask_seconds(call, rule, choices, zeros)
 
     def _mask_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool]) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.cost import flops
+from autoshard.cluster.cost import work_of_call
 from autoshard.options.target import Target
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.specs.axes import MeshShape
@@ -60,9 +60,9 @@ def work_of(graph: JointGraph, rules: GraphRules, cluster: Cluster, mesh: MeshSh
     for node in rules.operators:
         call = rules.calls[node]
         results = [meta for meta in call.results if meta is not None]
-        count = flops(call.op, [meta.shape for meta in call.operands], [meta.shape for meta in results], call.args)
-        if count:
-            seconds += float(count) / cluster.device.peak(results[0].dtype)
+        kernel = work_of_call(call.op, call.operands, results, call.args)
+        if kernel.flops:
+            seconds += (kernel.flops - kernel.repeated) / cluster.device.peak(kernel.dtype)
     if seconds:
         work["peak_seconds"] = seconds / mesh.size
     return work

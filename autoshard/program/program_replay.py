@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.cluster.cost import CostModel, flops
+from autoshard.cluster.cost import CostModel, work_of_call
 from autoshard.patterns.exchanging import exchange_ops, shift
 from autoshard.program.aliasing import makes_view
 from autoshard.simulate.events import COMPUTE, Operation, link_stream
@@ -51,11 +51,10 @@ def kernel_seconds(cost: CostModel, op: Any, operands: object, results: object, 
         written = operands = operands[-1:]  # rows are written to the memory of another tensor
     elif makes_view(op):
         return cost.view()
-    work = flops(op, [tensor.shape for tensor in operands], [tensor.shape for tensor in written], args)
+    work = work_of_call(op, operands, written, args)
     # A kernel that selects reads only what it keeps.
     read = written if op is torch.ops.aten.index_select.default else operands
-    dtype = written[0].dtype if written else torch.float32
-    return cost.compute(work, bytes_of([*read, *written]), dtype, op.overloadpacket.__name__)
+    return cost.compute(work.flops, bytes_of([*read, *written]), work.dtype, work.operator, work.streamed)
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.capture._torch import pytree
+from autoshard.capture.joint_graph import JointGraph
+from autoshard.capture.loss_in_pieces import has_large_logits
 from autoshard.errors import AutoshardError, BudgetError, InputError, MeshError, PlanError, warn_caller
 from autoshard.options import OptionKeywords, Pipeline, collect_options
 from autoshard.options.target import Target
@@ -132,9 +134,7 @@ class SearchOptions:
 def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> SearchResult:
     """Run a search with checked arguments."""
     start = time.perf_counter()
-    graph, capture_seconds = capture_with_progress(
-        call.module, call.args, dict(call.kwargs), target, grad=torch.is_grad_enabled(), dynamic=False
-    )
+    graph, capture_seconds = _capture(call, target, options.devices)
     # Only what the user asks for limits larger devices of a pipeline.
     own_memory = target.settings.memory_limit is None
     limit = target.settings.memory_limit or target.cluster.device.memory
@@ -150,8 +150,10 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
         plan_pipeline=functools.partial(plan_pipeline, captures),
         own_memory=own_memory,
     )
-    candidates, notes = _search_counts(request, options)
-    candidates = tuple(_remembering(candidate, request, captures) for candidate in candidates)
+    fewer = {count: _with_graph_of(request, call, count) for count in options.counts if count < options.devices}
+    requests = {**fewer, options.devices: request}
+    candidates, notes = _search_counts(requests, options)
+    candidates = tuple(_remembering(candidate, requests[candidate.devices], captures) for candidate in candidates)
     return SearchResult(
         option=options.option,
         cluster=target.cluster.name,
@@ -162,17 +164,37 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
     )
 
 
-def _search_counts(request: Request, options: SearchOptions) -> tuple[tuple[MeshCandidate, ...], tuple[str, ...]]:
-    """Return the meshes of all numbers of devices, and the notes."""
+def _capture(call: BatchCall, target: Target, devices: int) -> tuple[JointGraph, float]:
+    """Return the step for a number of devices, and the seconds of its capture."""
+    return capture_with_progress(
+        *(call.module, call.args, dict(call.kwargs), target),
+        devices=devices,
+        grad=torch.is_grad_enabled(),
+        dynamic=False,
+    )
+
+
+def _with_graph_of(request: Request, call: BatchCall, devices: int) -> Request:
+    """Return the request for fewer devices, on each of which more logits may lie: their graph may be another one."""
+    if not has_large_logits(request.graph.graph, devices):
+        return request
+    graph, seconds = _capture(call, request.target, devices)
+    return replace(request, graph=graph, capture_seconds=seconds)
+
+
+def _search_counts(
+    requests: Mapping[int, Request], options: SearchOptions
+) -> tuple[tuple[MeshCandidate, ...], tuple[str, ...]]:
+    """Return the meshes of all numbers of devices, and the notes; `requests` has the request for each number."""
     candidates: list[MeshCandidate] = []
     notes: list[str] = []
     failures: list[AutoshardError] = []
-    deadline = time.monotonic() + request.target.settings.time_limit
     counts = options.counts
+    deadline = time.monotonic() + requests[counts[0]].target.settings.time_limit
     for index, count in enumerate(counts):
         # What a number of devices does not use is left to the later ones.
         left = deadline - time.monotonic()
-        mesh_search = MeshSearch(request, count, time.monotonic() + left / (len(counts) - index))
+        mesh_search = MeshSearch(requests[count], count, time.monotonic() + left / (len(counts) - index))
         try:
             mesh_search.run()
         except (BudgetError, PlanError) as error:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.joint import JointGraph
-from autoshard.cluster.cost import CostModel, flops
+from autoshard.cluster.cost import CostModel, work_of_call
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.graph_rules import GraphRules, Value, operand_nodes
 from autoshard.patterns.rule import OpCall, Rule
@@ -96,12 +96,13 @@ class LeastWork:
 def _kernel(node: fx.Node, call: OpCall, variants: Sequence[Rule]) -> _Kernel:
     """Return the kernel of one call, with the bytes of its leanest implementation."""
     results = [meta for meta in call.results if meta is not None]
-    work = flops(call.op, [meta.shape for meta in call.operands], [meta.shape for meta in results], call.args)
+    work = work_of_call(call.op, call.operands, results, call.args)
     moved = sum(meta.bytes for meta in results)
     # A slice reads what it keeps. Others read each of their tensors once, whatever the implementation.
     if call.op is not aten.index_select.default:
         moved += min(_read_bytes(node, call, rule) for rule in variants)
-    return work, moved, results[0].dtype if results else torch.float32, call.op.overloadpacket.__name__
+    # A pipeline keeps logits whole, and makes them once.
+    return work.flops - work.repeated, moved, work.dtype, work.operator
 
 
 def _read_bytes(node: fx.Node, call: OpCall, rule: Rule) -> int:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from autoshard.capture.loss_operator import operators as losses
 from autoshard.capture.recurrence import steps
 from autoshard.cluster import Cluster, CostModel, Device, Link, flops
+from autoshard.cluster.cost import work_of_call
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
@@ -191,3 +193,17 @@ def test_recurrence_multiplies_the_state_once_per_step() -> None:
 @pytest.mark.parametrize("op", [aten.add.Tensor, aten.view.default, aten._softmax.default])
 def test_other_operators_are_bound_by_bytes(op) -> None:
     assert flops(op, ((3, 4), (3, 4)), ((3, 4),)) == 0.0
+
+
+def test_losses_in_pieces_make_their_logits_twice_and_stream_them() -> None:
+    rows, width, classes = 6, 8, 10
+    hidden, weight = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(classes, width, dtype=torch.bfloat16)
+    of_rows, absent, product = torch.empty(rows), torch.empty(0), 2 * rows * width * classes
+    forward = work_of_call(losses.logit_statistics.default, [hidden, weight, of_rows], [of_rows, of_rows])
+    assert (forward.flops, forward.repeated, forward.dtype) == (product, 0, torch.bfloat16)
+    operands = [of_rows, of_rows, hidden, weight, of_rows, of_rows]
+    for gradients, products in (([hidden, weight, absent], 3), ([hidden, absent, absent], 2)):
+        backward = work_of_call(losses.logit_statistics_backward.default, operands, gradients)
+        assert (backward.flops, backward.repeated) == (products * product, product)
+        assert backward.streamed > forward.streamed > 0
+    assert model({"x": 1}).compute(1000.0, 10.0, torch.float32, streamed=20.0) == pytest.approx(10.5 + 2.5)

@@ -15,9 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.tensor import Shard
+from torch.nn import functional
 
 import autoshard
+from autoshard.capture import loss_in_pieces
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError
 from autoshard.options.target import Settings
@@ -224,3 +227,25 @@ def test_a_smaller_batch_is_a_remedy_where_activations_make_the_peak(batch: int,
     with pytest.raises(BudgetError, match="Raise memory_limit to") as caught:
         autoshard.plan(model, {"x": 2}, (example,), memory_limit=1024, optimizer="adamw")
     assert ("make the batch smaller" in str(caught.value)) == is_remedy
+
+
+class Head(nn.Module):
+    """Logits and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(x)
+        return functional.cross_entropy(logits, labels), logits
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_to_return_no_logits_is_a_remedy_where_these_are_large(is_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_in_pieces, "LARGE_LOGITS", 32 * 64 + (0 if is_large else 1))
+    with torch.device("meta"):
+        module, args = Head(), (torch.empty(64, 8), torch.empty(64, dtype=torch.int64))
+    with pytest.raises(BudgetError) as caught:
+        autoshard.plan(module, {"x": 2}, args, cluster="h100", memory_limit=1024)
+    assert ("return the loss without its logits" in str(caught.value)) == is_large

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import autoshard
+from autoshard.capture import loss_in_pieces
 from autoshard.errors import BudgetError, InputError, MeshError, PlanError
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
@@ -75,6 +76,29 @@ def test_the_plan_is_one_that_plan_makes() -> None:
     assert alone.decisions == result.plan.decisions  # type: ignore[union-attr]
     assert alone.step_seconds == pytest.approx(result.plan.step_seconds)
     assert alone.fingerprint == result.plan.fingerprint
+
+
+class Head(nn.Module):
+    """Logits and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(x), labels)
+
+
+def test_losses_are_in_pieces_where_plans_of_as_many_devices_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_in_pieces, "LARGE_LOGITS", 10 * 12)
+    module, args = Head(), (torch.randn(16, 8), torch.arange(16) % 12)
+    options: dict[str, Any] = {"cluster": hosts(1), "search": autoshard.Search(effort="fast")}
+    result = autoshard.search(module, 2, args, option="profiling", pipelines=False, **options)
+    plans = {one.devices: one.plan for one in result.candidates if one.plan is not None}
+    pieces = {count: "logit_statistics" in str(plan.to_json()) for count, plan in plans.items()}
+    assert pieces == {1: True, 2: False}
+    for count, plan in plans.items():
+        assert plan.fingerprint == autoshard.plan(module, {"x": count}, args, **options).fingerprint
 
 
 def test_it_prints_every_mesh_with_its_verdict(profile: SearchResult) -> None:

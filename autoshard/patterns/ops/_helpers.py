@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoshard.capture.operators import accumulation_dtype
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta, build
@@ -110,12 +111,6 @@ def run_resized(argument: str, first: int = 0) -> LocalProgram:
     """The program of an operator that is told the shape of its result, from the dim `first` on, by an argument."""
     # Remembered: equal rules are shared only if their programs are one object.
     return lambda call: call.run(**{argument: list(call.result_shape()[first:])})
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch's own kernels add up numbers of `dtype`."""
-    # A sum in bfloat16 itself, of 8 bits, would stop growing at 256 ones.
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def operands_for_sums(call: LocalCall) -> list[Any]:

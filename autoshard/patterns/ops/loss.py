@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from autoshard.capture.operators import accumulation_dtype
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
-    accumulation_dtype,
     all_reduce_over,
     aten,
     bind_named,

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoshard.capture.operators import accumulation_dtype
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
-    accumulation_dtype,
     all_reduce_over,
     all_reduce_stacked,
     bind_named,

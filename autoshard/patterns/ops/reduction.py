@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from autoshard.capture.operators import accumulation_dtype
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
-    accumulation_dtype,
     all_reduce_over,
     argument_dim,
     if_sharded,

@@ -15,13 +15,15 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from autoshard.capture.loss_operator import operators
 from autoshard.errors import HintError
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.planner.task_graph_restrictions import is_copy, origin
 
 _EMBEDDING = torch.ops.aten.embedding.default
 _CONVOLUTION = torch.ops.aten.convolution.default
-_CLASS_LOSS = torch.ops.aten._log_softmax.default
+_STATISTICS = operators.logit_statistics.default
+_CLASS_LOSSES = frozenset({torch.ops.aten._log_softmax.default, _STATISTICS})
 
 Shards = dict[str, tuple[int, int]]
 """Parameter -> the dim that an axis shards, and the number of equal parts of the dim that it shards each."""
@@ -231,11 +233,14 @@ class TensorParallelSearch:
         """Yield the loops over the outputs of layers that are classes of a loss, or outputs of the model."""
         returned = {output.node for output in self.rules.graph.outputs if output.kind == "output"}
         for product in self.products:
-            if product.node in taken or not product.columns:
+            # The logits of a loss in pieces are inside of the operator.
+            in_pieces = product.node.target is _STATISTICS
+            classes = self.rules.rules[product.node].indices("v") if in_pieces else product.columns
+            if product.node in taken or not classes:
                 continue
-            marks = self.rules.propagation.marks((product.node, product.columns), 1, self.size)
+            marks = self.rules.propagation.marks((product.node, classes), 1, self.size)
             factors = self.rules.propagation.follow(marks)
-            ends = any(node in returned or node.target is _CLASS_LOSS for node in self.forward if node in factors)
+            ends = any(node in returned or node.target in _CLASS_LOSSES for node in self.forward if node in factors)
             if ends and taken.isdisjoint(factors):
                 yield factors
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoshard
+from autoshard.capture import loss_in_pieces, loss_operator
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.plans.sharding_plan import ShardingPlan
-from tests.patterns.units.unit_models import llama, worst_error
+from tests.patterns.units.unit_models import llama, plan_with, worst_error
 from tests.training import TOLERANCE
 
 VOCABULARY = 64000
@@ -89,3 +90,23 @@ def test_smoothed_loss_with_ignored_labels_is_that_of_one_device() -> None:
         return Loss(module, smoothing=0.1, ignored=7), inputs
 
     assert worst_error(build, {"dp": 2, "tp": 2}) < TOLERANCE
+
+
+def loss_alone() -> tuple[nn.Module, dict[str, Any]]:
+    """A Llama whose vocabulary no mesh of the tests divides, with a loss of shifted labels, some of them ignored."""
+    module, inputs = llama(vocab_size=50, tie_word_embeddings=True)
+    inputs["labels"][:, 3:6] = 7
+    return Loss(module, smoothing=0.1, ignored=7), inputs
+
+
+@pytest.mark.parametrize(("mesh", "factor"), [({"dp": 4}, "dim0.0"), ({"tp": 4}, "v"), ({"dp": 2, "tp": 2}, "v")])
+def test_loss_in_pieces_is_that_of_one_device(
+    mesh: dict[str, int], factor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_in_pieces, "LARGE_LOGITS", 1)
+    monkeypatch.setattr(loss_operator, "PIECE_BYTES", 8 * 100)
+    plan = plan_with(loss_alone, mesh, "logit_statistics", factor)
+    strategies = [choice.strategy for choice in plan.choices if "logit_statistics" in choice.node]
+    assert len(strategies) == 2, "forward and backward"
+    assert all(factor in strategy for strategy in strategies)
+    assert worst_error(loss_alone, mesh, plan=plan) < TOLERANCE

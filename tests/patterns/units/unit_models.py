@@ -18,7 +18,6 @@ from autoshard.capture.joint import capture
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.patterns.strategy import WHOLE, describe, fits, offered_factors
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.specs.axes import MeshShape
 from autoshard.verify.float64 import Float64Mode, default_float64
 from tests import training
 from tests.runtime.meshes import simulated_mesh
@@ -91,7 +90,7 @@ def plan_with(build: Build, mesh: Mapping[str, int], operator: str, factor: str,
     plan = plan_of(build, mesh)
     module, inputs = build()
     with Float64Mode():
-        rules = GraphRules(capture(module, (), inputs), MeshShape.of(mesh))
+        rules = GraphRules(capture(module, (), inputs, devices=plan.mesh.size), plan.mesh)
     choices = dict(plan.decisions["choices"])
     texts = {}
     for node in rules.operators:

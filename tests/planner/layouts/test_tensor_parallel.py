@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from autoshard.capture import loss_in_pieces
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.errors import HintError
 from autoshard.patterns.graph_rules import GraphRules
@@ -125,3 +127,28 @@ def test_experts() -> None:
     assert not dense.has_experts
     with pytest.raises(HintError, match="no parameter has a matrix for each"):
         dense.expert_parallel()
+
+
+class LanguageModel(nn.Module):
+    """One feed-forward layer between a table and a head, with the loss of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 8)
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.head = nn.Linear(8, 32, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens)
+        hidden = hidden + self.down(functional.gelu(self.up(hidden)))
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+def test_a_head_is_split_whether_or_not_its_loss_is_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = LanguageModel(), {"tokens": torch.zeros(4, 6, dtype=torch.int64)}
+    monkeypatch.setattr(loss_in_pieces, "LARGE_LOGITS", 1)
+    graphs = [capture(module, (), inputs, devices=devices) for devices in (None, 1)]
+    rules = [GraphRules(graph, MeshShape.of({"tp": 2})) for graph in graphs]
+    whole, pieces = (TensorParallelSearch(each, "tp", 2).tensor_parallel() for each in rules)
+    assert pieces == whole
+    assert pieces.shards["head.weight"] == (0, 1)
