@@ -396,29 +396,29 @@ class _Build:
         if all(use.optional for use in backward):
             origins = (*origins, "absent")
         options = regather_choices(specs, origins)
-        spec_list = self.builder.intern_specs([option.spec for option in options])
+        spec_list, copies = (
+            self.builder.intern_specs([option.spec for option in options]),
+            self.builder.intern_specs(specs),
+        )
+        first = self._add_hub(f"{value.name}@forward", forward, specs) if forward else None
+        start = self.positions.get(value.node, -1) + 1 if first is None else first.life[1]
         first_use, end = min(use.life[0] for use in backward), max(use.life[1] for use in backward)
-        tables = self.builder.edge_tables
-        number = self._add(Variable("regather", value.name, options, np.zeros(len(options)), (spec_list,)))
-        start = self.positions.get(value.node, -1) + 1
-        if forward:
-            first = self._add_hub(f"{value.name}@forward", forward, specs)
-            self._connect_through(first, value, source, forward)
-            start = first.life[1]
-            if "kept" in origins:
-                self.edges.append(Edge(first.variable, number, tables.tie_costs(len(specs), origins)))
         held = (min(start, first_use), end)
         kept = spec_list.bytes(value.meta, self.mesh) * [option.kept for option in options]
-        self.variables[number].life, self.variables[number].usage = held, kept
+        number = self._add(Variable("regather", value.name, options, np.zeros(len(options)), (spec_list,), held, kept))
+        if first is not None:
+            self._connect_through(first, value, source, forward)
+        tables = self.builder.edge_tables
         # The storage of a view is not held for the copy of its operator, so that to keep the view is to keep it all.
         allocated = rerun is not None or not self.lifetimes.is_view(value)
-        copies = self.builder.intern_specs(specs)
         edge = tables.regather_edge(value.meta, source.specs, copies, self.mesh, origins, allocated=allocated)
         self.edge_live_ranges[len(self.edges)] = (
             LiveRange(edge.between, held[0], first_use),
             LiveRange(edge.after, first_use, end),
         )
         self.edges.append(Edge(source.variable, number, edge.seconds))
+        if first is not None and "kept" in origins:
+            self.edges.append(Edge(first.variable, number, tables.tie_costs(len(specs), origins)))
         if rerun is not None:
             seconds, copied = tables.rerun_edge(value.meta, self._made_specs(rerun), copies, self.mesh, origins)
             self.edge_live_ranges[len(self.edges)] = (LiveRange(copied, first_use, end),)
