@@ -195,7 +195,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="h100",
         help="a preset, devices such as '8xA100 + 8xV100', or a .json file of calibrate; default: h100",
     )
-    parser.add_argument("--recompute", choices=RECOMPUTE, help="layers whose forward pass the backward pass runs again")
+    parser.add_argument(
+        "--recompute",
+        choices=RECOMPUTE,
+        help="what the backward pass runs again of the forward pass: layers, or with selective single operators",
+    )
     parser.add_argument("--optimizer", metavar="NAME", help="the optimizer, for its memory; default: adamw")
     parser.add_argument(
         "--output-placements",

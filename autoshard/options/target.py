@@ -29,7 +29,7 @@ class Settings:
         method: one of `autoshard.options.METHODS`; "force" is "auto" without a limit, and keeps a limit only by forcing
             the largest parameters to be sharded (Rhino 4.4).
         time_limit: seconds for the whole search.
-        recompute: the layers that the backward half may run again, one of `autoshard.options.RECOMPUTE`.
+        recompute: what the backward half may run again, one of `autoshard.options.RECOMPUTE`.
         effort: one of `autoshard.options.EFFORTS`; "fast" takes the first result of messages or segments on tied
             layers.
         work_limit: the solver's work limit for every problem, in its units of work, under which equal runs give equal
