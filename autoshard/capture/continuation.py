@@ -1,0 +1,300 @@
+"""Continuation of graphs in depth: from the graphs of a module with a and a + 1 periods of layers to one with more.
+
+The nodes of the last period but one are inserted again. A node inside of them reads what the node that it copies reads,
+in the same period, in a neighbouring one, or in a fixed one. Names, which number nodes, go on as they do from the first
+graph to the second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from autoshard.capture._torch import pytree
+from autoshard.capture.repeated_layers import Depth, Place
+from autoshard.size import DynamicSize, Ratio
+
+Item = TypeVar("Item")
+
+_NUMBER = re.compile(r"(?P<base>.*?)(?:_(?P<number>\d+))?")
+# What nodes of a joint graph carry. Other entries of `meta` are of the trace.
+_CARRIED = (
+    *("val", "sizes", "partitioner_tag", "module_path", "task_graph", "stack_trace", "custom", "is_gradient_acc"),
+    *("nn_module_stack", "fwd_nn_module_stack", "gradients_on"),
+)
+
+
+class UnpredictableError(Exception):
+    """A graph cannot be continued: the layers are not repeated in it as its rules of continuation need."""
+
+
+class LayeredGraph:
+    """A graph with the period to which every node belongs.
+
+    Args:
+        graph: its nodes have `meta["module_path"]`, and the modules of a call in `meta["nn_module_stack"]` or
+            `meta["fwd_nn_module_stack"]`.
+        names: paths of the tensors in placeholders.
+        depth: the periods of the module.
+
+    Attributes:
+        places: the period of every node; None outside of periods.
+        keys: for every node, what it has in common with the corresponding nodes of other periods and graphs.
+        at: nodes by place and key.
+    """
+
+    def __init__(self, graph: fx.Graph, names: Mapping[fx.Node, str], depth: Depth) -> None:
+        self.graph = graph
+        self.depth = depth
+        self.nodes = [node for node in graph.nodes if node.op != "output"]
+        self.places: dict[fx.Node, Place | None] = {}
+        self._locate(names)
+        self.keys: dict[fx.Node, Hashable] = {}
+        self.at: dict[tuple[Place | None, Hashable], fx.Node] = {}
+        counts: Counter[Hashable] = Counter()
+        for node in self.nodes:
+            path = names.get(node, "") if node.op == "placeholder" else node.meta["module_path"]
+            target = "" if node.op == "placeholder" else node.target
+            key = (node.op, node.meta.get("partitioner_tag"), depth.locate(path)[1], target)
+            place = self.places[node]
+            self.keys[node] = (*key, counts[place, key])
+            counts[place, key] += 1
+            self.at[place, self.keys[node]] = node
+
+    def _locate(self, names: Mapping[fx.Node, str]) -> None:
+        position: dict[fx.Node, int] = {}
+        for index, node in enumerate(self.nodes):
+            position[node] = index
+            if node.op == "placeholder":
+                self.places[node] = self.depth.locate(names.get(node, ""))[0]
+                continue
+            stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+            if stack:
+                places = (self.depth.locate(path)[0] for path, _ in reversed(stack.values()))
+                self.places[node] = next((place for place in places if place is not None), None)
+            else:
+                latest = max(node.all_input_nodes, key=position.__getitem__, default=None)
+                self.places[node] = None if latest is None else self.places[latest]
+        self._locate_nodes_between()
+        for node in self.nodes:
+            if node.op == "placeholder" and node not in names:
+                self.places[node] = next((self.places[user] for user in node.users if user.op != "output"), None)
+
+    def _locate_nodes_between(self) -> None:
+        """Give nodes between one period and the next, such as a sum in the loop over layers, to the first of them."""
+        called = (node for node in self.nodes if node.op != "placeholder")
+        chunks = [(place, list(nodes)) for place, nodes in groupby(called, self.places.__getitem__)]
+        for (before, _), (place, nodes), (after, _) in zip(chunks, chunks[1:], chunks[2:], strict=False):
+            if place is None and before is not None and after is not None and _step(before, after):
+                self.places.update(dict.fromkeys(nodes, before))
+
+
+def _step(first: Place | None, second: Place | None) -> int:
+    """Return 1 if a place is right behind another of the same repetition, -1 if it is right before it, or 0."""
+    if first is None or second is None or first.repetition != second.repetition:
+        return 0
+    return second.period - first.period if abs(second.period - first.period) == 1 else 0
+
+
+class Continuation:
+    """The continuation of two graphs.
+
+    Args:
+        first: the graph of a module with a periods of layers.
+        second: the graph with a + 1.
+        count: periods of the graph to make, more than a + 1.
+
+    Raises:
+        UnpredictableError: (in all methods) the graphs are not the beginning of a series.
+    """
+
+    def __init__(self, first: LayeredGraph, second: LayeredGraph, count: int) -> None:
+        assert second.depth.count == first.depth.count + 1 < count
+        self._first = first
+        self._second = second
+        self._count = count
+        self._added = count - second.depth.count
+        self._template = second.depth.count - 2  # the period that is inserted again
+        self._new: dict[tuple[Place | None, Hashable], fx.Node] = {}
+
+    def order(self, items: Iterable[Item], place_of: Callable[[Item], Place | None]) -> Iterator[tuple[Item, int]]:
+        """Yield the items of a sequence and the periods inserted again, each with its new period.
+
+        Args:
+            items: in the order of the second graph.
+            place_of: returns the place of an item.
+
+        Returns:
+            Items with the number of their period; -1 outside of periods.
+        """
+        chunks = [(place, list(each)) for place, each in groupby(items, place_of)]
+        for index, (place, each) in enumerate(chunks):
+            if place is None:
+                yield from ((item, -1) for item in each)
+            elif place.period != self._template:
+                yield from ((item, self._moved(place.period)) for item in each)
+            else:
+                copies = range(self._template, self._template + self._added + 1)
+                before = chunks[index - 1][0] if index else None
+                after = chunks[index + 1][0] if index + 1 < len(chunks) else None
+                steps = {_step(before, place), _step(place, after)} - {0}
+                if len(steps) != 1:
+                    raise UnpredictableError(f"layers come in no order at {place}")
+                for period in copies if steps == {1} else reversed(copies):
+                    yield from ((item, period) for item in each)
+
+    def graph(self) -> fx.Graph:
+        """Return the graph, without an output node."""
+        new = fx.Graph()
+        second = self._second
+        for node, period in self.order(second.nodes, second.places.__getitem__):
+            if node.op not in ("placeholder", "call_function"):
+                raise UnpredictableError(f"{node.op} {node.target} may differ from layer to layer")
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, period, operand))  # noqa: B023
+            name = self._name(node, period)
+            target = name if node.op == "placeholder" else node.target
+            copy = new.create_node(node.op, target, args, kwargs, name)
+            if copy.name != name:
+                raise UnpredictableError(f"two nodes would have the name {name}")
+            copy.meta = self._meta(node, period)
+            self._new[self._place(node, period), second.keys[node]] = copy
+        return new
+
+    def node(self, node: fx.Node, period: int) -> fx.Node:
+        """Return the new node of a node of the second graph, in a period; -1 outside of periods."""
+        return self._find(self._place(node, period), self._second.keys[node])
+
+    def path(self, path: str, period: int) -> str:
+        """Return the path of a module or tensor of the second graph, in a period; -1 outside of periods."""
+        return self._second.depth.move(path, None if period < 0 else period, self._count)
+
+    def _place(self, node: fx.Node, period: int) -> Place | None:
+        place = self._second.places[node]
+        return None if place is None else Place(place.repetition, period)
+
+    def _moved(self, period: int) -> int:
+        """Return the new number of a period: those behind the template move to the end."""
+        return period if period <= self._template else period + self._added
+
+    def _find(self, place: Place | None, key: Hashable) -> fx.Node:
+        node = self._new.get((place, key))
+        if node is None:
+            raise UnpredictableError(f"{place} has no node {key}")
+        return node
+
+    def _operand(self, node: fx.Node, period: int, operand: fx.Node) -> fx.Node:
+        source, place = self._second.places[operand], self._second.places[node]
+        if source is not None:
+            to = self._moved(source.period)
+            if place is not None and place.repetition == source.repetition:
+                distance = source.period - place.period
+                is_template = place.period == self._template
+                if (is_template and abs(distance) <= 1) or (source.period == self._template and abs(distance) == 1):
+                    # In the same period or in a neighbouring one, unless that is what other periods read, too.
+                    if not self._is_shared(node, operand):
+                        to = period + distance
+            source = Place(source.repetition, to)
+        return self._find(source, self._second.keys[operand])
+
+    def _is_shared(self, node: fx.Node, operand: fx.Node) -> bool:
+        """Return True if the node that corresponds to one, in the next period away from an operand, reads it, too."""
+        place, source = self._second.places[node], self._second.places[operand]
+        assert place is not None and source is not None
+        away = Place(place.repetition, 2 * place.period - source.period)
+        other = self._second.at.get((away, self._second.keys[node]))
+        return away != place and other is not None and operand in other.all_input_nodes
+
+    def _name(self, node: fx.Node, period: int) -> str:
+        place, key = self._second.places[node], self._second.keys[node]
+        base, number = _numbered(node.name)
+        if place is None or place.period < self._template:
+            number += self._added * self._shift(place, place, key, base)
+        elif place.period > self._template:
+            number += self._added * self._shift(Place(place.repetition, place.period - 1), place, key, base)
+        else:
+            # An added period adds to the numbers of all nodes that are made later: to those of the periods behind it in
+            # the forward half, to those of the periods before it in the backward half.
+            before = Place(place.repetition, place.period - 1)
+            behind = Place(place.repetition, place.period + 1)
+            shift = self._shift(before, before, key, base)
+            number += self._added * shift
+            number += (period - place.period) * (self._shift(place, behind, key, base) - shift)
+        if number < 0:
+            raise UnpredictableError(f"{node.name} would get the number {number}")
+        return f"{base}_{number}" if number else base
+
+    def _shift(self, first: Place | None, second: Place | None, key: Hashable, base: str) -> int:
+        """Return by how much the number of a node is larger in the second graph than in the first."""
+        return self._number(self._second, second, key, base) - self._number(self._first, first, key, base)
+
+    def _number(self, graph: LayeredGraph, place: Place | None, key: Hashable, base: str) -> int:
+        node = graph.at.get((place, key))
+        found = None if node is None else _numbered(node.name)
+        if found is None or found[0] != base:
+            raise UnpredictableError(f"{place} has no node {key} of the name {base}")
+        return found[1]
+
+    def _meta(self, node: fx.Node, period: int) -> dict[str, Any]:
+        meta = {key: node.meta[key] for key in _CARRIED if key in node.meta}
+        if "module_path" in meta:
+            meta["module_path"] = self.path(meta["module_path"], period)
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            if meta.get(key):
+                meta[key] = {
+                    name.replace(path, self.path(path, period)) if path else name: (self.path(path, period), kind)
+                    for name, (path, kind) in meta[key].items()
+                }
+        return meta
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    """Return the name of a node without its number, and the number; 0 where there is none."""
+    match = _NUMBER.fullmatch(name)
+    assert match is not None
+    return match["base"], int(match["number"] or 0)
+
+
+def difference(first: fx.Graph, second: fx.Graph) -> str | None:
+    """Return where two graphs differ, in a few words; None if they are equal node by node.
+
+    Names, operators, arguments and what nodes carry are compared, in order.
+    """
+    if len(first.nodes) != len(second.nodes):
+        return f"{len(first.nodes)} and {len(second.nodes)} nodes"
+    numbers = [{node: index for index, node in enumerate(graph.nodes)} for graph in (first, second)]
+    for node, like in zip(first.nodes, second.nodes, strict=True):
+        if (node.op, node.name, node.target) != (like.op, like.name, like.target):
+            return f"{node.format_node()} and {like.format_node()}"
+        arguments = [
+            fx.map_arg((each.args, each.kwargs), number.__getitem__)
+            for each, number in zip((node, like), numbers, strict=True)
+        ]
+        if plain(arguments[0]) != plain(arguments[1]):
+            return f"arguments of {node.format_node()} and {like.format_node()}"
+        # The output node has no meta of its own.
+        for key in _CARRIED if node.op != "output" else ():
+            if plain(node.meta.get(key)) != plain(like.meta.get(key)):
+                return f"{key} of {node.name}: {node.meta.get(key)} and {like.meta.get(key)}"
+    return None
+
+
+def plain(value: Any) -> Hashable:
+    """Return nested values as plain data, equal for equal ones: tensors by shape, memory layout, dtype and device."""
+    leaves, structure = pytree.tree_flatten(value)
+    return (structure, tuple(map(_plain_leaf, leaves)))
+
+
+def _plain_leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        layout = tuple(leaf.shape), tuple(leaf.stride()), leaf.storage_offset()
+        return (*layout, leaf.dtype, leaf.device, leaf.requires_grad)
+    if isinstance(leaf, (DynamicSize, Ratio)):
+        return (type(leaf), leaf.expr)
+    # As text, nan is equal to nan, and 0.0 is not -0.0.
+    return (type(leaf), repr(leaf))
