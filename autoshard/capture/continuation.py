@@ -156,7 +156,8 @@ class Continuation:
         for node, period in self.order(second.nodes, second.places.__getitem__):
             if node.op not in ("placeholder", "call_function"):
                 raise UnpredictableError(f"{node.op} {node.target} may differ from layer to layer")
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, period, operand))  # noqa: B023
+            operands = iter(self._operands(node, period))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(operands))  # noqa: B023
             name = self._name(node, period)
             target = name if node.op == "placeholder" else node.target
             copy = new.create_node(node.op, target, args, kwargs, name)
@@ -166,9 +167,15 @@ class Continuation:
             self._new[self._place(node, period), second.keys[node]] = copy
         return new
 
-    def node(self, node: fx.Node, period: int) -> fx.Node:
-        """Return the new node of a node of the second graph, in a period; -1 outside of periods."""
-        return self._find(self._place(node, period), self._second.keys[node])
+    def result(self, place: Place | None, period: int, node: fx.Node) -> fx.Node:
+        """Return the new node of a result of the graph.
+
+        Args:
+            place: of the result in the second graph, such as the place of the parameter whose gradient it is.
+            period: the new one.
+            node: of the second graph.
+        """
+        return self._find(self._source(place, period, node), self._second.keys[node])
 
     def path(self, path: str, period: int) -> str:
         """Return the path of a module or tensor of the second graph, in a period; -1 outside of periods."""
@@ -188,24 +195,47 @@ class Continuation:
             raise UnpredictableError(f"{place} has no node {key}")
         return node
 
-    def _operand(self, node: fx.Node, period: int, operand: fx.Node) -> fx.Node:
-        source, place = self._second.places[operand], self._second.places[node]
-        if source is not None:
-            to = self._moved(source.period)
-            if place is not None and place.repetition == source.repetition:
-                distance = source.period - place.period
-                is_template = place.period == self._template
-                if (is_template and abs(distance) <= 1) or (source.period == self._template and abs(distance) == 1):
-                    # In the same period or in a neighbouring one, unless that is what other periods read, too.
-                    if not self._is_shared(node, operand):
-                        to = period + distance
-            source = Place(source.repetition, to)
-        return self._find(source, self._second.keys[operand])
+    def _operands(self, node: fx.Node, period: int) -> list[fx.Node]:
+        """Return the new nodes that a node reads in a period."""
+        place, key = self._second.places[node], self._second.keys[node]
+        sources = [
+            (self._source(place, period, operand, self._is_shared(node, operand)), self._second.keys[operand])
+            for operand in _operands(node)
+        ]
+        if place is not None and place.period == self._template and period < self._template + self._added:
+            # Behind this period, there is one that was inserted; behind the template, there is the last one, which may
+            # lack a node: what is read there is what the period before the template reads in the template.
+            before = self._second.at.get((Place(place.repetition, place.period - 1), key))
+            operands = [] if before is None else _operands(before)
+            for index, operand in enumerate(operands if len(operands) == len(sources) else ()):
+                if self._second.places[operand] == place:
+                    sources[index] = Place(place.repetition, period + 1), self._second.keys[operand]
+        return [self._find(*source) for source in sources]
+
+    def _source(self, place: Place | None, period: int, operand: fx.Node, is_shared: bool = False) -> Place | None:
+        """Return the place of what is read in place of a node of the second graph.
+
+        Args:
+            place: of the reader in the second graph.
+            period: the new period of the reader.
+            operand: read by the reader in the second graph.
+            is_shared: True if readers in other periods read the same.
+        """
+        source = self._second.places[operand]
+        if source is None:
+            return None
+        if place is not None and place.repetition == source.repetition and not is_shared:
+            distance = source.period - place.period
+            is_template = place.period == self._template
+            if (is_template and abs(distance) <= 1) or (source.period == self._template and abs(distance) == 1):
+                return Place(source.repetition, period + distance)  # in the same period, or in a neighbouring one
+        return Place(source.repetition, self._moved(source.period))
 
     def _is_shared(self, node: fx.Node, operand: fx.Node) -> bool:
         """Return True if the node that corresponds to one, in the next period away from an operand, reads it, too."""
         place, source = self._second.places[node], self._second.places[operand]
-        assert place is not None and source is not None
+        if place is None or source is None or place.repetition != source.repetition:
+            return False
         away = Place(place.repetition, 2 * place.period - source.period)
         other = self._second.at.get((away, self._second.keys[node]))
         return away != place and other is not None and operand in other.all_input_nodes
@@ -218,16 +248,24 @@ class Continuation:
         elif place.period > self._template:
             number += self._added * self._shift(Place(place.repetition, place.period - 1), place, key, base)
         else:
-            # An added period adds to the numbers of all nodes that are made later: to those of the periods behind it in
-            # the forward half, to those of the periods before it in the backward half.
             before = Place(place.repetition, place.period - 1)
-            behind = Place(place.repetition, place.period + 1)
             shift = self._shift(before, before, key, base)
             number += self._added * shift
-            number += (period - place.period) * (self._shift(place, behind, key, base) - shift)
+            number += (period - place.period) * self._stride(place, key, base, shift)
         if number < 0:
             raise UnpredictableError(f"{node.name} would get the number {number}")
         return f"{base}_{number}" if number else base
+
+    def _stride(self, place: Place, key: Hashable, base: str, shift: int) -> int:
+        """Return by how much the numbers of a node differ from one period to the next, from the template on."""
+        behind = Place(place.repetition, place.period + 1)
+        if (behind, key) not in self._second.at:
+            # The last period may lack a node, such as the sum of a gradient with that of the period behind.
+            before = Place(place.repetition, place.period - 1)
+            return self._number(self._second, place, key, base) - self._number(self._second, before, key, base)
+        # An added period adds to the numbers of all nodes that are made later: to those of the periods behind it in the
+        # forward half, to those of the periods before it in the backward half.
+        return self._shift(place, behind, key, base) - shift
 
     def _shift(self, first: Place | None, second: Place | None, key: Hashable, base: str) -> int:
         """Return by how much the number of a node is larger in the second graph than in the first."""
@@ -251,6 +289,13 @@ class Continuation:
                     for name, (path, kind) in meta[key].items()
                 }
         return meta
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes in the arguments of a node, each as often as it stands there."""
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), operands.append)
+    return operands
 
 
 def _numbered(name: str) -> tuple[str, int]:

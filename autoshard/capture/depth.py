@@ -188,9 +188,7 @@ class _Series:
         predicted = continuation.graph()
         second = layered[1]
         results: Any = second.graph.output_node().args[0]
-        places = [(node, second.places[node]) for node in results]
-        order = continuation.order(places, lambda each: each[1])
-        _output(predicted, [continuation.node(node, period) for (node, _), period in order], second.graph)
+        _output(predicted, [continuation.result(None, -1, node) for node in results], second.graph)
         where = difference(predicted, records[2][0].graph)
         if where is not None:
             raise UnpredictableError(f"forward of {self._count} layers: {where}")
@@ -201,14 +199,14 @@ def _continued(continuation: Continuation, second: LayeredGraph, graph: JointGra
     nodes = continuation.graph()
     locate: Callable[[str], Place | None] = lambda name: second.depth.locate(name)[0]  # noqa: E731
     inputs = tuple(
-        replace(item, name=continuation.path(item.name, period), node=continuation.node(item.node, period))
+        replace(item, name=continuation.path(item.name, period), node=continuation.result(second.places[item.node], period, item.node))
         for item, period in continuation.order(graph.inputs, lambda item: second.places[item.node])
     )
     outputs = tuple(
         replace(
             item,
             name=continuation.path(item.name, period),
-            node=None if item.node is None else continuation.node(item.node, period),
+            node=None if item.node is None else continuation.result(locate(item.name), period, item.node),
         )
         for item, period in continuation.order(graph.outputs, lambda item: locate(item.name))
     )

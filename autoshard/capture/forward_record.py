@@ -9,9 +9,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard.capture._torch import FakeTensorMode, TorchDispatchMode, applying_functions_by, outside_modes, pytree
+from autoshard.capture._torch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    applying_functions_by,
+    as_if_exporting,
+    outside_modes,
+    pytree,
+)
+from autoshard.capture.composites import Exportable
 from autoshard.capture.fake_module import fake_like
+from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.marks import capturing
+from autoshard.capture.padded_encoder import capturable_encoder
 from autoshard.capture.python_calls import module_tensors
 from autoshard.capture.repeated_layers import Repetition
 from autoshard.errors import CaptureError
@@ -113,10 +123,20 @@ def record_forward(
         if isinstance(value, torch.Tensor)
     ]
     known = [*module_tensors(module), *attributes, *((f"{place}", leaf) for place, leaf in enumerate(leaves))]
-    with outside_modes(), capturing(), mode:
-        record = ForwardRecord(known)
-        with _noting_paths(module, repetitions, record), applying_functions_by(_refuse_function), record:
-            output = module(*inputs[0], **inputs[1])
+    record = ForwardRecord(known)
+    with (
+        outside_modes(),
+        as_if_exporting(),
+        capturing(),
+        capturable_encoder(),
+        mode,
+        _noting_paths(module, repetitions, record),
+        applying_functions_by(_refuse_function),
+        capturable_flex_attention(),
+        Exportable(),
+        record,
+    ):
+        output = module(*inputs[0], **inputs[1])
     results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     record.graph.output(tuple(map(record.node_of, results)))
     return record
