@@ -7,6 +7,7 @@ graph to the second.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from autoshard.capture._torch import pytree
 from autoshard.capture.repeated_layers import Depth, Place
 from autoshard.size import DynamicSize, Ratio
 
@@ -298,6 +298,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
+@functools.lru_cache(maxsize=2**16)
 def _numbered(name: str) -> tuple[str, int]:
     """Return the name of a node without its number, and the number; 0 where there is none."""
     match = _NUMBER.fullmatch(name)
@@ -312,34 +313,46 @@ def difference(first: fx.Graph, second: fx.Graph) -> str | None:
     """
     if len(first.nodes) != len(second.nodes):
         return f"{len(first.nodes)} and {len(second.nodes)} nodes"
-    numbers = [{node: index for index, node in enumerate(graph.nodes)} for graph in (first, second)]
+    pairs: dict[fx.Node, fx.Node] = {}
     for node, like in zip(first.nodes, second.nodes, strict=True):
         if (node.op, node.name, node.target) != (like.op, like.name, like.target):
             return f"{node.format_node()} and {like.format_node()}"
-        arguments = [
-            fx.map_arg((each.args, each.kwargs), number.__getitem__)
-            for each, number in zip((node, like), numbers, strict=True)
-        ]
-        if plain(arguments[0]) != plain(arguments[1]):
+        if not _is_equal((node.args, node.kwargs), (like.args, like.kwargs), pairs):
             return f"arguments of {node.format_node()} and {like.format_node()}"
         # The output node has no meta of its own.
         for key in _CARRIED if node.op != "output" else ():
-            if plain(node.meta.get(key)) != plain(like.meta.get(key)):
+            if not _is_equal(node.meta.get(key), like.meta.get(key), pairs):
                 return f"{key} of {node.name}: {node.meta.get(key)} and {like.meta.get(key)}"
+        pairs[node] = like
     return None
 
 
-def plain(value: Any) -> Hashable:
-    """Return nested values as plain data, equal for equal ones: tensors by shape, memory layout, dtype and device."""
-    leaves, structure = pytree.tree_flatten(value)
-    return (structure, tuple(map(_plain_leaf, leaves)))
-
-
-def _plain_leaf(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        layout = tuple(leaf.shape), tuple(leaf.stride()), leaf.storage_offset()
-        return (*layout, leaf.dtype, leaf.device, leaf.requires_grad)
-    if isinstance(leaf, (DynamicSize, Ratio)):
-        return (type(leaf), leaf.expr)
+def _is_equal(first: Any, second: Any, pairs: Mapping[fx.Node, fx.Node]) -> bool:
+    """Return True if nested values are equal: nodes that correspond, tensors of one shape, memory layout and dtype."""
+    if first is second:
+        return True
+    if isinstance(first, fx.Node):
+        return pairs.get(first) is second
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, torch.Tensor):
+        # Not by the offset in memory, which is that of some operand where a result is fake.
+        return (
+            first.shape == second.shape
+            and first.stride() == second.stride()
+            and first.dtype == second.dtype
+            and first.device == second.device
+            and first.requires_grad == second.requires_grad
+        )
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(functools.partial(_is_equal, pairs=pairs), first, second))
+    if isinstance(first, dict):
+        same_keys = list(first) == list(second)
+        return same_keys and all(_is_equal(first[key], second[key], pairs) for key in first)
+    if isinstance(first, slice):
+        parts = [(each.start, each.stop, each.step) for each in (first, second)]
+        return _is_equal(*parts, pairs)
+    if isinstance(first, (DynamicSize, Ratio)):
+        return bool(first.expr == second.expr)
     # As text, nan is equal to nan, and 0.0 is not -0.0.
-    return (type(leaf), repr(leaf))
+    return repr(first) == repr(second)

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import fake_mode
 from autoshard.capture.call_layout import signature_of
-from autoshard.capture.continuation import Continuation, LayeredGraph, UnpredictableError, difference, plain
+from autoshard.capture.continuation import Continuation, LayeredGraph, UnpredictableError, difference
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.fake_module import fake_copy
 from autoshard.capture.forward_record import record_forward
-from autoshard.capture.joint import Tangents, capture
+from autoshard.capture.joint import Tangents, capture, without_garbage_collection
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
 from autoshard.capture.marks import defaults_of
 from autoshard.capture.output_history import TensorKey
@@ -75,7 +75,8 @@ def capture_repeated(
         graph = None
         # Whatever goes wrong at a smaller depth does so at full depth, too, with the right words; or it is of no account.
         try:
-            graph = _Series(module, args, kwargs, options, repetitions, begin).continued()
+            with without_garbage_collection():
+                graph = _Series(module, args, kwargs, options, repetitions, begin).continued()
         except Exception as error:
             logger.info("layers are captured one by one: %s: %s", type(error).__name__, error)
         logger.debug("%s seconds for layers in part", time.perf_counter() - start)
@@ -255,5 +256,5 @@ def _output(graph: fx.Graph, nodes: Sequence[fx.Node | None], like: fx.Graph) ->
 def _description(item: JointInput | JointOutput) -> object:
     value = item.value if isinstance(item, JointInput) else item.tangent
     if isinstance(value, torch.Tensor):
-        value = (plain(value), value.tolist())
+        value = (value.shape, value.dtype, value.tolist())
     return (item.kind, item.name, None if item.node is None else item.node.name, value)

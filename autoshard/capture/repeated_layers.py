@@ -57,7 +57,9 @@ class Depth:
     def __init__(self, repetitions: Sequence[Repetition], count: int) -> None:
         self.repetitions = tuple(repetitions)
         self.count = count
+        # Paths are those of all nodes, of which a module has many.
         self._locate = functools.cache(self._locate_uncached)
+        self._move = functools.cache(self._move_uncached)
 
     def locate(self, path: str) -> tuple[Place | None, str]:
         """Return the period to which a path belongs, and a text that is equal for corresponding paths.
@@ -75,6 +77,9 @@ class Depth:
             period: the new one; None for a path outside of all periods.
             count: periods of the other module.
         """
+        return self._move(path, period, count)
+
+    def _move_uncached(self, path: str, period: int | None, count: int) -> str:
         found = self._element(path)
         if found is None:
             return path
