@@ -133,7 +133,7 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
     """Run a search with checked arguments."""
     start = time.perf_counter()
     graph, capture_seconds = capture_with_progress(
-        call.module, call.args, dict(call.kwargs), target, grad=torch.is_grad_enabled(), dynamic=False
+        call.module, call.args, dict(call.kwargs), target, grad=torch.is_grad_enabled(), dynamic=False, by_layers=True
     )
     # Only what the user asks for limits larger devices of a pipeline.
     own_memory = target.settings.memory_limit is None
