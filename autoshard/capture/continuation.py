@@ -22,7 +22,8 @@ from autoshard.size import DynamicSize, Ratio
 
 Item = TypeVar("Item")
 
-_NUMBER = re.compile(r"(?P<base>.*?)(?:_(?P<number>\d+))?")
+# Inputs of a graph without gradients are named arg0_1, arg1_1 and so on; other nodes mul, mul_1 and so on.
+_NUMBER = re.compile(r"(?P<head>arg)(?P<place>\d+)_1|(?P<base>.*?)(?:_(?P<number>\d+))?")
 # What nodes of a joint graph carry. Other entries of `meta` are of the trace.
 _CARRIED = (
     *("val", "sizes", "partitioner_tag", "module_path", "task_graph", "stack_trace", "custom", "is_gradient_acc"),
@@ -254,7 +255,7 @@ class Continuation:
             number += (period - place.period) * self._stride(place, key, base, shift)
         if number < 0:
             raise UnpredictableError(f"{node.name} would get the number {number}")
-        return f"{base}_{number}" if number else base
+        return base.replace("#", str(number)) if "#" in base else f"{base}_{number}" if number else base
 
     def _stride(self, place: Place, key: Hashable, base: str, shift: int) -> int:
         """Return by how much the numbers of a node differ from one period to the next, from the template on."""
@@ -300,9 +301,11 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 @functools.lru_cache(maxsize=2**16)
 def _numbered(name: str) -> tuple[str, int]:
-    """Return the name of a node without its number, and the number; 0 where there is none."""
+    """Return the name of a node without its number, which a # stands for if it is not last, and the number, or 0."""
     match = _NUMBER.fullmatch(name)
     assert match is not None
+    if match["head"]:
+        return f"{match['head']}#_1", int(match["place"])
     return match["base"], int(match["number"] or 0)
 
 
