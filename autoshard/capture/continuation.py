@@ -11,6 +11,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -22,8 +23,12 @@ from autoshard.size import DynamicSize, Ratio
 
 Item = TypeVar("Item")
 
-# Inputs of a graph without gradients are named arg0_1, arg1_1 and so on; other nodes mul, mul_1 and so on.
-_NUMBER = re.compile(r"(?P<head>arg)(?P<place>\d+)_1|(?P<base>.*?)(?:_(?P<number>\d+))?")
+# Inputs of a graph without gradients are named arg0_1, arg1_1 and so on; other nodes mul, mul_1 and so on. Constants of
+# an export are named lifted_tensor_0 and so on, behind the path of a module.
+_NUMBER = re.compile(
+    r"(?P<head>arg)(?P<place>\d+)(?P<tail>_1)|(?P<lifted>lifted_tensor_)(?P<which>\d+)|(?P<base>.*?)(?:_(?P<number>\d+))?"
+)
+_LIFTED = re.compile(r"(?P<path>.*\.)?(?P<name>lifted_tensor_\d+)")
 # What nodes of a joint graph carry. Other entries of `meta` are of the trace.
 _CARRIED = (
     *("val", "sizes", "partitioner_tag", "module_path", "task_graph", "stack_trace", "custom", "is_gradient_acc"),
@@ -48,6 +53,7 @@ class LayeredGraph:
         places: the period of every node; None outside of periods.
         keys: for every node, what it has in common with the corresponding nodes of other periods and graphs.
         at: nodes by place and key.
+        lifted: of constants of the export, the last part of their names, which has a number.
     """
 
     def __init__(self, graph: fx.Graph, names: Mapping[fx.Node, str], depth: Depth) -> None:
@@ -55,6 +61,9 @@ class LayeredGraph:
         self.depth = depth
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         self.places: dict[fx.Node, Place | None] = {}
+        matches = [(node, _LIFTED.fullmatch(name)) for node, name in names.items()]
+        self.lifted = {node: match["name"] for node, match in matches if match}
+        names = {**names, **{node: match["path"] or "" for node, match in matches if match}}
         self._locate(names)
         self.keys: dict[fx.Node, Hashable] = {}
         self.at: dict[tuple[Place | None, Hashable], fx.Node] = {}
@@ -83,9 +92,6 @@ class LayeredGraph:
                 latest = max(node.all_input_nodes, key=position.__getitem__, default=None)
                 self.places[node] = None if latest is None else self.places[latest]
         self._locate_nodes_between()
-        for node in self.nodes:
-            if node.op == "placeholder" and node not in names:
-                self.places[node] = next((self.places[user] for user in node.users if user.op != "output"), None)
 
     def _locate_nodes_between(self) -> None:
         """Give nodes between one period and the next, such as a sum in the loop over layers, to the first of them."""
@@ -159,7 +165,7 @@ class Continuation:
                 raise UnpredictableError(f"{node.op} {node.target} may differ from layer to layer")
             operands = iter(self._operands(node, period))
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(operands))  # noqa: B023
-            name = self._name(node, period)
+            name = self._continued_text(node, period, _name_of)
             target = name if node.op == "placeholder" else node.target
             copy = new.create_node(node.op, target, args, kwargs, name)
             if copy.name != name:
@@ -241,43 +247,31 @@ class Continuation:
         other = self._second.at.get((away, self._second.keys[node]))
         return away != place and other is not None and operand in other.all_input_nodes
 
-    def _name(self, node: fx.Node, period: int) -> str:
+    def constant(self, node: fx.Node, period: int) -> str:
+        """Return the new last part of the name of a constant of the export."""
+        return self._continued_text(node, period, _constant_of)
+
+    def _continued_text(self, node: fx.Node, period: int, text_of: Callable[[LayeredGraph, fx.Node], str]) -> str:
+        """Return a text of a node with the number that it has in a period.
+
+        Args:
+            node: of the second graph.
+            period: the new period.
+            text_of: returns a text of a node of one of the graphs, such as its name.
+        """
         place, key = self._second.places[node], self._second.keys[node]
-        base, number = _numbered(node.name)
+        base, number = _numbered(text_of(self._second, node))
+        numbers = _Numbers(self._first, self._second, key, base, text_of)
         if place is None or place.period < self._template:
-            number += self._added * self._shift(place, place, key, base)
+            number += self._added * numbers.shift(place, place)
         elif place.period > self._template:
-            number += self._added * self._shift(Place(place.repetition, place.period - 1), place, key, base)
+            number += self._added * numbers.shift(Place(place.repetition, place.period - 1), place)
         else:
             before = Place(place.repetition, place.period - 1)
-            shift = self._shift(before, before, key, base)
-            number += self._added * shift
-            number += (period - place.period) * self._stride(place, key, base, shift)
+            number += self._added * numbers.shift(before, before) + (period - place.period) * numbers.stride(place)
         if number < 0:
             raise UnpredictableError(f"{node.name} would get the number {number}")
         return base.replace("#", str(number)) if "#" in base else f"{base}_{number}" if number else base
-
-    def _stride(self, place: Place, key: Hashable, base: str, shift: int) -> int:
-        """Return by how much the numbers of a node differ from one period to the next, from the template on."""
-        behind = Place(place.repetition, place.period + 1)
-        if (behind, key) not in self._second.at:
-            # The last period may lack a node, such as the sum of a gradient with that of the period behind.
-            before = Place(place.repetition, place.period - 1)
-            return self._number(self._second, place, key, base) - self._number(self._second, before, key, base)
-        # An added period adds to the numbers of all nodes that are made later: to those of the periods behind it in the
-        # forward half, to those of the periods before it in the backward half.
-        return self._shift(place, behind, key, base) - shift
-
-    def _shift(self, first: Place | None, second: Place | None, key: Hashable, base: str) -> int:
-        """Return by how much the number of a node is larger in the second graph than in the first."""
-        return self._number(self._second, second, key, base) - self._number(self._first, first, key, base)
-
-    def _number(self, graph: LayeredGraph, place: Place | None, key: Hashable, base: str) -> int:
-        node = graph.at.get((place, key))
-        found = None if node is None else _numbered(node.name)
-        if found is None or found[0] != base:
-            raise UnpredictableError(f"{place} has no node {key} of the name {base}")
-        return found[1]
 
     def _meta(self, node: fx.Node, period: int) -> dict[str, Any]:
         meta = {key: node.meta[key] for key in _CARRIED if key in node.meta}
@@ -290,6 +284,53 @@ class Continuation:
                     for name, (path, kind) in meta[key].items()
                 }
         return meta
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The numbers in the texts of corresponding nodes of two graphs.
+
+    Attributes:
+        first, second: the graphs.
+        key: of the nodes.
+        base: the texts without their numbers.
+        text_of: returns the text of a node.
+    """
+
+    first: LayeredGraph
+    second: LayeredGraph
+    key: Hashable
+    base: str
+    text_of: Callable[[LayeredGraph, fx.Node], str]
+
+    def shift(self, first: Place | None, second: Place | None) -> int:
+        """Return by how much the number is larger in the second graph than in the first, at a place in each."""
+        return self._number(self.second, second) - self._number(self.first, first)
+
+    def stride(self, place: Place) -> int:
+        """Return by how much the number grows from one period to the next, from a place on."""
+        before, behind = (Place(place.repetition, place.period + step) for step in (-1, 1))
+        if (behind, self.key) not in self.second.at:
+            # The last period may lack a node, such as the sum of a gradient with that of the period behind.
+            return self._number(self.second, place) - self._number(self.second, before)
+        # An added period adds to the numbers of all nodes that are made later: to those of the periods behind it in the
+        # forward half, to those of the periods before it in the backward half.
+        return self.shift(place, behind) - self.shift(before, before)
+
+    def _number(self, graph: LayeredGraph, place: Place | None) -> int:
+        node = graph.at.get((place, self.key))
+        found = None if node is None else _numbered(self.text_of(graph, node))
+        if found is None or found[0] != self.base:
+            raise UnpredictableError(f"{place} has no node {self.key} of the name {self.base}")
+        return found[1]
+
+
+def _name_of(graph: LayeredGraph, node: fx.Node) -> str:
+    return node.name
+
+
+def _constant_of(graph: LayeredGraph, node: fx.Node) -> str:
+    return graph.lifted[node]
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -305,7 +346,9 @@ def _numbered(name: str) -> tuple[str, int]:
     match = _NUMBER.fullmatch(name)
     assert match is not None
     if match["head"]:
-        return f"{match['head']}#_1", int(match["place"])
+        return f"{match['head']}#{match['tail']}", int(match["place"])
+    if match["lifted"]:
+        return f"{match['lifted']}#", int(match["which"])
     return match["base"], int(match["number"] or 0)
 
 

@@ -148,11 +148,10 @@ class _Series:
 
     def _layered(self, graph: JointGraph, count: int) -> LayeredGraph:
         depth = Depth(self._repetitions, count)
-        # Constants of the export have numbers for names.
-        names = {item.node: item.name for item in graph.inputs if item.kind != "constant"}
-        layered = LayeredGraph(graph.graph, names, depth)
+        layered = LayeredGraph(graph.graph, {item.node: item.name for item in graph.inputs}, depth)
         for item in graph.inputs:
-            if item.kind == "constant" and layered.places[item.node] is not None:
+            # A record of forward has the numbers of constants in the code, and no others.
+            if item.kind == "constant" and layered.places[item.node] is not None and item.node not in layered.lifted:
                 raise UnpredictableError(f"layers have constants of their own, such as {item.name}")
         if any(node.meta.get("task_graph") for node in layered.nodes):
             raise UnpredictableError("the model has task graphs")
@@ -198,11 +197,18 @@ class _Series:
 def _continued(continuation: Continuation, second: LayeredGraph, graph: JointGraph) -> JointGraph:
     """Return the joint graph that continues others, of which `graph` is the second."""
     nodes = continuation.graph()
-    locate: Callable[[str], Place | None] = lambda name: second.depth.locate(name)[0]  # noqa: E731
-    inputs = tuple(
-        replace(item, name=continuation.path(item.name, period), node=continuation.result(second.places[item.node], period, item.node))
-        for item, period in continuation.order(graph.inputs, lambda item: second.places[item.node])
-    )
+
+    def locate(name: str) -> Place | None:
+        return second.depth.locate(name)[0]
+
+    names: dict[tuple[str, int], str] = {}  # of constants, by the old name and the new period
+    inputs = []
+    for item, period in continuation.order(graph.inputs, lambda item: second.places[item.node]):
+        name = continuation.path(item.name, period)
+        if item.node in second.lifted:
+            name = name.removesuffix(second.lifted[item.node]) + continuation.constant(item.node, period)
+            names[item.name, period] = name
+        inputs.append(replace(item, name=name, node=continuation.result(second.places[item.node], period, item.node)))
     outputs = tuple(
         replace(
             item,
@@ -219,19 +225,33 @@ def _continued(continuation: Continuation, second: LayeredGraph, graph: JointGra
     return replace(
         graph,
         graph_module=fx.GraphModule(graph.graph_module, nodes),
-        inputs=inputs,
+        inputs=tuple(inputs),
         outputs=outputs,
         aliases=aliases,
         fingerprint=fingerprint(inputs, outputs, nodes),
         state=PythonState(),
-        histories=replace(graph.histories, memory=_continued_memory(continuation, graph.histories.memory, locate)),
+        histories=replace(graph.histories, memory=_continued_memory(continuation, graph.histories.memory, locate, names)),
     )
 
 
 def _continued_memory(
-    continuation: Continuation, memory: Mapping[TensorKey, int], locate: Callable[[str], Place | None]
+    continuation: Continuation,
+    memory: Mapping[TensorKey, int],
+    locate: Callable[[str], Place | None],
+    constants: Mapping[tuple[str, int], str],
 ) -> dict[TensorKey, int]:
-    """Return for the tensors at full depth a number that those in the same memory share."""
+    """Return for the tensors at full depth a number that those in the same memory share.
+
+    Args:
+        continuation: to full depth.
+        memory: such numbers in the second graph.
+        locate: returns the place of a name.
+        constants: the new names of constants by their old names and new periods.
+    """
+
+    def new_name(name: str, period: int) -> str:
+        return constants.get((name, period)) or continuation.path(name, period)
+
     first: dict[int, TensorKey] = {}
     for key, number in memory.items():
         first.setdefault(number, key)
@@ -242,9 +262,9 @@ def _continued_memory(
         kind, name = first[memory[key]]
         if places[kind, name] not in (places[key], None):
             raise UnpredictableError(f"{key[1]} lies in memory of {name}")
-        holder = kind, continuation.path(name, period)
+        holder = kind, new_name(name, period)
         new = continued[holder] if holder in continued else next(numbers)
-        continued[key[0], continuation.path(key[1], period)] = new
+        continued[key[0], new_name(key[1], period)] = new
     return continued
 
 

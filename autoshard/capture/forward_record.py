@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture._torch import (
+    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     applying_functions_by,
@@ -66,7 +68,9 @@ class ForwardRecord(TorchDispatchMode):
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """Return the node that made a tensor; of one that nothing recorded made, such as a constant, a new node."""
         if id(tensor) not in self._nodes:
-            self._note(self.graph.call_function(_held), tensor)
+            # Numbers of constants may differ from layer to layer.
+            numbers = None if isinstance(tensor, FakeTensor) or tensor.is_meta else _digest(tensor)
+            self._note(self.graph.call_function(_held, (numbers,)), tensor)
         return self._nodes[id(tensor)]
 
     def __torch_dispatch__(
@@ -85,8 +89,13 @@ class ForwardRecord(TorchDispatchMode):
         return results
 
 
-def _held() -> Any:
-    """Stand for a tensor that Python code holds."""
+def _held(digest: str | None) -> Any:
+    """Stand for a tensor that Python code holds, whose numbers have a digest."""
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    with outside_modes():
+        return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()
 
 
 def _result(results: tuple[Any, ...], index: int) -> Any:
