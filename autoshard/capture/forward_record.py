@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from autoshard.capture._torch import (
     as_if_exporting,
     outside_modes,
     pytree,
+    without_checkpoints,
 )
 from autoshard.capture.composites import Exportable
 from autoshard.capture.fake_module import fake_like
@@ -78,14 +80,19 @@ class ForwardRecord(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
+        if func.namespace == "prim":  # a question about a tensor, such as its device
+            return results
         operands = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
         node = self.graph.call_function(func, *operands)
         node.meta |= {"gradients_on": torch.is_grad_enabled(), **self._modules()}
+        if isinstance(results, torch.Tensor):
+            self._note(node, results)
+            return results
         leaves = pytree.tree_leaves(results)
         node.meta["val"] = tuple(leaves)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                self._note(self.graph.call_function(_result, (node, index)), leaf)
+                self._note(self.graph.call_function(operator.getitem, (node, index)), leaf)
         return results
 
 
@@ -96,11 +103,6 @@ def _held(digest: str | None) -> Any:
 def _digest(tensor: torch.Tensor) -> str:
     with outside_modes():
         return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()
-
-
-def _result(results: tuple[Any, ...], index: int) -> Any:
-    """Return one of the results of an operator."""
-    return results[index]
 
 
 def record_forward(
@@ -141,6 +143,7 @@ def record_forward(
         mode,
         _noting_paths(module, repetitions, record),
         applying_functions_by(_refuse_function),
+        without_checkpoints(contextlib.nullcontext),
         capturable_flex_attention(),
         Exportable(),
         record,

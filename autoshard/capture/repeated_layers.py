@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import lt
 from typing import NamedTuple
 
 import torch
@@ -168,19 +169,18 @@ def _repetition_in(path: str, elements: Sequence[nn.Module]) -> Repetition | Non
 def _keys(elements: Sequence[nn.Module]) -> list[Hashable]:
     """Return a key of every element, equal for elements that are equal but for attributes that count them."""
     settings = [dict(_settings(element)) for element in elements]
-    counting = {
-        name
-        for name in settings[0]
-        if all(type(values.get(name)) is int for values in settings) and _is_counting([each[name] for each in settings])
-    }
+    names = dict.fromkeys(name for each in settings for name in each)
+    counting = {name for name in names if _is_counting([each[name] for each in settings if name in each])}
     return [
         (_structure(element), tuple((name, repr(value)) for name, value in values.items() if name not in counting))
         for element, values in zip(elements, settings, strict=True)
     ]
 
 
-def _is_counting(values: Sequence[int]) -> bool:
-    return all(second > first for first, second in zip(values, values[1:], strict=False))
+def _is_counting(values: Sequence[object]) -> bool:
+    """Return True for whole numbers that grow from each to the next."""
+    numbers = [value for value in values if type(value) is int]
+    return len(numbers) == len(values) > 1 and all(map(lt, numbers, numbers[1:]))
 
 
 def _settings(element: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
@@ -200,7 +200,9 @@ def _structure(element: nn.Module) -> Hashable:
     parts = []
     for path, part in element.named_modules():
         tensors = (*part._parameters.items(), *part._buffers.items(), *vars(part).items())
-        hooks = tuple(len(table) for name, table in vars(part).items() if name.endswith("_hooks"))
+        tables = [(name, table) for name, table in vars(part).items() if name.endswith("_hooks")]
+        # What hooks of the backward half do is seen in no record of forward: other hooks make other layers.
+        hooks = tuple(tuple(map(id, table.values())) if "backward" in name else len(table) for name, table in tables)
         held = tuple(
             (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
             for name, tensor in tensors
