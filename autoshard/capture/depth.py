@@ -11,8 +11,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -231,7 +230,9 @@ def _continued(continuation: Continuation, second: LayeredGraph, graph: JointGra
         aliases=aliases,
         fingerprint=fingerprint(inputs, outputs, nodes),
         state=PythonState(),
-        histories=replace(graph.histories, memory=_continued_memory(continuation, graph.histories.memory, locate, names)),
+        histories=replace(
+            graph.histories, memory=_continued_memory(continuation, graph.histories.memory, locate, names)
+        ),
     )
 
 

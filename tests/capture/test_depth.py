@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
     "max_position_embeddings": 16,
 }
-GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 1, "use_cache": False}
+GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 1}
 
 
 def gpt2() -> Example:
@@ -42,6 +42,7 @@ def gpt2() -> Example:
 
 
 def llama(**options: Any) -> Example:
+    """With a cache of keys and values, which has constants of every layer."""
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED, **options)), tokens()
 
 
@@ -68,7 +69,7 @@ def t5() -> Example:
 
 
 def mixtral() -> Example:
-    config = transformers.MixtralConfig(**GROUPED, num_local_experts=2, router_aux_loss_coef=0.0)
+    config = transformers.MixtralConfig(**GROUPED, use_cache=False, num_local_experts=2, router_aux_loss_coef=0.0)
     return transformers.MixtralForCausalLM(config), tokens()
 
 
@@ -132,9 +133,7 @@ def blocks(*elements: nn.Module) -> Example:
 
 def convolutions() -> Example:
     """Batch norm, whose statistics change, three modules to a period."""
-    layers = [
-        part for _ in range(LAYERS) for part in (nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU())
-    ]
+    layers = [part for _ in range(LAYERS) for part in (nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU())]
     return nn.Sequential(*layers), {"input": torch.zeros(2, 2, 4, 4)}
 
 
@@ -149,6 +148,7 @@ CONTINUED: dict[str, Callable[[], Example]] = {
     "blocks": lambda: blocks(*map(Block, range(LAYERS))),
     "convolutions": convolutions,
     "first and last differ": lambda: stack(lambda _, layer, x: layer(x)),
+    "constants": lambda: stack(lambda _, layer, x: layer(x) * torch.tensor([2.0])),
     "operators in the loop": lambda: stack(lambda _, layer, x: layer(x).relu() + 1),
 }
 
@@ -164,6 +164,23 @@ class Scale(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
+class Returned(nn.Module):
+    """Returns the results of all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Block, range(LAYERS)))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        results = [x]
+        for layer in self.layers:
+            results.append(layer(results[-1]))
+        return results
+
+    def example(self) -> Example:
+        return self, {"x": torch.zeros(3, WIDTH)}
+
+
 def without_gradients(index: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.set_grad_enabled(index != 6):
         return layer(x)
@@ -175,8 +192,9 @@ WHOLE: dict[str, Callable[[], Example]] = {
     "the loop asks for the number": lambda: stack(lambda index, layer, x: layer(x) * (2 if index == 6 else 1)),
     "one layer is detached": lambda: stack(lambda index, layer, x: layer(x).detach() if index == 6 else layer(x)),
     "one layer has no gradients": lambda: stack(without_gradients),
+    "constants differ": lambda: stack(lambda index, layer, x: layer(x) * torch.tensor([2.0 if index == 6 else 1.0])),
     "gradients differ": lambda: stack(lambda index, layer, x: Scale.apply(layer(x), 2.0 if index == 6 else 1.0)),
-    "layers are returned": lambda: llama(output_hidden_states=True),
+    "layers are returned": lambda: Returned().example(),
 }
 
 
@@ -195,6 +213,7 @@ def description(graph: JointGraph) -> Iterator[object]:
             yield [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     for item in (*graph.inputs, *graph.outputs):
         yield item.kind, item.name, item.node and item.node.name
+    yield [item.value if item.value is None else item.value.tolist() for item in graph.inputs]
     yield list(graph.aliases.items()), graph.signature, graph.fingerprint, graph.dynamic, graph.recomputed
     yield graph.call, graph.result, graph.histories, graph.model
 
@@ -241,6 +260,6 @@ def test_the_module_stays_as_it_is() -> None:
 
 
 def test_a_plan_has_the_fingerprint_of_the_whole_graph() -> None:
-    module, kwargs = blocks(*map(Block, range(17)))
+    module, kwargs = blocks(*map(Block, range(21)))
     plan = autoshard.plan(module, {"x": 2}, (), kwargs)
     assert plan.fingerprint == capture(module, (), kwargs).fingerprint
