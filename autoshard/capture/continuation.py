@@ -92,6 +92,9 @@ class LayeredGraph:
                 latest = max(node.all_input_nodes, key=position.__getitem__, default=None)
                 self.places[node] = None if latest is None else self.places[latest]
         self._locate_nodes_between()
+        for node in self.lifted:
+            if self.places[node] is None:  # made in a loop over layers
+                self.places[node] = next((self.places[user] for user in node.users if user.op != "output"), None)
 
     def _locate_nodes_between(self) -> None:
         """Give nodes between one period and the next, such as a sum in the loop over layers, to the first of them."""
@@ -396,8 +399,7 @@ def _is_equal(first: Any, second: Any, pairs: Mapping[fx.Node, fx.Node]) -> bool
         same_keys = list(first) == list(second)
         return same_keys and all(_is_equal(first[key], second[key], pairs) for key in first)
     if isinstance(first, slice):
-        parts = [(each.start, each.stop, each.step) for each in (first, second)]
-        return _is_equal(*parts, pairs)
+        return _is_equal((first.start, first.stop, first.step), (second.start, second.stop, second.step), pairs)
     if isinstance(first, (DynamicSize, Ratio)):
         return bool(first.expr == second.expr)
     # As text, nan is equal to nan, and 0.0 is not -0.0.

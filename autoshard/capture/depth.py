@@ -142,9 +142,9 @@ class _Series:
         return self._graphs[count]
 
     def _predict(self, first: int, count: int) -> JointGraph:
-        graphs = self._graph(first), self._graph(first + 1)
-        layered = [self._layered(graph, first + index) for index, graph in enumerate(graphs)]
-        return _continued(Continuation(*layered, count), layered[1], graphs[1])
+        graph = self._graph(first + 1)
+        second = self._layered(graph, first + 1)
+        return _continued(Continuation(self._layered(self._graph(first), first), second, count), second, graph)
 
     def _layered(self, graph: JointGraph, count: int) -> LayeredGraph:
         depth = Depth(self._repetitions, count)
@@ -276,7 +276,7 @@ def _output(graph: fx.Graph, nodes: Sequence[fx.Node | None], like: fx.Graph) ->
 
 
 def _description(item: JointInput | JointOutput) -> object:
-    value = item.value if isinstance(item, JointInput) else item.tangent
+    value: object = item.value if isinstance(item, JointInput) else item.tangent
     if isinstance(value, torch.Tensor):
         value = (value.shape, value.dtype, value.tolist())
     return (item.kind, item.name, None if item.node is None else item.node.name, value)

@@ -82,7 +82,7 @@ class Recipe:
                     gradient if collected is None else node(path, "is_backward", aten.add.Tensor, collected, gradient)
                 )
         ends = [node("", "is_backward", aten.neg.default, each) for each in (gradient, collected) if each is not None]
-        graph.output(tuple([*ends, *reversed(gradients)]))
+        graph.output((*ends, *reversed(gradients)))
         return LayeredGraph(graph, names, Depth([Repetition("layers", 0, 1, count, count)], count))
 
 
