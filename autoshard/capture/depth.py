@@ -73,7 +73,7 @@ def capture_repeated(
     if repetitions:
         start = time.perf_counter()
         graph = None
-        # Whatever goes wrong at a smaller depth does so at full depth, too, with the right words; or it is of no account.
+        # What is wrong with the module is told by the capture of the whole, in the right words.
         try:
             with without_garbage_collection():
                 graph = _Series(module, args, kwargs, options, repetitions, begin).continued()
@@ -201,6 +201,7 @@ def _continued(continuation: Continuation, second: LayeredGraph, graph: JointGra
     def locate(name: str) -> Place | None:
         return second.depth.locate(name)[0]
 
+    places = {item.name: second.places[item.node] for item in graph.inputs}
     names: dict[tuple[str, int], str] = {}  # of constants, by the old name and the new period
     inputs = []
     for item, period in continuation.order(graph.inputs, lambda item: second.places[item.node]):
@@ -231,7 +232,7 @@ def _continued(continuation: Continuation, second: LayeredGraph, graph: JointGra
         fingerprint=fingerprint(inputs, outputs, nodes),
         state=PythonState(),
         histories=replace(
-            graph.histories, memory=_continued_memory(continuation, graph.histories.memory, locate, names)
+            graph.histories, memory=_continued_memory(continuation, graph.histories.memory, places, names)
         ),
     )
 
@@ -239,7 +240,7 @@ def _continued(continuation: Continuation, second: LayeredGraph, graph: JointGra
 def _continued_memory(
     continuation: Continuation,
     memory: Mapping[TensorKey, int],
-    locate: Callable[[str], Place | None],
+    known: Mapping[str, Place | None],
     constants: Mapping[tuple[str, int], str],
 ) -> dict[TensorKey, int]:
     """Return for the tensors at full depth a number that those in the same memory share.
@@ -247,7 +248,7 @@ def _continued_memory(
     Args:
         continuation: to full depth.
         memory: such numbers in the second graph.
-        locate: returns the place of a name.
+        known: the places of inputs.
         constants: the new names of constants by their old names and new periods.
     """
 
@@ -257,7 +258,7 @@ def _continued_memory(
     first: dict[int, TensorKey] = {}
     for key, number in memory.items():
         first.setdefault(number, key)
-    places = {key: None if key[0] == "output" else locate(key[1]) for key in memory}
+    places = {key: None if key[0] == "output" else known.get(key[1]) for key in memory}
     continued: dict[TensorKey, int] = {}
     numbers = itertools.count()
     for key, period in continuation.order(memory, places.__getitem__):

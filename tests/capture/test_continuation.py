@@ -87,14 +87,14 @@ class Recipe:
 
 
 parts = st.sampled_from(["attention", "mlp"])
+kinds, reads = st.integers(0, 1), st.sampled_from(READS)
 recipes = st.builds(
     Recipe,
-    st.lists(st.tuples(st.integers(0, 1), st.sampled_from(READS), st.sampled_from(READS), parts), min_size=1, max_size=5)
-    .map(tuple),
-    st.lists(st.tuples(st.integers(0, 1), st.sampled_from(READS), parts), min_size=1, max_size=4).map(tuple),
+    st.lists(st.tuples(kinds, reads, reads, parts), min_size=1, max_size=5).map(tuple),
+    st.lists(st.tuples(kinds, reads, parts), min_size=1, max_size=4).map(tuple),
     st.integers(0, 2),
     st.booleans(),
-)  # fmt: skip
+)
 
 
 def continued(first: LayeredGraph, second: LayeredGraph, count: int) -> fx.Graph:

@@ -62,8 +62,8 @@ def vit() -> Example:
 def t5() -> Example:
     """The first layers of both halves differ from the others: they hold the biases of positions for all."""
     config = transformers.T5Config(
-        vocab_size=32, d_model=WIDTH, d_kv=4, d_ff=16, num_layers=LAYERS + 1, num_decoder_layers=LAYERS + 1, num_heads=2,
-        use_cache=False, decoder_start_token_id=0, pad_token_id=0
+        vocab_size=32, d_model=WIDTH, d_kv=4, d_ff=16, num_layers=LAYERS + 1, num_decoder_layers=LAYERS + 1,
+        num_heads=2, use_cache=False, decoder_start_token_id=0, pad_token_id=0
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config), tokens()
 
