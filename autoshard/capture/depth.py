@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -71,7 +70,6 @@ def capture_repeated(
     begin = progress or (lambda _: None)
     repetitions = find_repetitions(module, max(least, max(_FIRST) + 2)) if not defaults_of(module) else ()
     if repetitions:
-        start = time.perf_counter()
         graph = None
         # What is wrong with the module is told by the capture of the whole, in the right words.
         try:
@@ -79,7 +77,6 @@ def capture_repeated(
                 graph = _Series(module, args, kwargs, options, repetitions, begin).continued()
         except Exception as error:
             logger.info("layers are captured one by one: %s: %s", type(error).__name__, error)
-        logger.debug("%s seconds for layers in part", time.perf_counter() - start)
         if graph is not None:
             return graph
     return capture(module, args, kwargs, **options, progress=progress)
@@ -159,6 +156,10 @@ class _Series:
 
     def _check(self, predicted: JointGraph, captured: JointGraph) -> None:
         """Raise an `UnpredictableError` unless a graph is as it was predicted."""
+        state = captured.state
+        if state.mutations or state.hooks or state.observed:
+            # A record of forward would do the same, on fake tensors, and nothing would restore what was there.
+            raise UnpredictableError("forward changes the state of Python, or hooks look at it")
         where = difference(predicted.graph, captured.graph)
         if where is not None:
             raise UnpredictableError(where)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
 from autoshard.capture import JointGraph, capture
@@ -164,6 +165,14 @@ class Scale(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
+LOG: list[int] = []
+
+
+def keeping_numbers(index: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    LOG.append(index)
+    return layer(x)
+
+
 class Returned(nn.Module):
     """Returns the results of all layers."""
 
@@ -193,6 +202,7 @@ WHOLE: dict[str, Callable[[], Example]] = {
     "one layer is detached": lambda: stack(lambda index, layer, x: layer(x).detach() if index == 6 else layer(x)),
     "one layer has no gradients": lambda: stack(without_gradients),
     "constants differ": lambda: stack(lambda index, layer, x: layer(x) * torch.tensor([2.0 if index == 6 else 1.0])),
+    "the loop keeps its numbers": lambda: stack(keeping_numbers),
     "gradients differ": lambda: stack(lambda index, layer, x: Scale.apply(layer(x), 2.0 if index == 6 else 1.0)),
     "layers are returned": lambda: Returned().example(),
 }
@@ -242,11 +252,13 @@ def test_layers_that_differ_are_all_captured(case: str) -> None:
     assert_equal(*WHOLE[case](), is_continued=False)
 
 
-def test_evaluation_dynamic_sizes_and_frozen_layers() -> None:
+def test_evaluation_dynamic_sizes_precisions_and_frozen_layers() -> None:
     module, kwargs = CONTINUED["blocks"]()
     with torch.no_grad():
         assert_equal(module.eval(), kwargs, is_continued=True, grad=False)
     assert_equal(module.train(), kwargs, is_continued=True, dynamic={"input": {0: "batch"}})
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert_equal(module, kwargs, is_continued=True, mp_policy=policy, tangents="all")
     module, kwargs = blocks(*map(Block, range(LAYERS + 1)))
     module[0].requires_grad_(False)  # the others repeat
     assert_equal(module, kwargs, is_continued=True)
@@ -257,6 +269,13 @@ def test_the_module_stays_as_it_is() -> None:
     before = list(module), {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
     capture_repeated(module, (), kwargs, least=LEAST)
     assert before == (list(module), {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()})
+
+
+def test_objects_outside_of_the_module_stay_as_they_are() -> None:
+    module, kwargs = stack(keeping_numbers)
+    LOG.clear()
+    capture_repeated(module, (), kwargs, least=LEAST)
+    assert not LOG
 
 
 def test_a_plan_has_the_fingerprint_of_the_whole_graph() -> None:
