@@ -157,9 +157,10 @@ class _Series:
     def _check(self, predicted: JointGraph, captured: JointGraph) -> None:
         """Raise an `UnpredictableError` unless a graph is as it was predicted."""
         state = captured.state
-        if state.mutations or state.hooks or state.observed:
+        outside = [mutation.path for mutation in state.mutations if not mutation.place.is_inside]
+        if outside or state.hooks or state.observed:
             # A record of forward would do the same, on fake tensors, and nothing would restore what was there.
-            raise UnpredictableError("forward changes the state of Python, or hooks look at it")
+            raise UnpredictableError(f"forward changes objects outside of the module, or hooks look at it: {outside}")
         where = difference(predicted.graph, captured.graph)
         if where is not None:
             raise UnpredictableError(where)
