@@ -98,7 +98,9 @@ def why_not(
     if requests or options.requests or options.axis is not None:
         raise PlanError("the plan has no pipeline: leave out requests= and pipeline=.")
     check_plan(plan, module, plan.mesh)
-    captured = ModulePlanner(module, plan.mesh, target).capture(args, kwargs, grad=torch.is_grad_enabled())
+    captured = ModulePlanner(module, plan.mesh, target).capture(
+        args, kwargs, grad=torch.is_grad_enabled(), by_layers=True
+    )
     plan.check(plan.mesh, captured.graph.fingerprint, plan.shapes)
     return Replanner.of(module, captured.graph, captured.seconds, plan.mesh, target)(plan, asked)
 

@@ -115,7 +115,7 @@ def plan(
     args, kwargs = global_example(module, args, kwargs, target, shape)
     planner = ModulePlanner(module, shape, target)
     # Under `torch.no_grad()` the plan is one of inference, as the call itself would be.
-    call = planner.capture(args, kwargs, grad=torch.is_grad_enabled())
+    call = planner.capture(args, kwargs, grad=torch.is_grad_enabled(), by_layers=True)
     return Replanner.of(module, call.graph, call.seconds, shape, target).remember(planner.plan(call))
 
 
@@ -154,7 +154,7 @@ def frontier(
     options = collect_options("frontier", keywords)
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape)
     args, kwargs = global_example(module, args, kwargs, target, shape)
-    call = ModulePlanner(module, shape, target).capture(args, kwargs, grad=torch.is_grad_enabled())
+    call = ModulePlanner(module, shape, target).capture(args, kwargs, grad=torch.is_grad_enabled(), by_layers=True)
     planner = call.planner_of(target)
     with show_progress(options.search.verbose) as planner.progress:
         found = frontier_plans(planner, gaps)

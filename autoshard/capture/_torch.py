@@ -451,6 +451,16 @@ def attribute_patch(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def as_if_exporting() -> Iterator[None]:
+    """Context in which code that asks `torch.compiler` is told that it is exported."""
+    with (
+        attribute_patch(torch.compiler, "_is_compiling_flag", True),
+        attribute_patch(torch.compiler, "_is_exporting_flag", True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
     """Context in which `begin` is called before Dynamo reads the code of a branch or a loop, and `end` after."""
 

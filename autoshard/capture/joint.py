@@ -264,7 +264,7 @@ def _watched_twin(
     """Context of a capture without the caller's modes, in which errors become `CaptureError`s with the user's line."""
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_without_garbage_collection())
+            stack.enter_context(without_garbage_collection())
             stack.enter_context(outside_modes())
             stack.enter_context(_without_global_hooks())
             stack.enter_context(without_tracebacks())
@@ -290,7 +290,7 @@ def _watched_twin(
 
 
 @contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Context without garbage collection."""
     # Tracing makes many objects that stay: the collection takes a fifth of its time.
     enabled = gc.isenabled()

@@ -79,7 +79,7 @@ def compare(
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
     planner = ModulePlanner(module, shape, target)
-    call = planner.capture(args, kwargs, grad=torch.is_grad_enabled())
+    call = planner.capture(args, kwargs, grad=torch.is_grad_enabled(), by_layers=True)
     layouts = [ComparedLayout(PLAN, "plan", _plan(planner, call), hints=target.hints or {})]
     layout_planner = LayoutPlanner(call, target)
     standard = layout_planner.standard

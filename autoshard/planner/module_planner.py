@@ -60,6 +60,7 @@ class ModulePlanner:
         grad: bool,
         tangents: Tangents = "loss",
         dynamic: bool = True,
+        by_layers: bool = False,
         quiet: bool = False,
         placed: PlacementsByName | None = None,
         input_pins: PinsByName | None = None,
@@ -67,7 +68,7 @@ class ModulePlanner:
         """Capture a call.
 
         Args:
-            args, kwargs, grad, tangents, dynamic, quiet: as for `capture_with_progress`.
+            args, kwargs, grad, tangents, dynamic, by_layers, quiet: as for `capture_with_progress`.
             placed: placements of parameters and buffers that stay; None for the first call.
             input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are
                 whole.
@@ -81,6 +82,7 @@ class ModulePlanner:
             grad=grad,
             tangents=tangents,
             dynamic=dynamic,
+            by_layers=by_layers,
             quiet=quiet,
         )
         # An earlier call has placed the parameters without shares.

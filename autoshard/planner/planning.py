@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from autoshard.capture.depth import capture_repeated
 from autoshard.capture.joint import JointGraph, Tangents, capture
 from autoshard.capture.recomputation import Recomputable, recomputable, recompute_layers
 from autoshard.errors import BudgetError
@@ -75,6 +76,7 @@ def capture_with_progress(
     grad: bool,
     tangents: Tangents = "loss",
     dynamic: bool = True,
+    by_layers: bool = False,
     quiet: bool = False,
 ) -> tuple[JointGraph, float]:
     """Return the graph of a call and the seconds of its capture, with a line about it on a terminal.
@@ -83,6 +85,7 @@ def capture_with_progress(
         module, args, kwargs, devices, grad, tangents: as for `capture`.
         target: the options.
         dynamic: True if the sizes that the options name are dynamic.
+        by_layers: True to capture a few of many equal layers, for a graph that is planned and not run.
         quiet: True to show nothing: another rank captures the same.
     """
     start = time.perf_counter()
@@ -93,7 +96,7 @@ def capture_with_progress(
             if report is not None:
                 report(Progress(part, math.inf, -math.inf, time.perf_counter() - start))
 
-        graph = capture(
+        graph = (capture_repeated if by_layers else capture)(
             module,
             args,
             kwargs,

@@ -171,6 +171,7 @@ def _capture(call: BatchCall, target: Target, devices: int) -> tuple[JointGraph,
         devices=devices,
         grad=torch.is_grad_enabled(),
         dynamic=False,
+        by_layers=True,
     )
 
 

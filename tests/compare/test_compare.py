@@ -208,13 +208,13 @@ def test_layouts_that_do_not_fit_recompute_their_layers() -> None:
 
 def test_one_capture_serves_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[nn.Module] = []
-    capture = planning.capture
+    capture = planning.capture_repeated
 
     def counting(module: nn.Module, *args: Any, **options: Any) -> Any:
         captured.append(module)
         return capture(module, *args, **options)
 
-    monkeypatch.setattr(planning, "capture", counting)
+    monkeypatch.setattr(planning, "capture_repeated", counting)
     module, inputs = models.mlp()
     mine = {"mine": {"hints": {"": autoshard.replicate()}}, "other": {"hints": {"down.weight": Shard(0)}}}
     found = autoshard.compare(module, {"dp": 2}, (), inputs, cluster="h100", baselines=mine)

@@ -1,0 +1,287 @@
+"""Capture of a deep module by a few of its layers: the joint graph of all is the continuation of that of a few.
+
+Three depths are captured. The third graph has to be what the first two predict, node by node. Then the graph of full
+depth is what they predict for it, if a record of `forward` at full depth, which takes little time, is what records at
+the first two depths predict: it shows whatever `forward` does otherwise in some layer, by its number or in the loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard.capture._torch import fake_mode
+from autoshard.capture.call_layout import signature_of
+from autoshard.capture.continuation import Continuation, LayeredGraph, UnpredictableError, difference
+from autoshard.capture.dynamic import Dynamic
+from autoshard.capture.fake_module import fake_copy
+from autoshard.capture.forward_record import record_forward
+from autoshard.capture.joint import Tangents, capture, without_garbage_collection
+from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
+from autoshard.capture.marks import defaults_of
+from autoshard.capture.output_history import TensorKey
+from autoshard.capture.python_state import PythonState
+from autoshard.capture.repeated_layers import Depth, Place, Repetition, find_repetitions, with_periods
+
+logger = logging.getLogger(__name__)
+
+# Periods from which it saves time: nine to fourteen are captured, in three or four graphs. Llama of 17 layers takes as
+# long in both ways.
+_LEAST = 20
+# Periods of the first of three graphs. With the first number, graphs in which a layer reads another layer than the one
+# before it, such as the first, show too little.
+_FIRST = (2, 3)
+
+
+def capture_repeated(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    grad: bool = True,
+    tangents: Tangents = "loss",
+    dynamic: Dynamic | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    devices: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    least: int = _LEAST,
+) -> JointGraph:
+    """Capture one call of a module for planning, in a time that hardly grows with the number of equal layers.
+
+    Args:
+        module, args, kwargs, grad, tangents, dynamic, mp_policy, devices, progress: as for `capture`.
+        least: the number of periods of layers from which a few are captured.
+
+    Returns:
+        The graph that `capture` returns, but for its `state`, which is empty where layers were continued: such a graph
+        tells no call from another.
+
+    Raises:
+        CaptureError, InputError: as for `capture`.
+    """
+    options: dict[str, Any] = {"grad": grad, "tangents": tangents, "dynamic": dynamic, "mp_policy": mp_policy}
+    options["devices"] = devices
+    begin = progress or (lambda _: None)
+    repetitions = find_repetitions(module, max(least, max(_FIRST) + 2)) if not defaults_of(module) else ()
+    if repetitions:
+        graph = None
+        # What is wrong with the module is told by the capture of the whole, in the right words.
+        try:
+            with without_garbage_collection():
+                graph = _Series(module, args, kwargs, options, repetitions, begin).continued()
+        except Exception as error:
+            logger.info("layers are captured one by one: %s: %s", type(error).__name__, error)
+        if graph is not None:
+            return graph
+    return capture(module, args, kwargs, **options, progress=progress)
+
+
+class _Series:
+    """The captures of a module with few of its layers.
+
+    Args:
+        module, args, kwargs: the call.
+        options: of `capture`.
+        repetitions: the layers.
+        begin: called with the name of every part of the work.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        options: Mapping[str, Any],
+        repetitions: Sequence[Repetition],
+        begin: Callable[[str], None],
+    ) -> None:
+        self._module = module
+        self._call = args, kwargs
+        self._options = options
+        self._repetitions = repetitions
+        self._count = repetitions[0].count
+        self._begin = begin
+        self._mode = fake_mode()
+        self._twin = fake_copy(module, self._mode)
+        self._graphs: dict[int, JointGraph] = {}
+        self._warnings: dict[int, list[warnings.WarningMessage]] = {}
+
+    def continued(self) -> JointGraph | None:
+        """Return the graph of full depth; None if it cannot be known from a few layers."""
+        for first in _FIRST:
+            try:
+                third = self._predict(first, first + 2)
+                self._check(third, self._graph(first + 2))
+                graph = self._predict(first, self._count)
+            except UnpredictableError as error:
+                logger.info("%d layers predict no others: %s", first + 1, error)
+                continue
+            self._check_forward(first)
+            for warning in self._warnings[first + 2]:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            signature = signature_of(self._module, *self._call, self._options["grad"])
+            return replace(graph, signature=signature, model=type(self._module).__name__)
+        return None
+
+    def _graph(self, count: int) -> JointGraph:
+        if count not in self._graphs:
+            self._begin(f"{count} of {self._count} layers")
+            args, kwargs = self._call
+            with warnings.catch_warnings(record=True) as raised, with_periods(self._twin, self._repetitions, count):
+                self._graphs[count] = capture(self._twin, args, kwargs, **self._options)
+            self._warnings[count] = raised
+        return self._graphs[count]
+
+    def _predict(self, first: int, count: int) -> JointGraph:
+        graph = self._graph(first + 1)
+        second = self._layered(graph, first + 1)
+        return _continued(Continuation(self._layered(self._graph(first), first), second, count), second, graph)
+
+    def _layered(self, graph: JointGraph, count: int) -> LayeredGraph:
+        depth = Depth(self._repetitions, count)
+        layered = LayeredGraph(graph.graph, {item.node: item.name for item in graph.inputs}, depth)
+        for item in graph.inputs:
+            # A record of forward has the numbers of constants in the code, and no others.
+            if item.kind == "constant" and layered.places[item.node] is not None and item.node not in layered.lifted:
+                raise UnpredictableError(f"layers have constants of their own, such as {item.name}")
+        if any(node.meta.get("task_graph") for node in layered.nodes):
+            raise UnpredictableError("the model has task graphs")
+        return layered
+
+    def _check(self, predicted: JointGraph, captured: JointGraph) -> None:
+        """Raise an `UnpredictableError` unless a graph is as it was predicted."""
+        state = captured.state
+        outside = [mutation.path for mutation in state.mutations if not mutation.place.is_inside]
+        if outside or state.hooks or state.observed:
+            # A record of forward would do the same, on fake tensors, and nothing would restore what was there.
+            raise UnpredictableError(f"forward changes objects outside of the module, or hooks look at it: {outside}")
+        where = difference(predicted.graph, captured.graph)
+        if where is not None:
+            raise UnpredictableError(where)
+        for name in ("inputs", "outputs"):
+            items = zip(getattr(predicted, name), getattr(captured, name), strict=True)
+            for item, like in items:
+                if _description(item) != _description(like):
+                    raise UnpredictableError(f"{_description(item)} and {_description(like)}")
+        if list(predicted.aliases.items()) != list(captured.aliases.items()):
+            raise UnpredictableError("tied tensors differ")
+        for name in ("dynamic", "call", "result", "recomputed", "histories"):
+            if getattr(predicted, name) != getattr(captured, name):
+                raise UnpredictableError(f"{name} differs")
+        assert predicted.fingerprint == captured.fingerprint
+
+    def _check_forward(self, first: int) -> None:
+        """Raise an `UnpredictableError` unless `forward` runs all layers as it runs a few."""
+        self._begin(f"forward of {self._count} layers")
+        records = []
+        for count in (first, first + 1, self._count):
+            with with_periods(self._twin, self._repetitions, count), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                record = record_forward(self._twin, *self._call, self._repetitions, self._mode)
+            records.append((record, LayeredGraph(record.graph, record.names, Depth(self._repetitions, count))))
+        layered = [each for _, each in records]
+        continuation = Continuation(layered[0], layered[1], self._count)
+        predicted = continuation.graph()
+        second = layered[1]
+        results: Any = second.graph.output_node().args[0]
+        _output(predicted, [continuation.result(None, -1, node) for node in results], second.graph)
+        where = difference(predicted, records[2][0].graph)
+        if where is not None:
+            raise UnpredictableError(f"forward of {self._count} layers: {where}")
+
+
+def _continued(continuation: Continuation, second: LayeredGraph, graph: JointGraph) -> JointGraph:
+    """Return the joint graph that continues others, of which `graph` is the second."""
+    nodes = continuation.graph()
+
+    def locate(name: str) -> Place | None:
+        return second.depth.locate(name)[0]
+
+    places = {item.name: second.places[item.node] for item in graph.inputs}
+    names: dict[tuple[str, int], str] = {}  # of constants, by the old name and the new period
+    inputs = []
+    for item, period in continuation.order(graph.inputs, lambda item: second.places[item.node]):
+        name = continuation.path(item.name, period)
+        if item.node in second.lifted:
+            name = name.removesuffix(second.lifted[item.node]) + continuation.constant(item.node, period)
+            names[item.name, period] = name
+        inputs.append(replace(item, name=name, node=continuation.result(second.places[item.node], period, item.node)))
+    outputs = tuple(
+        replace(
+            item,
+            name=continuation.path(item.name, period),
+            node=None if item.node is None else continuation.result(locate(item.name), period, item.node),
+        )
+        for item, period in continuation.order(graph.outputs, lambda item: locate(item.name))
+    )
+    _output(nodes, [item.node for item in outputs], graph.graph)
+    aliases = {
+        continuation.path(name, period): tuple(continuation.path(alias, period) for alias in names)
+        for (name, names), period in continuation.order(graph.aliases.items(), lambda item: locate(item[0]))
+    }
+    return replace(
+        graph,
+        graph_module=fx.GraphModule(graph.graph_module, nodes),
+        inputs=tuple(inputs),
+        outputs=outputs,
+        aliases=aliases,
+        fingerprint=fingerprint(inputs, outputs, nodes),
+        state=PythonState(),
+        histories=replace(
+            graph.histories, memory=_continued_memory(continuation, graph.histories.memory, places, names)
+        ),
+    )
+
+
+def _continued_memory(
+    continuation: Continuation,
+    memory: Mapping[TensorKey, int],
+    known: Mapping[str, Place | None],
+    constants: Mapping[tuple[str, int], str],
+) -> dict[TensorKey, int]:
+    """Return for the tensors at full depth a number that those in the same memory share.
+
+    Args:
+        continuation: to full depth.
+        memory: such numbers in the second graph.
+        known: the places of inputs.
+        constants: the new names of constants by their old names and new periods.
+    """
+
+    def new_name(name: str, period: int) -> str:
+        return constants.get((name, period)) or continuation.path(name, period)
+
+    first: dict[int, TensorKey] = {}
+    for key, number in memory.items():
+        first.setdefault(number, key)
+    places = {key: None if key[0] == "output" else known.get(key[1]) for key in memory}
+    continued: dict[TensorKey, int] = {}
+    numbers = itertools.count()
+    for key, period in continuation.order(memory, places.__getitem__):
+        kind, name = first[memory[key]]
+        if places[kind, name] not in (places[key], None):
+            raise UnpredictableError(f"{key[1]} lies in memory of {name}")
+        holder = kind, new_name(name, period)
+        new = continued[holder] if holder in continued else next(numbers)
+        continued[key[0], new_name(key[1], period)] = new
+    return continued
+
+
+def _output(graph: fx.Graph, nodes: Sequence[fx.Node | None], like: fx.Graph) -> None:
+    """Add an output node, of the name of another graph's."""
+    graph.create_node("output", "output", (tuple(nodes),), name=like.output_node().name)
+
+
+def _description(item: JointInput | JointOutput) -> object:
+    value: object = item.value if isinstance(item, JointInput) else item.tangent
+    if isinstance(value, torch.Tensor):
+        value = (value.shape, value.dtype, value.tolist())
+    return (item.kind, item.name, None if item.node is None else item.node.name, value)
