@@ -36,21 +36,30 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.capture.joint import JointGraph
-from autoshard.capture.recomputation import recomputable
-from autoshard.errors import BudgetError
-from autoshard.options import Search
-from autoshard.options.options import collect_options
-from autoshard.options.target import Target
-from autoshard.planner.planner import Planner
-from autoshard.planner.planning import CapturedCall, PlannerCache, capture_with_progress, run_planner
-from autoshard.planner.shares import plan_shares
-from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.specs.axes import MeshShape
-from tests.models.sparse import Recommender
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from autoshard.capture.joint import JointGraph  # noqa: E402
+from autoshard.capture.recomputation import recomputable  # noqa: E402
+from autoshard.errors import BudgetError  # noqa: E402
+from autoshard.options import RECOMPUTE, Search  # noqa: E402
+from autoshard.options.options import collect_options  # noqa: E402
+from autoshard.options.target import Target  # noqa: E402
+from autoshard.planner.planner import Planner  # noqa: E402
+from autoshard.planner.planning import (  # noqa: E402
+    CapturedCall,
+    PlannerCache,
+    capture_with_progress,
+    run_planner,
+)
+from autoshard.planner.shares import plan_shares  # noqa: E402
+from autoshard.plans.expenses import count_rerun  # noqa: E402
+from autoshard.plans.sharding_plan import ShardingPlan  # noqa: E402
+from autoshard.specs.axes import MeshShape  # noqa: E402
+from tests.models.sparse import Recommender  # noqa: E402
 
 MESHES = {"8": {"x": 8}, "4x8": {"dp": 4, "tp": 8}, "8x8": {"dp": 8, "tp": 8}}
-BESIDE = Path(__file__).parent / "published" / "limits.json"
+BESIDE = ROOT / "benchmarks" / "published" / "limits.json"
 GIB = 2**30
 LIMITS = 10
 
@@ -187,7 +196,7 @@ class Planning:
 
     def did(self, plan: ShardingPlan) -> str:
         """What the plan did to keep its limit."""
-        again = f"{len(plan.recomputed)} of {self.layers} run again, " if plan.recomputed else ""
+        again = f"{count_rerun([plan])} of {self.layers} layers run again, " if plan.recomputed else ""
         return f"{again}{plan.method}"
 
 
@@ -197,7 +206,8 @@ def planned(name: str, mesh_name: str, args: argparse.Namespace, beside: Planned
     module, inputs = case.example(mesh.size, args.quick)
     search = Search(time_limit=args.time_limit, work_limit=args.work_limit)
     # Whole logits, which no training reads, would be most of what a device holds.
-    options = {"cluster": args.cluster, "search": search, "output_placements": "planned", **case.options}
+    options = {"cluster": args.cluster, "search": search, "recompute": args.recompute, "output_placements": "planned"}
+    options |= case.options
     target = Target.of(collect_options("plan", options), None)
     start = time.process_time()
     graph, _ = capture_with_progress(module, (), inputs, target, devices=mesh.size, grad=True)
@@ -322,6 +332,7 @@ def main() -> None:
     parser.add_argument("--limits", type=int, help=f"number of limits; default: those of the file, else {LIMITS}")
     parser.add_argument("--quick", action="store_true", help="models of fewer layers")
     parser.add_argument("--cluster", default="h100")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="auto", help="what may run again; default: auto")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds of the search for a plan")
     parser.add_argument("--work-limit", type=int, help="of the solver, for a problem")
     parser.add_argument("--beside", type=Path, default=BESIDE, help="figures to print beside, whose limits are taken")

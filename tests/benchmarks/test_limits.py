@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,13 +30,31 @@ def limits() -> Iterator[Any]:
 
 
 def asked(**changes: Any) -> argparse.Namespace:
-    defaults = {"limits": 2, "quick": True, "cluster": "h100", "time_limit": 60.0, "work_limit": None}
+    defaults = {
+        "limits": 2,
+        "quick": True,
+        "cluster": "h100",
+        "recompute": "auto",
+        "time_limit": 60.0,
+        "work_limit": None,
+    }
     return argparse.Namespace(**{**defaults, **changes})
 
 
 @pytest.fixture(scope="module")
 def found(limits: Any) -> Any:
     return limits.planned("mlp", "8", asked(), None)
+
+
+@pytest.mark.parametrize("name", ["limits", "problems", "same_plans", "checkmate"])
+def test_a_benchmark_runs_as_a_script_from_any_folder(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout
 
 
 def test_limits_go_from_the_largest_peak_to_the_smallest(limits: Any, found: Any) -> None:
