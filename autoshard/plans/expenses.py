@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,9 +61,13 @@ class Amount:
 
 def count_rerun(plans: Sequence[PlanContents]) -> str:
     """Return how many layers, or single operators, run again in the stages of a step."""
-    operators = {decision.node for plan in plans for decision in plan.choices}
-    names = [name for plan in plans for name in plan.recomputed]
-    return f"{len(names)} {'operators' if operators.intersection(names) else 'layers'}"
+    counts = Counter[str]()
+    for plan in plans:
+        seconds = {decision.node: decision.seconds for decision in plan.choices}
+        for name in plan.recomputed:
+            # Views take no time.
+            counts["operators" if name in seconds else "layers"] += seconds.get(name, 1.0) > 0.0
+    return " and ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "0 layers"
 
 
 class StepExpenses(ABC):

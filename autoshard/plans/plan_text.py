@@ -175,13 +175,14 @@ def _communication(plan: PlanContents) -> str:
 
 def recomputed_text(plan: PlanContents) -> str:
     """Return what runs again: `"32 layers: ..."`, or `"96 operators: 32 of aten.silu, ..."` where they were chosen."""
-    operators = {decision.node: decision.operator for decision in plan.choices}
-    names = Counter(operators[name] for name in plan.recomputed if name in operators)
-    if names:
-        # The operators that are most often run again say how; views are free.
+    operators = {decision.node: decision for decision in plan.choices}
+    decisions = [operators[name] for name in plan.recomputed if name in operators]
+    if decisions:
+        # Views, which take no time, would be most of them.
+        names = Counter(decision.operator for decision in decisions if decision.seconds)
         listed = ", ".join(f"{count} of {name}" for name, count in names.most_common(_MOST_LISTED))
         more = ", ..." if len(names) > _MOST_LISTED else ""
-        return f"{names.total()} operators: {listed}{more}"
+        return f"{names.total()} operators: {listed}{more}" if names else "views"
     layers = plan.recomputed
     # A deep model recomputes dozens of layers: their names would fill the screen.
     if len(layers) <= _MOST_LISTED:

@@ -8,7 +8,8 @@ from torch.distributed.tensor import Replicate
 
 from autoshard.errors import PlanError
 from autoshard.plans import plan_text
-from autoshard.plans.plan_data import Collective
+from autoshard.plans.expenses import count_rerun
+from autoshard.plans.plan_data import Collective, Decision
 from autoshard.plans.plan_text import explanation_table, plan_table
 from autoshard.units import format_seconds
 from tests.sample_plan import sample_plan
@@ -109,6 +110,18 @@ def test_a_plan_tells_which_parameters_are_gathered_and_which_layers_recomputed(
     assert line(text, "norm.weight")[-1] == "whole"
     assert "5 layers: h.0, h.1, ..., h.4" in text
     assert "h.0, h.1" in str(sample_plan(recomputed=("h.0", "h.1")))
+
+
+def test_a_plan_counts_the_operators_that_run_again_without_views() -> None:
+    choices = tuple(
+        Decision(node, operator, "", "forward", "", seconds)
+        for node, operator, seconds in [("mul_1", "aten.mul", 1e-5), ("mul_2", "aten.mul", 1e-5), ("t", "aten.t", 0.0)]
+    )
+    plan = sample_plan(choices=choices, recomputed=("mul_1", "mul_2", "t"))
+    assert "2 operators: 2 of aten.mul" in str(plan)
+    assert count_rerun([plan]) == "2 operators"
+    assert count_rerun([sample_plan(recomputed=("h.0", "h.1"))]) == "2 layers"
+    assert count_rerun([sample_plan()]) == "0 layers"
 
 
 def test_a_plan_of_nothing_prints() -> None:
