@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from autoshard.capture.repeated_layers import Depth, Place
+from autoshard.capture.repeated_layers import Depth, LayerPlace
 from autoshard.size import DynamicSize, Ratio
 
 Item = TypeVar("Item")
@@ -60,13 +60,13 @@ class LayeredGraph:
         self.graph = graph
         self.depth = depth
         self.nodes = [node for node in graph.nodes if node.op != "output"]
-        self.places: dict[fx.Node, Place | None] = {}
+        self.places: dict[fx.Node, LayerPlace | None] = {}
         matches = [(node, _LIFTED.fullmatch(name)) for node, name in names.items()]
         self.lifted = {node: match["name"] for node, match in matches if match}
         names = {**names, **{node: match["path"] or "" for node, match in matches if match}}
         self._locate(names)
         self.keys: dict[fx.Node, Hashable] = {}
-        self.at: dict[tuple[Place | None, Hashable], fx.Node] = {}
+        self.at: dict[tuple[LayerPlace | None, Hashable], fx.Node] = {}
         counts: Counter[Hashable] = Counter()
         for node in self.nodes:
             path = names.get(node, "") if node.op == "placeholder" else node.meta["module_path"]
@@ -105,7 +105,7 @@ class LayeredGraph:
                 self.places.update(dict.fromkeys(nodes, before))
 
 
-def _step(first: Place | None, second: Place | None) -> int:
+def _step(first: LayerPlace | None, second: LayerPlace | None) -> int:
     """Return 1 if a place is right behind another of the same repetition, -1 if it is right before it, or 0."""
     if first is None or second is None or first.repetition != second.repetition:
         return 0
@@ -131,9 +131,9 @@ class Continuation:
         self._count = count
         self._added = count - second.depth.count
         self._template = second.depth.count - 2  # the period that is inserted again
-        self._new: dict[tuple[Place | None, Hashable], fx.Node] = {}
+        self._new: dict[tuple[LayerPlace | None, Hashable], fx.Node] = {}
 
-    def order(self, items: Iterable[Item], place_of: Callable[[Item], Place | None]) -> Iterator[tuple[Item, int]]:
+    def order(self, items: Iterable[Item], place_of: Callable[[Item], LayerPlace | None]) -> Iterator[tuple[Item, int]]:
         """Yield the items of a sequence and the periods inserted again, each with its new period.
 
         Args:
@@ -148,7 +148,7 @@ class Continuation:
             if place is None:
                 yield from ((item, -1) for item in each)
             elif place.period != self._template:
-                yield from ((item, self._moved(place.period)) for item in each)
+                yield from ((item, self._new_period(place.period)) for item in each)
             else:
                 copies = range(self._template, self._template + self._added + 1)
                 before = chunks[index - 1][0] if index else None
@@ -177,7 +177,7 @@ class Continuation:
             self._new[self._place(node, period), second.keys[node]] = copy
         return new
 
-    def result(self, place: Place | None, period: int, node: fx.Node) -> fx.Node:
+    def result(self, place: LayerPlace | None, period: int, node: fx.Node) -> fx.Node:
         """Return the new node of a result of the graph.
 
         Args:
@@ -191,15 +191,15 @@ class Continuation:
         """Return the path of a module or tensor of the second graph, in a period; -1 outside of periods."""
         return self._second.depth.move(path, None if period < 0 else period, self._count)
 
-    def _place(self, node: fx.Node, period: int) -> Place | None:
+    def _place(self, node: fx.Node, period: int) -> LayerPlace | None:
         place = self._second.places[node]
-        return None if place is None else Place(place.repetition, period)
+        return None if place is None else LayerPlace(place.repetition, period)
 
-    def _moved(self, period: int) -> int:
+    def _new_period(self, period: int) -> int:
         """Return the new number of a period: those behind the template move to the end."""
         return period if period <= self._template else period + self._added
 
-    def _find(self, place: Place | None, key: Hashable) -> fx.Node:
+    def _find(self, place: LayerPlace | None, key: Hashable) -> fx.Node:
         node = self._new.get((place, key))
         if node is None:
             raise UnpredictableError(f"{place} has no node {key}")
@@ -215,14 +215,16 @@ class Continuation:
         if place is not None and place.period == self._template and period < self._template + self._added:
             # Behind this period, there is one that was inserted; behind the template, there is the last one, which may
             # lack a node: what is read there is what the period before the template reads in the template.
-            before = self._second.at.get((Place(place.repetition, place.period - 1), key))
+            before = self._second.at.get((LayerPlace(place.repetition, place.period - 1), key))
             operands = [] if before is None else _operands(before)
             for index, operand in enumerate(operands if len(operands) == len(sources) else ()):
                 if self._second.places[operand] == place:
-                    sources[index] = Place(place.repetition, period + 1), self._second.keys[operand]
+                    sources[index] = LayerPlace(place.repetition, period + 1), self._second.keys[operand]
         return [self._find(*source) for source in sources]
 
-    def _source(self, place: Place | None, period: int, operand: fx.Node, is_shared: bool = False) -> Place | None:
+    def _source(
+        self, place: LayerPlace | None, period: int, operand: fx.Node, is_shared: bool = False
+    ) -> LayerPlace | None:
         """Return the place of what is read in place of a node of the second graph.
 
         Args:
@@ -238,15 +240,15 @@ class Continuation:
             distance = source.period - place.period
             is_template = place.period == self._template
             if (is_template and abs(distance) <= 1) or (source.period == self._template and abs(distance) == 1):
-                return Place(source.repetition, period + distance)  # in the same period, or in a neighbouring one
-        return Place(source.repetition, self._moved(source.period))
+                return LayerPlace(source.repetition, period + distance)  # in the same period, or in a neighbouring one
+        return LayerPlace(source.repetition, self._new_period(source.period))
 
     def _is_shared(self, node: fx.Node, operand: fx.Node) -> bool:
         """Return True if the node that corresponds to one, in the next period away from an operand, reads it, too."""
         place, source = self._second.places[node], self._second.places[operand]
         if place is None or source is None or place.repetition != source.repetition:
             return False
-        away = Place(place.repetition, 2 * place.period - source.period)
+        away = LayerPlace(place.repetition, 2 * place.period - source.period)
         other = self._second.at.get((away, self._second.keys[node]))
         return away != place and other is not None and operand in other.all_input_nodes
 
@@ -263,14 +265,14 @@ class Continuation:
             text_of: returns a text of a node of one of the graphs, such as its name.
         """
         place, key = self._second.places[node], self._second.keys[node]
-        base, number = _numbered(text_of(self._second, node))
+        base, number = _split_number(text_of(self._second, node))
         numbers = _Numbers(self._first, self._second, key, base, text_of)
         if place is None or place.period < self._template:
             number += self._added * numbers.shift(place, place)
         elif place.period > self._template:
-            number += self._added * numbers.shift(Place(place.repetition, place.period - 1), place)
+            number += self._added * numbers.shift(LayerPlace(place.repetition, place.period - 1), place)
         else:
-            before = Place(place.repetition, place.period - 1)
+            before = LayerPlace(place.repetition, place.period - 1)
             number += self._added * numbers.shift(before, before) + (period - place.period) * numbers.stride(place)
         if number < 0:
             raise UnpredictableError(f"{node.name} would get the number {number}")
@@ -306,13 +308,13 @@ class _Numbers:
     base: str
     text_of: Callable[[LayeredGraph, fx.Node], str]
 
-    def shift(self, first: Place | None, second: Place | None) -> int:
+    def shift(self, first: LayerPlace | None, second: LayerPlace | None) -> int:
         """Return by how much the number is larger in the second graph than in the first, at a place in each."""
         return self._number(self.second, second) - self._number(self.first, first)
 
-    def stride(self, place: Place) -> int:
+    def stride(self, place: LayerPlace) -> int:
         """Return by how much the number grows from one period to the next, from a place on."""
-        before, behind = (Place(place.repetition, place.period + step) for step in (-1, 1))
+        before, behind = (LayerPlace(place.repetition, place.period + step) for step in (-1, 1))
         if (behind, self.key) not in self.second.at:
             # The last period may lack a node, such as the sum of a gradient with that of the period behind.
             return self._number(self.second, place) - self._number(self.second, before)
@@ -320,9 +322,9 @@ class _Numbers:
         # forward half, to those of the periods before it in the backward half.
         return self.shift(place, behind) - self.shift(before, before)
 
-    def _number(self, graph: LayeredGraph, place: Place | None) -> int:
+    def _number(self, graph: LayeredGraph, place: LayerPlace | None) -> int:
         node = graph.at.get((place, self.key))
-        found = None if node is None else _numbered(self.text_of(graph, node))
+        found = None if node is None else _split_number(self.text_of(graph, node))
         if found is None or found[0] != self.base:
             raise UnpredictableError(f"{place} has no node {self.key} of the name {self.base}")
         return found[1]
@@ -344,7 +346,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 @functools.lru_cache(maxsize=2**16)
-def _numbered(name: str) -> tuple[str, int]:
+def _split_number(name: str) -> tuple[str, int]:
     """Return the name of a node without its number, which a # stands for if it is not last, and the number, or 0."""
     match = _NUMBER.fullmatch(name)
     assert match is not None

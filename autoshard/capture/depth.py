@@ -29,7 +29,7 @@ from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, f
 from autoshard.capture.marks import defaults_of
 from autoshard.capture.output_history import TensorKey
 from autoshard.capture.python_state import PythonState
-from autoshard.capture.repeated_layers import Depth, Place, Repetition, find_repetitions, with_periods
+from autoshard.capture.repeated_layers import Depth, LayerPlace, Repetition, find_repetitions, with_periods
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def capture_repeated(
         # What is wrong with the module is told by the capture of the whole, in the right words.
         try:
             with without_garbage_collection():
-                graph = _Series(module, args, kwargs, options, repetitions, begin).continued()
+                graph = _Series(module, args, kwargs, options, repetitions, begin).capture()
         except Exception as error:
             logger.info("layers are captured one by one: %s: %s", type(error).__name__, error)
         if graph is not None:
@@ -114,7 +114,7 @@ class _Series:
         self._graphs: dict[int, JointGraph] = {}
         self._warnings: dict[int, list[warnings.WarningMessage]] = {}
 
-    def continued(self) -> JointGraph | None:
+    def capture(self) -> JointGraph | None:
         """Return the graph of full depth; None if it cannot be known from a few layers."""
         for first in _FIRST:
             try:
@@ -142,10 +142,12 @@ class _Series:
 
     def _predict(self, first: int, count: int) -> JointGraph:
         graph = self._graph(first + 1)
-        second = self._layered(graph, first + 1)
-        return _continued(Continuation(self._layered(self._graph(first), first), second, count), second, graph)
+        second = self._layered_graph(graph, first + 1)
+        return _continue_graph(
+            Continuation(self._layered_graph(self._graph(first), first), second, count), second, graph
+        )
 
-    def _layered(self, graph: JointGraph, count: int) -> LayeredGraph:
+    def _layered_graph(self, graph: JointGraph, count: int) -> LayeredGraph:
         depth = Depth(self._repetitions, count)
         layered = LayeredGraph(graph.graph, {item.node: item.name for item in graph.inputs}, depth)
         for item in graph.inputs:
@@ -198,11 +200,11 @@ class _Series:
             raise UnpredictableError(f"forward of {self._count} layers: {where}")
 
 
-def _continued(continuation: Continuation, second: LayeredGraph, graph: JointGraph) -> JointGraph:
+def _continue_graph(continuation: Continuation, second: LayeredGraph, graph: JointGraph) -> JointGraph:
     """Return the joint graph that continues others, of which `graph` is the second."""
     nodes = continuation.graph()
 
-    def locate(name: str) -> Place | None:
+    def locate(name: str) -> LayerPlace | None:
         return second.depth.locate(name)[0]
 
     places = {item.name: second.places[item.node] for item in graph.inputs}
@@ -244,7 +246,7 @@ def _continued(continuation: Continuation, second: LayeredGraph, graph: JointGra
 def _continued_memory(
     continuation: Continuation,
     memory: Mapping[TensorKey, int],
-    known: Mapping[str, Place | None],
+    known: Mapping[str, LayerPlace | None],
     constants: Mapping[tuple[str, int], str],
 ) -> dict[TensorKey, int]:
     """Return for the tensors at full depth a number that those in the same memory share.

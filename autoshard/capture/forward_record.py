@@ -72,7 +72,7 @@ class ForwardRecord(TorchDispatchMode):
         if id(tensor) not in self._nodes:
             # Numbers of constants may differ from layer to layer.
             numbers = None if isinstance(tensor, FakeTensor) or tensor.is_meta else _digest(tensor)
-            self._note(self.graph.call_function(_held, (numbers,)), tensor)
+            self._note(self.graph.call_function(_tensor_of_code, (numbers,)), tensor)
         return self._nodes[id(tensor)]
 
     def __torch_dispatch__(
@@ -96,7 +96,7 @@ class ForwardRecord(TorchDispatchMode):
         return results
 
 
-def _held(digest: str | None) -> Any:
+def _tensor_of_code(digest: str | None) -> Any:
     """Stand for a tensor that Python code holds, whose numbers have a digest."""
 
 

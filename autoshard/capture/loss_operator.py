@@ -48,7 +48,7 @@ def _pieces(rows: int, classes: int, itemsize: int) -> Iterator[tuple[slice, sli
         yield from ((slice(start, min(start + step, rows)), slice(0, classes)) for start in range(0, rows, step))
 
 
-class _Layer:
+class _Logits:
     """The logits of one call, piece by piece, and what is expected of them; arguments as of the operator."""
 
     def __init__(
@@ -157,7 +157,7 @@ class _Layer:
 
 def statistics(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Compute `logit_statistics`."""
-    layer = _Layer(hidden, *options)
+    layer = _Logits(hidden, *options)
     count = layer.hidden.shape[0]
     logsumexp = hidden.new_full((count,), -torch.inf, dtype=layer.dtype)
     expected = hidden.new_zeros(count, dtype=layer.dtype)
@@ -220,7 +220,7 @@ def gradients_of_logits(
     is_class: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `logit_statistics_backward`."""
-    layer = _Layer(hidden, weight, bias, targets, class_weights, scale, cap, peak, uniform, is_class)
+    layer = _Logits(hidden, weight, bias, targets, class_weights, scale, cap, peak, uniform, is_class)
     sums, of_expected, log = (each.reshape(-1, 1) for each in (grad_logsumexp, grad_expected, logsumexp))
     pieces = layer.pieces()
     by_classes = layer.hidden.shape[0] <= weight.shape[0] and len(pieces) > 1

@@ -40,7 +40,7 @@ class Repetition:
     size: int
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """A period of one of several repetitions, both by their numbers."""
 
     repetition: int
@@ -62,7 +62,7 @@ class Depth:
         self._locate = functools.cache(self._locate_uncached)
         self._move = functools.cache(self._move_uncached)
 
-    def locate(self, path: str) -> tuple[Place | None, str]:
+    def locate(self, path: str) -> tuple[LayerPlace | None, str]:
         """Return the period to which a path belongs, and a text that is equal for corresponding paths.
 
         Paths correspond that are the same part of different periods, or the same part behind the last period. The path
@@ -104,7 +104,7 @@ class Depth:
                 return number, int(match[0])
         return None
 
-    def _locate_uncached(self, path: str) -> tuple[Place | None, str]:
+    def _locate_uncached(self, path: str) -> tuple[LayerPlace | None, str]:
         found = self._element(path)
         if found is None:
             return None, path
@@ -118,7 +118,7 @@ class Depth:
         if index >= end:
             return None, f"{head}[end+{index - end}]{rest}"
         period, within = divmod(index - repetition.start, repetition.period)
-        return Place(number, period), f"{head}[{within}]{rest}"
+        return LayerPlace(number, period), f"{head}[{within}]{rest}"
 
 
 def find_repetitions(module: nn.Module, least: int) -> tuple[Repetition, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 from autoshard.solver.linear import LinearProgram, minimise
 
 
-def memory_prices(
+def mix_prices(
     costs: Sequence[float], held: Sequence[np.ndarray], limit: float, strongest: float
 ) -> tuple[np.ndarray, float]:
     """Return the prices of memory at which no plan of some is better than their best mix within a limit.
@@ -32,6 +32,9 @@ def memory_prices(
     columns, first = np.unique(table, axis=1, return_index=True)
     near = np.flatnonzero(columns.max(axis=0) >= 0.5)
     columns, first = columns[:, near], first[near]
+    prices = np.zeros(table.shape[1])
+    if not len(first):
+        return prices, min(costs)
     program = LinearProgram()
     moments = program.add_variables(np.ones(len(first)), upper=strongest)
     # The bound of the mix: it may be as large as the dearest plan at the strongest prices.
@@ -44,6 +47,5 @@ def memory_prices(
     program.add_row(np.array(moments), np.ones(len(moments)), 0.0, strongest)
     values = minimise(program, time_limit=10.0).values
     assert values is not None, "the program has a solution: all prices zero, and the least cost"
-    prices = np.zeros(table.shape[1])
     prices[first] = values[np.array(moments)] / limit
     return prices, float(values[bound])

@@ -42,7 +42,7 @@ class RerunContext(Planner):
 
     def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
         """Return the plan in which the operators run again that these decisions of the whole problem choose."""
-        return self.evaluate_reruns(self._chosen(decisions), decisions, cost, lower_bound, method)
+        return self.evaluate_reruns(self._names_to_rerun(decisions), decisions, cost, lower_bound, method)
 
     def evaluate_reruns(
         self, names: Collection[str], decisions: Decisions, cost: float, lower_bound: float, method: str
@@ -93,7 +93,7 @@ class RerunContext(Planner):
             places[moment] = position.get(self.rules.operators[moment].name, places[moment + 1])
         return held[places]
 
-    def _chosen(self, decisions: Decisions) -> set[str]:
+    def _names_to_rerun(self, decisions: Decisions) -> set[str]:
         """Return the names of the operators whose second run is not absent, and has a reader."""
         read = {key.partition("@")[0].partition(":")[0] for key in decisions.hubs}
         return {

@@ -17,7 +17,7 @@ from autoshard.capture.recomputation import rerun_name
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph_rules import value_of
 from autoshard.planner.budget_search import first_that_fits
-from autoshard.planner.memory_prices import memory_prices
+from autoshard.planner.memory_prices import mix_prices
 from autoshard.planner.planning_context import CandidatePlan, ProgramEstimate
 from autoshard.planner.rerun_context import RerunContext
 
@@ -74,7 +74,7 @@ class RerunSearch:
         for _ in range(_ROUNDS):
             held = [self._held[plan.estimate] for plan in self.met]
             steps = [plan.step_seconds for plan in self.met]
-            prices, best_mix = memory_prices(steps, held, self.limit, _STRONGEST * longest)
+            prices, best_mix = mix_prices(steps, held, self.limit, _STRONGEST * longest)
             # Prices of few plans go to and fro: half of the last ones steady them. If what these lead to does not make
             # the mix better, its own prices are asked.
             center = prices if center is None else (center + prices) / 2
@@ -141,13 +141,13 @@ class RerunSearch:
             return None
         best = min(plan.step_seconds for plan in fitting)
 
-        def promised(lean: CandidatePlan, fast: CandidatePlan) -> float:
+        def mix_seconds(lean: CandidatePlan, fast: CandidatePlan) -> float:
             # Seconds and bytes of a mix lie between those of its plans.
             share = (self.limit - lean.memory.peak) / (fast.memory.peak - lean.memory.peak)
             return lean.step_seconds + share * (fast.step_seconds - lean.step_seconds)
 
         pairs = [
-            (promised(lean, fast), place, lean, fast)
+            (mix_seconds(lean, fast), place, lean, fast)
             for place, (lean, fast) in enumerate(itertools.product(fitting, self.met))
             if not self._fits(fast) and (lean.estimate, fast.estimate) not in self._mixed
         ]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from torch import nn
 
-from autoshard.capture.repeated_layers import Depth, Place, Repetition, find_repetitions, with_periods
+from autoshard.capture.repeated_layers import Depth, LayerPlace, Repetition, find_repetitions, with_periods
 
 
 class Numbered(nn.Module):
@@ -85,7 +85,7 @@ def test_a_moved_path_corresponds_to_the_first(data: st.DataObject) -> None:
     place, key = depth.locate(path)
     new = None if place is None else data.draw(st.integers(0, second - 1))
     moved = depth.move(path, new, second)
-    assert other.locate(moved) == (None if new is None else Place(0, new), key)
+    assert other.locate(moved) == (None if new is None else LayerPlace(0, new), key)
     assert other.move(moved, None if place is None else place.period, first) == path
 
 

@@ -9,24 +9,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.planner.memory_prices import memory_prices
+from autoshard.planner.memory_prices import mix_prices
 
 
 def test_a_byte_costs_what_two_plans_trade_for_it() -> None:
     # Half of each plan makes the limit: two seconds buy eight bytes, at the moment at which they differ.
-    prices, best = memory_prices([1.0, 3.0], [np.array([12.0, 4.0]), np.array([4.0, 4.0])], 8.0, 100.0)
+    prices, best = mix_prices([1.0, 3.0], [np.array([12.0, 4.0]), np.array([4.0, 4.0])], 8.0, 100.0)
     assert prices == pytest.approx([0.25, 0.0])
     assert best == pytest.approx(1.0 + 0.25 * 12.0)
 
 
 def test_memory_costs_nothing_where_the_fastest_plan_fits() -> None:
-    prices, best = memory_prices([1.0, 3.0], [np.array([7.0]), np.array([4.0])], 8.0, 100.0)
+    prices, best = mix_prices([1.0, 3.0], [np.array([7.0]), np.array([4.0])], 8.0, 100.0)
     assert not prices.any()
     assert best == pytest.approx(1.0)
 
 
+def test_memory_costs_nothing_where_no_plan_comes_near_the_limit() -> None:
+    prices, best = mix_prices([3.0, 1.0], [np.array([1.0, 2.0]), np.array([2.0, 1.0])], 8.0, 100.0)
+    assert not prices.any()
+    assert best == 1.0
+
+
 def test_memory_counts_as_much_as_it_may_where_no_mix_fits() -> None:
-    prices, _ = memory_prices([1.0, 3.0], [np.array([20.0, 9.0]), np.array([16.0, 16.0])], 8.0, 100.0)
+    prices, _ = mix_prices([1.0, 3.0], [np.array([20.0, 9.0]), np.array([16.0, 16.0])], 8.0, 100.0)
     assert prices.sum() * 8.0 == pytest.approx(100.0)
 
 
@@ -40,7 +46,7 @@ def test_no_plan_costs_less_than_the_mix_at_its_prices(data: Any) -> None:
         for _ in range(count)
     ]
     limit = float(data.draw(st.integers(2, 20)))
-    prices, best = memory_prices(costs, held, limit, 50.0)
+    prices, best = mix_prices(costs, held, limit, 50.0)
     assert (prices >= 0.0).all()
     priced = [cost + float(prices @ bytes) for cost, bytes in zip(costs, held, strict=True)]
     assert min(priced) == pytest.approx(best, rel=1e-6)
