@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch import _is_all_true as is_all_true  # by which torch.distributions validates
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.callback import callback_handler  # tells when Dynamo reads code
 from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
 from torch._dynamo.source import ConstantSource  # where a symbolic size comes from
@@ -40,7 +40,10 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.export import _trace as export_trace  # which follows assignments to buffers of the root module
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import traceback  # what is said of the operators that are traced, and whether nodes keep it
-from torch.fx._lazy_graph_module import _use_lazy_graph_module  # code of graphs is written when they first run
+from torch.fx._lazy_graph_module import (  # code of graphs is written when they first run
+    _LazyGraphModule,
+    _use_lazy_graph_module,
+)
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,  # what writes a graph while code runs, if anything does
     get_proxy_slot,  # the node of that graph that a tensor is the value of
@@ -177,6 +180,16 @@ def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.
 def unwritten_graphs() -> contextlib.AbstractContextManager[None]:
     """Context in which traced graphs get their code when they first run: most are rewritten, and never run."""
     return _use_lazy_graph_module(True)
+
+
+def lazy_graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """Return a module of a graph, without code until it runs.
+
+    Args:
+        root: has the attributes that the graph reads.
+        graph: the graph.
+    """
+    return _LazyGraphModule(root, graph)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.capture._torch import fake_mode
+from autoshard.capture._torch import fake_mode, lazy_graph_module
 from autoshard.capture.call_layout import signature_of
 from autoshard.capture.continuation import Continuation, LayeredGraph, UnpredictableError, difference
 from autoshard.capture.dynamic import Dynamic
@@ -231,7 +231,7 @@ def _continue_graph(continuation: Continuation, second: LayeredGraph, graph: Joi
     }
     return replace(
         graph,
-        graph_module=fx.GraphModule(graph.graph_module, nodes),
+        graph_module=lazy_graph_module(graph.graph_module, nodes),
         inputs=tuple(inputs),
         outputs=outputs,
         aliases=aliases,

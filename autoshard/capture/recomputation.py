@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch import fx
 
+from autoshard.capture._torch import lazy_graph_module
 from autoshard.capture.joint_graph import JointGraph
 from autoshard.capture.nodes import closure, is_view
 from autoshard.errors import PlanError
@@ -272,7 +273,6 @@ def recompute_layers(graph: JointGraph, names: Collection[str]) -> JointGraph:
     _insert_recomputation(copy, {at[node] for node in made_again})
     copy.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     copy.graph.lint()
-    copy.graph_module.recompile()
     order = [*known, *(node.name for node in graph.graph.nodes if node.name in single)]
     return replace(copy, recomputed=tuple(name for name in order if name in asked))
 
@@ -334,7 +334,7 @@ def copy_graph(graph: JointGraph) -> tuple[JointGraph, dict[fx.Node, fx.Node]]:
         assert at[node].name == node.name, f"{node.name} became {at[node].name}"
     copy = replace(
         graph,
-        graph_module=fx.GraphModule(graph.graph_module, new),
+        graph_module=lazy_graph_module(graph.graph_module, new),
         inputs=tuple(replace(source, node=at[source.node]) for source in graph.inputs),
         outputs=tuple(
             output if output.node is None else replace(output, node=at[output.node]) for output in graph.outputs

@@ -198,7 +198,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute",
         choices=RECOMPUTE,
-        help="what the backward pass runs again of the forward pass: layers, or with selective single operators",
+        help="what the backward pass runs again of the forward pass to keep the limit; full: whole layers",
     )
     parser.add_argument("--optimizer", metavar="NAME", help="the optimizer, for its memory; default: adamw")
     parser.add_argument(

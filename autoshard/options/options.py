@@ -130,11 +130,9 @@ class Options:
             (`cast_forward_inputs`), its outputs to `output_dtype`; gradients are reduced in `reduce_dtype`, or the
             dtype of the compute, and then cast back.
         recompute: the part of the forward pass that the backward pass runs again, instead of keeping its results.
-            `"auto"`: layers, as many as the memory limit asks for, where that is faster than other ways to keep the
-            limit, and none without a limit. `"selective"`: single operators of layers, chosen together with the
-            placements, as the memory limit asks for; layers where that cannot keep it. `"none"`: nothing. `"full"`:
-            every layer, so that only what enters and leaves layers is kept. A frontier has `"none"` by default, and
-            `"auto"` there is the frontier of both, which takes twice as long. Random numbers are never drawn anew;
+            `"auto"`, or `"selective"`: single operators of layers, chosen together with the placements, as the memory
+            limit asks for, and none without a limit. `"none"`: nothing. `"full"`: every layer, so that only what
+            enters and leaves layers is kept. A frontier has `"none"` by default. Random numbers are never drawn anew;
             collectives that run again are part of the price.
         dynamic: sizes that calls may change: for inputs by name, `{dim: name}`, such as
             `{"input_ids": {0: "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}`; dims of one name have one size.

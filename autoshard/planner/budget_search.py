@@ -1,12 +1,8 @@
-"""Plans within a memory limit: parameters are forced to be sharded, and memory gets a price where most is held.
-
-`BudgetSearch` searches for the fastest plan that fits. If none does, `ShortfallError` names the smallest peak, its
-parts, and what would make it smaller. The functions at the end also serve the search for a frontier.
-"""
+"""What searches within a memory limit share; plans with rows of memory in the problem; the error where no plan fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,7 +13,6 @@ from autoshard.capture.joint import JointGraph
 from autoshard.capture.loss_in_pieces import returns_large_logits
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
-from autoshard.memory.footprint import Memory
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.planning_context import CandidatePlan, PlanningContext
 from autoshard.planner.planning_problem import Constraints
@@ -29,164 +24,47 @@ from autoshard.units import format_bytes
 
 Plan = TypeVar("Plan")
 
-_ROUNDS = 6  # plans made where memory alone has a price, at most
-_MIN_GAIN = 0.01  # part of the peak by which such a plan must be leaner than the last one for another to be made
-_STEP_TOLERANCE = 0.002  # part of a step's time by which two plans may differ without a search between them
-_FORCED_LEVELS = 10  # levels on which ever more parameters are forced to be sharded
-_PRICED_LEVELS = 20  # levels on which memory has ever higher prices
 _MAX_CORRECTIONS = 7  # times that the memory rows of the integer program are tightened
 
-# All the memory of a plan, in costs of a step:
-_MIN_STRENGTH = 1e-3  # where memory hardly counts
-_MEMORY_ONLY_STRENGTH = 1e3  # where memory alone counts
+MEMORY_ONLY = 1e3
+"""Costs of a step that all the memory of a plan has where memory alone counts."""
 
 # A moment that holds a tenth less than the peak weighs exp(-3), a twentieth, of it. A guess that works.
 _SHARPNESS = 30.0
 _NEGLIGIBLE_SHARE = 1e-2  # of all bytes; a guess that works
 
 
-class BudgetSearch:
-    """Searches for the fastest plan whose peak is within a limit.
-
-    Levels lead from the plan without a limit to the leanest one. On the lower levels the largest parameters are forced
-    to be sharded, more from level to level (Rhino 4.4); on the upper ones all are, and memory gets a price at the
-    moments at which most is held. The plan of a level does not depend on the limit. `first_that_fits` searches for a
-    level between plans where less memory takes more time, and takes the fastest plan met that fits.
-
-    With `method="ilp"`, rows of memory in the problem itself (Rhino 4.2) are tried too; with `method="force"`, only the
-    lower levels.
-
-    Args:
-        planner: solves problems.
-        limit: the memory limit in bytes per device.
-        cheapest: the plan of the problem without a limit.
-        fastest: the fastest plan without a limit; it holds too much.
-    """
-
-    def __init__(self, planner: PlanningContext, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> None:
-        self.planner = planner
-        self.limit = limit
-        self.cheapest = cheapest
-        self.fastest = fastest
-        self.sizes = drop_negligible(forceable_parameters(planner.graph, planner.constraints))
-        # Other methods are too slow, or need too narrow a problem, where everything is forced.
-        self.method = "alternate" if planner.settings.method == "alternate" else "auto"
-        self.all_forced = replace(planner.constraints, forced=frozenset(self.sizes))
-
-    def run(self) -> CandidatePlan:
-        """Return the plan.
-
-        Raises:
-            ShortfallError: no plan found fits. The smallest peak, which it names, is the same at every limit, so that a
-                limit of that size can be met.
-        """
-        method = self.planner.settings.method
-        if method == "force":
-            leanest = min(self.cheapest, self._forced_plan(1.0), key=lambda plan: plan.memory.peak)
-            weights, levels, begin = peak_weights(leanest.held_bytes), _FORCED_LEVELS, None
-        else:
-            leanest, weights = self.find_leanest()
-            # The level at which all are forced is solved well; plans at low prices next to it may be slower and larger.
-            levels, begin = 1 + _FORCED_LEVELS + _PRICED_LEVELS, 1 + _FORCED_LEVELS
-        if leanest.memory.peak > self.limit:
-            prices = self._memory_prices(weights, _MEMORY_ONLY_STRENGTH)
-            late = self.planner.is_past_deadline
-            raise ShortfallError(self.planner, self.limit, leanest.memory, self.all_forced, prices, late)
-
-        def make(level: int) -> CandidatePlan:
-            return leanest if self.planner.is_past_deadline else self._plan_at_level(level, weights)
-
-        def measure(plan: CandidatePlan) -> tuple[float, int]:
-            return plan.step_seconds, plan.memory.peak
-
-        plan = first_that_fits(self.fastest, leanest, levels, make, measure, self.limit, _STEP_TOLERANCE, begin)
-        rows = self._solve_with_memory_rows() if method == "ilp" else None
-        return plan if rows is None or rows.cost > plan.cost else rows
-
-    def _plan_at_level(self, level: int, weights: np.ndarray) -> CandidatePlan:
-        """Return the plan of a level from 1 up; `weights` are those of the moments at which memory has a price."""
-        if level == 1:
-            return self.cheapest
-        if level <= 1 + _FORCED_LEVELS:
-            return self._forced_plan((level - 1) / _FORCED_LEVELS)
-        share = (level - 1 - _FORCED_LEVELS) / (_PRICED_LEVELS + 1)
-        return self._priced_plan(weights, _MIN_STRENGTH * (_MEMORY_ONLY_STRENGTH / _MIN_STRENGTH) ** share)
-
-    def find_leanest(self) -> tuple[CandidatePlan, np.ndarray]:
-        """Return the plan with the smallest peak that is found, and the weights of the moments of its peak."""
-        plans: list[CandidatePlan] = []
-
-        def solve(weights: np.ndarray) -> CandidatePlan | None:
-            if plans and self.planner.is_past_deadline:
-                return None
-            plans.append(self._priced_plan(weights, _MEMORY_ONLY_STRENGTH))
-            return plans[-1]
-
-        return find_leanest(self.cheapest, solve, _ROUNDS, _MIN_GAIN)
-
-    def _forced_plan(self, share: float) -> CandidatePlan:
-        """Return the cheapest plan with the largest parameters forced to be sharded; all of them at a share of 1."""
-        forced = largest_names(self.sizes, share)
-        plan = self._solve_cached(forced, replace(self.planner.constraints, forced=forced))
-        return replace(plan, method=f"{plan.method}, the {len(forced)} largest parameters forced to be sharded")
-
-    def _priced_plan(self, weights: np.ndarray, strength: float) -> CandidatePlan:
-        """Return the cheapest plan with all parameters forced and memory priced at some moments."""
-        prices = self._memory_prices(weights, strength)
-        plan = self._solve_cached(prices.tobytes(), self.all_forced, prices)
-        return replace(plan, method=f"{plan.method}, all parameters forced to be sharded, memory priced")
-
-    def _memory_prices(self, weights: np.ndarray, strength: float) -> np.ndarray:
-        return memory_prices(weights, strength, self.cheapest.cost, self.cheapest.memory.peak)
-
-    def _solve_cached(self, key: Hashable, constraints: Constraints, prices: np.ndarray | None = None) -> CandidatePlan:
-        plans = self.planner.plan_cache
-        if key not in plans:
-            plans[key] = self.planner.solve(constraints, method=self.method, prices=prices)
-        return plans[key]
-
-    def _solve_with_memory_rows(self) -> CandidatePlan | None:
-        """Return the fastest plan found with rows of memory in the problem (Rhino 4.2); None if no plan fits."""
-        # The rows leave out copies that a reshard makes: their limit is lowered by what the account finds too much.
-        rows = float(self.limit)
-        for _ in range(_MAX_CORRECTIONS):
-            try:
-                plan = self.planner.solve(self.planner.constraints, method="ilp", limit=rows)
-            except BudgetError:
-                return None
-            if plan.memory.peak <= self.limit:
-                return replace(plan, method=f"{plan.method}, memory bounded")
-            # At least a hundredth, so that a few corrections are enough.
-            rows -= max(plan.memory.peak - self.limit, 0.01 * self.limit)
-            if rows <= 0 or self.planner.is_past_deadline:
-                return None
-        return None
+def solve_with_memory_rows(planner: PlanningContext, limit: int) -> CandidatePlan | None:
+    """Return the fastest plan found with rows of memory in the problem (Rhino 4.2); None if no plan fits."""
+    # The rows leave out copies that a reshard makes: their limit is lowered by what the account finds too much.
+    rows = float(limit)
+    for _ in range(_MAX_CORRECTIONS):
+        try:
+            plan = planner.solve(planner.constraints, method="ilp", limit=rows)
+        except BudgetError:
+            return None
+        if plan.memory.peak <= limit:
+            return replace(plan, method=f"{plan.method}, memory bounded")
+        # At least a hundredth, so that a few corrections are enough.
+        rows -= max(plan.memory.peak - limit, 0.01 * limit)
+        if rows <= 0 or planner.is_past_deadline:
+            return None
+    return None
 
 
 class ShortfallError(BudgetError):
     """No plan of one graph fits a limit; the remedies are not known yet, since finding them takes long.
 
     Args:
-        planner: the planner.
         limit: the memory limit in bytes per device.
-        least: the memory of the plan with the smallest peak.
-        constraints: the constraints under which it was found.
-        prices: the prices of memory that led to it.
+        leanest: the plan with the smallest peak.
         late: True if the search ended at its time limit.
     """
 
-    def __init__(
-        self,
-        planner: PlanningContext,
-        limit: int,
-        least: Memory,
-        constraints: Constraints,
-        prices: np.ndarray,
-        late: bool,
-    ) -> None:
-        self._planner, self._limit, self._least = planner, limit, least
-        self._constraints, self._prices, self._late = constraints, prices, late
-        super().__init__(self._message(()), least.peak)
+    def __init__(self, limit: int, leanest: CandidatePlan, late: bool) -> None:
+        self._planner, self._limit, self._leanest, self._late = leanest.estimate.context, limit, leanest, late
+        self._least = leanest.memory
+        super().__init__(self._message(()), self._least.peak)
 
     def with_remedies(self) -> BudgetError:
         """Return the error that also names the remedies, each tried once."""
@@ -214,20 +92,24 @@ class ShortfallError(BudgetError):
 
     def _find_remedies(self) -> Iterator[str]:
         """Return texts of changes that make the peak smaller, with the peaks that they were seen to lead to."""
-        planner, constraints, least = self._planner, self._constraints, self._least.peak
+        planner, leanest, least = self._planner, self._leanest, self._least.peak
+        # Remedies are tried with memory priced where the leanest plan holds most: a whole search for each would take
+        # long.
+        prices = memory_prices(peak_weights(leanest.held_bytes), MEMORY_ONLY, leanest.cost, least)
+        forced = drop_negligible(forceable_parameters(planner.graph, planner.constraints))
+        constraints = replace(planner.constraints, forced=frozenset(forced))
         parameters = [source.name for source in planner.graph.parameters]
         pinned = [name for name in parameters if name in constraints.pinned]
-        # Remedies are tried at the prices that led to the smallest peak: a whole search for each would take long.
         if pinned:
             free = {name: pins for name, pins in constraints.pinned.items() if name not in pinned}
             unpinned = replace(constraints, pinned=free, forced=frozenset(parameters))
-            peak = _smallest_peak(planner, unpinned, self._prices)
+            peak = _smallest_peak(planner, unpinned, prices)
             if peak < least:
                 others = f" and {len(pinned) - 1} more" if len(pinned) > 1 else ""
                 yield f"drop the hints (without that on {pinned[0]}{others}, {format_bytes(peak)} are enough)"
         scalars = (node.meta["val"].ndim == 0 for node in planner.graph.tensor_outputs.values())
         if not (constraints.planned_outputs or constraints.outputs or constraints.row_axes or all(scalars)):
-            peak = _smallest_peak(planner, replace(constraints, planned_outputs=True), self._prices)
+            peak = _smallest_peak(planner, replace(constraints, planned_outputs=True), prices)
             if peak < least:
                 yield f'leave outputs in shards (output_placements="planned" needs {format_bytes(peak)})'
         if returns_large_logits(planner.graph.graph, planner.graph.tensor_outputs.values(), planner.mesh.size):
@@ -248,7 +130,7 @@ class ShortfallError(BudgetError):
             yield "add devices"
             return
         larger = type(planner)(planner.graph, mesh, planner.cluster, constraints, planner.settings)
-        peak = _smallest_peak(larger, constraints, self._prices)
+        peak = _smallest_peak(larger, constraints, prices)
         yield f"add devices ({mesh} needs {format_bytes(peak)})" if peak < least else "add devices"
 
 
@@ -262,7 +144,7 @@ def _recompute_peak(planner: PlanningContext, layers: Sequence[str], constraints
     except AutoshardError:
         return float("inf")
     peak = fastest.memory.peak
-    prices = memory_prices(peak_weights(fastest.held_bytes), _MEMORY_ONLY_STRENGTH, fastest.cost, peak)
+    prices = memory_prices(peak_weights(fastest.held_bytes), MEMORY_ONLY, fastest.cost, peak)
     return min(peak, _smallest_peak(recomputing, constraints, prices))
 
 
@@ -286,6 +168,7 @@ def find_leanest(
     solve: Callable[[np.ndarray], CandidatePlan | None],
     rounds: int,
     min_gain: float | None = None,
+    held_bytes: Callable[[CandidatePlan], np.ndarray] = lambda plan: plan.held_bytes,
 ) -> tuple[CandidatePlan, np.ndarray]:
     """Return the plan with the smallest peak, and the weights of the moments that led to it.
 
@@ -297,8 +180,9 @@ def find_leanest(
         solve: returns the cheapest plan for weights of the moments; None to stop.
         rounds: the most plans.
         min_gain: part of the peak by which a plan must be leaner than the best one for another to be made, if any.
+        held_bytes: bytes of a plan at every moment.
     """
-    best, average = start, start.held_bytes
+    best, average = start, held_bytes(start)
     weights = best_weights = peak_weights(average)
     for count in range(1, rounds + 1):
         plan = solve(weights)
@@ -311,7 +195,7 @@ def find_leanest(
         if not gained:
             break
         # The opponent answers the average of all plans, not the last one, or both would go round in circles.
-        average = (average * count + plan.held_bytes) / (count + 1)
+        average = (average * count + held_bytes(plan)) / (count + 1)
         weights = peak_weights(average)
     return best, best_weights
 
@@ -369,15 +253,13 @@ def memory_prices(weights: np.ndarray, strength: float, cost: float, peak: float
 
 
 def first_that_fits(
-    fastest: Plan,
-    leanest: Plan,
+    fastest: CandidatePlan,
+    leanest: CandidatePlan,
     levels: int,
-    make: Callable[[int], Plan],
-    measure: Callable[[Plan], tuple[float, int]],
+    make: Callable[[int], CandidatePlan],
     limit: int,
     tolerance: float = 0.0,
-    begin: int | None = None,
-) -> Plan:
+) -> CandidatePlan:
     """Return the fastest plan within a limit among those of several levels, making few of them.
 
     A plan made at the middle of an interval is left out unless it lies between the interval's two ends, both in
@@ -389,26 +271,24 @@ def first_that_fits(
         leanest: a plan that fits.
         levels: number of plans that can be made between these.
         make: makes the plan of a level, from 1, next to the fastest, to `levels`, next to the leanest.
-        measure: seconds and bytes of a plan.
         limit: bytes that a plan may hold.
         tolerance: share of a plan's seconds by which two may differ and no plan between them is made.
-        begin: the first level to make, by default the middle: a good first plan rules out worse ones near it.
     """
     low, high, left, right = fastest, leanest, 0, levels + 1
     fitting = [leanest]
-    while right - left > 1 and measure(high)[0] > (1.0 + tolerance) * measure(low)[0]:
-        middle = (left + right) // 2 if begin is None or not left < begin < right else begin
+    while right - left > 1 and high.step_seconds > (1.0 + tolerance) * low.step_seconds:
+        middle = (left + right) // 2
         plan = make(middle)
-        seconds, held = measure(plan)
+        seconds, held = plan.step_seconds, plan.memory.peak
         if held <= limit:
             fitting.append(plan)
-        if seconds < measure(low)[0] or held >= measure(low)[1]:
+        if seconds < low.step_seconds or held >= low.memory.peak:
             left = middle  # outside the interval at the fast end: left out for every limit
-        elif seconds > measure(high)[0] or held <= measure(high)[1]:
+        elif seconds > high.step_seconds or held <= high.memory.peak:
             right = middle  # outside it at the lean end
         elif held <= limit:
             high, right = plan, middle
         else:
             low, left = plan, middle
     # A plan that was left out is taken where it fits and is faster than the row's.
-    return min((high, *fitting), key=lambda plan: measure(plan)[0])
+    return min((high, *fitting), key=lambda plan: plan.step_seconds)

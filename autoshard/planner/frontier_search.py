@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.capture.recomputation import recomputable, recompute_layers
+from autoshard.capture.recomputation import recomputable
 from autoshard.errors import BudgetError, PlanError
 from autoshard.patterns.decisions import Decisions
 from autoshard.planner.budget_search import find_leanest, forceable_parameters, names_by_size, peak_weights
+from autoshard.planner.explorer import Explorer
 from autoshard.planner.planner import Planner
+from autoshard.planner.planning import recomputing_planner
 from autoshard.planner.planning_context import CandidatePlan, PlanningContext
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
@@ -27,6 +29,7 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver import Edge, Problem, cost_frontier
 from autoshard.solver.problem import blend
 
+_RERUN_GAPS = 8  # gaps that plans in which operators run again are searched in
 _ROUNDS = 8  # plans made where memory alone has a price
 _MEMORY_ONLY_PRICE = 1e3  # all the memory of a plan, in costs of a step, where memory alone counts
 _LOWER_PRICES = (1e2, 1e1, 1.0, 1e-1, 1e-2)  # further prices, in the same unit
@@ -67,26 +70,23 @@ class FrontierCandidate:
 
 
 def frontier_plans(planner: Planner, gaps: int) -> list[ShardingPlan]:
-    """Return the plans of a graph's frontier, with layers recomputed as the planner's settings say.
+    """Return the plans of a graph's frontier, from the smallest peak on.
 
-    With `"auto"` they are the plans without recomputation, and those in which all layers run again. Some of the first
-    may beat some of the second, or the other way round; `Frontier` drops those.
+    With `recompute="auto"`, plans in which operators run again are searched in the widest gaps, besides.
 
     Args:
         planner: the planner, without a memory limit.
-        gaps: the gaps of each frontier that are searched.
+        gaps: the gaps that are searched in a frontier in which nothing runs again.
     """
-    recompute = planner.settings.recompute
-    layers = () if recompute == "none" else recomputable(planner.graph)
-    plans = FrontierSearch(planner, gaps).run() if recompute != "full" or not layers else []
-    if layers:
-        graph = recompute_layers(planner.graph, [layer.name for layer in layers])
-        recomputing = Planner(
-            graph, planner.mesh, planner.cluster, planner.constraints, planner.settings, planner.progress, like=planner
-        )
-        recomputing.deadline = planner.deadline
-        plans += FrontierSearch(recomputing, gaps).run()
-    return plans
+    planner.warn_of_unknown_operators()
+    recompute, layers = planner.settings.recompute, recomputable(planner.graph)
+    if recompute == "full" and layers:
+        planner = recomputing_planner(planner, [layer.name for layer in layers])
+    plans = FrontierSearch(planner, gaps).run()
+    if recompute in ("auto", "selective") and layers:
+        plans = Explorer(planner, may_rerun=True).frontier(plans[::-1], _RERUN_GAPS)
+    bound = plans[-1].lower_bound
+    return [plan.estimate.context.describe(replace(plan, lower_bound=min(bound, plan.cost))) for plan in plans]
 
 
 class FrontierSearch:
@@ -125,22 +125,17 @@ class FrontierSearch:
         self.recombined_pools: set[frozenset[int]] = set()
         self.unmodelled_bytes = 0.0  # of the last plan that rows of memory led to, those that the rows do not count
 
-    def run(self) -> list[ShardingPlan]:
-        """Return the plans, from the smallest peak to the shortest step."""
-        fastest = self.planner.plan()
-        decisions = Decisions.from_data(fastest.decisions)
-        plan = self.planner.evaluate(decisions, fastest.cost, fastest.lower_bound, fastest.method)
-        self.fastest = self._add_candidate(plan, self.planner.constraints)
+    def run(self) -> list[CandidatePlan]:
+        """Return the plans, from the smallest peak to the shortest step; their bound is that of the last."""
+        cheapest = self.planner.solve(self.planner.constraints)
+        self.fastest = self._add_candidate(self.planner.fastest(cheapest), self.planner.constraints)
         forced = self._solve(self._force_largest(len(self.sizes)))
         if forced is not None:
             self._add_intermediate_plans(forced, self._add_lean_plans(forced))
         self._recombine_families()
         self._search_widest_gaps()
-        # A bound of the problem holds with less memory too.
         return [
-            fastest
-            if candidate is self.fastest
-            else self.planner.describe(replace(candidate.plan, lower_bound=fastest.lower_bound))
+            replace(candidate.plan, lower_bound=self.fastest.plan.lower_bound)
             for candidate in _pareto_front(self.candidates)
         ]
 

@@ -27,7 +27,10 @@ def mix_prices(
     Returns:
         Seconds per byte at every moment, and the seconds of the best mix with its memory at these prices.
     """
+    # In units of the dearest plan: GLOP's tolerances are absolute.
+    unit = max(costs)
     table = np.asarray(held) / limit
+    strongest /= unit
     # Of moments at which all plans hold as much, one stands for all; where no plan comes near the limit, none counts.
     columns, first = np.unique(table, axis=1, return_index=True)
     near = np.flatnonzero(columns.max(axis=0) >= 0.5)
@@ -38,14 +41,14 @@ def mix_prices(
     program = LinearProgram()
     moments = program.add_variables(np.ones(len(first)), upper=strongest)
     # The bound of the mix: it may be as large as the dearest plan at the strongest prices.
-    largest = max(costs) + strongest * float(columns.max(initial=1.0))
+    largest = 1.0 + strongest * float(columns.max(initial=1.0))
     (bound,) = program.add_variables(np.array([-1.0]), lower=-largest, upper=largest)
     for cost, row in zip(costs, columns, strict=True):
         used = np.flatnonzero(row)
         variables = np.array([bound, *(moments[place] for place in used)])
-        program.add_row(variables, np.array([1.0, *-row[used]]), -np.inf, cost)
+        program.add_row(variables, np.array([1.0, *-row[used]]), -np.inf, cost / unit)
     program.add_row(np.array(moments), np.ones(len(moments)), 0.0, strongest)
     values = minimise(program, time_limit=10.0).values
     assert values is not None, "the program has a solution: all prices zero, and the least cost"
-    prices[first] = values[np.array(moments)] / limit
-    return prices, float(values[bound])
+    prices[first] = values[np.array(moments)] * unit / limit
+    return prices, float(values[bound]) * unit

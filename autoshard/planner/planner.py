@@ -21,14 +21,12 @@ from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph_rules import Value
 from autoshard.patterns.strategy import axis_choices
 from autoshard.planner.account import StepAccount
-from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.lazy_solver import LazyCosts, LazySolver
 from autoshard.planner.planning_context import BlockSolution, CandidatePlan, PlanningContext, SolveRequest
 from autoshard.planner.planning_problem import Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.solving import CLOSE, SolveOptions, is_large
 from autoshard.planner.tiling import Tiling
-from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
@@ -369,48 +367,13 @@ class MultiAxisSolver:
 class Planner(PlanningContext):
     """Plans one joint graph on one mesh; the arguments are those of `PlanningContext`."""
 
-    def plan(self, unlimited: CandidatePlan | None = None) -> ShardingPlan:
-        """Return the plan of this graph as it is; `plan_with_recompute` also changes the graph as the settings ask.
-
-        Args:
-            unlimited: the plan without the memory limit, if it is known.
-
-        Raises:
-            BudgetError: no plan that was found fits the memory limit; the message names the smallest peak.
-            KeyboardInterrupt: the search was interrupted before it met a plan that fits.
-        """
+    def warn_of_unknown_operators(self) -> None:
+        """Warn of operators without a sharding rule, which are replicated."""
         for name, count in self.rules.unknown.items():
             warn_caller(
                 f"no sharding rule for {name} ({count} calls): it is replicated on every device. "
                 + batch_advice(name, self.rules.batch_rules[name]),
             )
-        try:
-            plan = self._search(unlimited)
-        except KeyboardInterrupt:
-            if self.best is None:
-                raise
-            plan = self.best
-            self.warn_of_interruption(plan.cost)
-        else:
-            if self.is_past_deadline and plan.cost > plan.lower_bound * (1 + 1e-9):
-                limit = f"time_limit={self.settings.time_limit:g} s"
-                plan = replace(plan, method=f"{plan.method}, ended by {limit}: a longer search may find a faster plan")
-        with self.time_phase("account"):
-            return self.describe(plan)
-
-    def _search(self, unlimited: CandidatePlan | None) -> CandidatePlan:
-        limit = self.settings.memory_limit
-        self.unlimited = cheapest = self.solve(self.constraints) if unlimited is None else unlimited
-        plan = self.fastest(cheapest)
-        if limit is not None and plan.memory.peak > limit:
-            # A bound of the problem without a limit is one with it. The problems solved on the way are narrower.
-            return replace(BudgetSearch(self, limit, cheapest, plan).run(), lower_bound=cheapest.lower_bound)
-        return plan
-
-    def leanest(self) -> ShardingPlan:
-        """Return the plan with the smallest peak that is found, which shards all that it can."""
-        cheapest = self.solve(self.constraints)
-        return self.describe(BudgetSearch(self, 0, cheapest, cheapest).find_leanest()[0])
 
     def fastest(self, cheapest: CandidatePlan) -> CandidatePlan:
         """Return the plan with the shortest step that is found without a memory limit.

@@ -1,4 +1,4 @@
-"""The planners of captured calls of a module, and the plans that they make, with recomputed layers where asked for.
+"""The planners of captured calls of a module, and the plans that they make.
 
 Planning collects garbage among the objects that it makes alone: see `freeze_older_objects`.
 """
@@ -18,23 +18,19 @@ from torch import nn
 
 from autoshard.capture.depth import capture_repeated
 from autoshard.capture.joint import JointGraph, Tangents, capture
-from autoshard.capture.recomputation import Recomputable, recomputable, recompute_layers
-from autoshard.errors import BudgetError
+from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.options.target import Target
-from autoshard.patterns.graph_rules import value_of
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner import hints as hint_rules
-from autoshard.planner.budget_search import BudgetSearch, ShortfallError
+from autoshard.planner.budget_search import ShortfallError
+from autoshard.planner.explorer import Explorer
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, show_progress
-from autoshard.planner.rerun_context import RerunContext
-from autoshard.planner.rerun_search import RerunSearch
 from autoshard.planner.subject import subject_of, work_of
 from autoshard.planner.target_constraints import PinsByName, PlacementsByName, constraints_for, shared_axis
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import local_shape
 
 _YOUNG_THRESHOLD = 10_000  # new objects between two collections of the youngest generation: most of them stay
 _MIDDLE_THRESHOLD = 400  # collections of the youngest generation between two of the middle one
@@ -273,12 +269,7 @@ def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float
 def plan_with_recompute(
     planner: Planner, unlimited: CandidatePlan | None = None, *, explained: bool = True
 ) -> ShardingPlan:
-    """Return the plan of a graph, with layers recomputed as the planner's settings say.
-
-    With `recompute="auto"` and a memory limit, the fastest of these is taken: the plan that keeps the limit without
-    recomputation; the one that recomputes the fewest layers, first those that free most memory per second, such that
-    nothing else is needed to keep the limit; and, if all layers are not enough, the one that recomputes all and keeps
-    the limit by other means.
+    """Return the plan of a graph, in which operators run again as the planner's settings say.
 
     Args:
         planner: the planner of the graph.
@@ -298,32 +289,12 @@ def plan_with_recompute(
 
 
 def _plan_with_recompute(planner: Planner, unlimited: CandidatePlan | None) -> ShardingPlan:
-    recompute, limit = planner.settings.recompute, planner.settings.memory_limit
-    if recompute == "selective" and limit is not None and recomputable(planner.graph):
-        return _plan_selectively(planner, limit, unlimited)
-    # Without a limit, recomputation only takes time.
-    is_useful = recompute == "full" or (recompute == "auto" and limit is not None)
-    layers = recomputable(planner.graph) if is_useful else ()
-    if not layers:
-        return planner.plan(unlimited)
-    if recompute == "full" or limit is None:
-        return recomputing_planner(planner, [layer.name for layer in layers]).plan()
-    return _RecomputeSearch(planner, layers, limit).run(unlimited)
-
-
-def _plan_selectively(planner: Planner, limit: int, unlimited: CandidatePlan | None) -> ShardingPlan:
-    """Return the plan in which the operators that run again are chosen one by one."""
-    cheapest = planner.solve(planner.constraints) if unlimited is None else unlimited
-    known = [cheapest, planner.fastest(cheapest)]
-    if known[-1].memory.peak <= limit:
-        return planner.describe(known[-1])
-    with contextlib.suppress(ShortfallError):
-        known.append(BudgetSearch(planner, limit, *known).run())
-    plan = RerunSearch(RerunContext(planner), limit, known).run()
-    if plan is not None:
-        return plan.estimate.context.describe(replace(plan, lower_bound=cheapest.lower_bound))
-    # All layers run again, and parameters are forced to be sharded: the leanest plan, or an error that says more.
-    return recomputing_planner(planner, [layer.name for layer in recomputable(planner.graph)]).plan()
+    recompute = planner.settings.recompute
+    if recompute == "full":
+        layers = recomputable(planner.graph)
+        if layers:
+            return Explorer(recomputing_planner(planner, [layer.name for layer in layers]), may_rerun=False).plan()
+    return Explorer(planner, may_rerun=recompute in ("auto", "selective")).plan(unlimited)
 
 
 def recomputing_planner(planner: Planner, layers: Collection[str]) -> Planner:
@@ -334,83 +305,3 @@ def recomputing_planner(planner: Planner, layers: Collection[str]) -> Planner:
     planner.timings["patterns"] = planner.timings.get("patterns", 0.0) + time.perf_counter() - start
     recomputing.timings = planner.timings  # one plan comes of both
     return recomputing
-
-
-class _RecomputeSearch:
-    """Chooses the layers that run again under a memory limit.
-
-    Args:
-        planner: the planner of the graph.
-        layers: the layers that can run again.
-        limit: the memory limit in bytes per device.
-    """
-
-    def __init__(self, planner: Planner, layers: tuple[Recomputable, ...], limit: int) -> None:
-        self.planner = planner
-        self.layers = layers
-        self.limit = limit
-        self.plans: list[ShardingPlan] = []
-        self.errors: list[BudgetError] = []
-
-    def run(self, unlimited: CandidatePlan | None) -> ShardingPlan:
-        self._try(self.planner, unlimited)
-        unlimited = self.planner.unlimited
-        assert unlimited is not None
-        if not self.plans or (unlimited.memory.peak > self.limit and self.plans[0].gap > _PROVED_GAP):
-            try:
-                self._recompute(unlimited)
-            except KeyboardInterrupt:
-                if not self.plans:
-                    raise
-                self.planner.warn_of_interruption(self.plans[0].cost)
-        if not self.plans:
-            raise min(self.errors, key=lambda error: math.inf if error.peak is None else error.peak)
-        return min(self.plans, key=lambda plan: plan.step_seconds)
-
-    def _try(self, planner: Planner, unlimited: CandidatePlan | None) -> None:
-        try:
-            self.plans.append(planner.plan(unlimited))
-        except BudgetError as error:
-            self.errors.append(error)
-
-    def _recompute(self, unlimited: CandidatePlan) -> None:
-        """Add the plan that recomputes as few layers as keep the limit, or else all of them."""
-        ranked = self._rank_layers(unlimited)
-        full = recomputing_planner(self.planner, [layer.name for layer in ranked])
-        best = full.solve(full.constraints)
-        if best.memory.peak > self.limit:
-            # To plan for a limit takes long: only where that may beat the plan without recomputation.
-            if not self.plans or full.fastest(best).step_seconds < self.plans[0].step_seconds:
-                self._try(full, best)
-            return
-        planner, high, low, above = full, len(ranked), 0, unlimited.memory.peak
-        for _ in range(_MAX_BISECTIONS):
-            if high - low <= 1:
-                break
-            # Layers free about as much each: the number of layers lies between as the limit does between the peaks.
-            share = (above - self.limit) / max(above - best.memory.peak, 1)
-            count = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
-            fewer = recomputing_planner(self.planner, [layer.name for layer in ranked[:count]])
-            plan = fewer.solve(fewer.constraints)
-            if plan.memory.peak <= self.limit:
-                planner, best, high = fewer, plan, count
-            else:
-                low, above = count, plan.memory.peak
-        self._try(planner, best)
-
-    def _rank_layers(self, unlimited: CandidatePlan) -> list[Recomputable]:
-        """Return the layers, those first that free most bytes per second of running them again."""
-        account = self.planner.account(unlimited.decisions)
-        operators = set(account.rules.operators)
-
-        def freed_per_second(layer: Recomputable) -> float:
-            freed = 0
-            for node in layer.freed:
-                value = value_of(node)
-                shape = local_shape(value.meta.shape, account.flow.produced_spec(value), self.planner.mesh)
-                freed += math.prod(shape) * value.meta.dtype.itemsize
-            seconds = sum(account.seconds(node) for node in layer.rerun if node in operators)
-            return freed / max(seconds, 1e-12)
-
-        # Rounding lets equal layers keep their order, the earlier one first.
-        return sorted(self.layers, key=lambda layer: -round(freed_per_second(layer), -3))

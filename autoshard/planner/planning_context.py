@@ -245,9 +245,12 @@ class PlanningContext(ABC):
         unlimited: the plan without a memory limit, once it was solved.
         best: the cheapest plan met so far that fits the limit.
         interrupted: True if the search was interrupted and returned the best plan met so far.
+        proposes: True if a good assignment is enough, since the accounts of plans judge them.
         plan_cache: plans on the way to a memory limit, by their problem. They do not depend on the limit, and serve a
             planner of the same graph with another one.
     """
+
+    proposes = False
 
     def __init__(
         self,
@@ -431,15 +434,13 @@ class PlanningContext(ABC):
         self, request: SolveRequest, built: BuiltProblem, tiling: Tiling | None, *, proof: bool
     ) -> SolveResult:
         is_priced = request.prices is not None or request.discount is not None
-        # Plans of which operators run again are judged by their accounts, and many are made.
-        is_proposal = request.discount is not None or request.builder.constraints.optional_reruns
         options = SolveOptions(
             request.method,
             self.deadline,
             proof=proof and not is_priced,
             priced=request.prices is not None,
-            fast=self.settings.effort == "fast" or request.builder.constraints.optional_reruns,
-            proposal=is_proposal,
+            fast=self.settings.effort == "fast" or self.proposes,
+            proposal=request.discount is not None or self.proposes,
             work_limit=request.work,
             report=self._report_phase if is_priced else self.report,
         )

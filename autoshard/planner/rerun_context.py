@@ -11,33 +11,40 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
 from autoshard.capture.recomputation import RECOMPUTES, recompute_layers, rerunnable
 from autoshard.patterns.decisions import Decisions
+from autoshard.patterns.graph_rules import Value
 from autoshard.patterns.strategy import ABSENT
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 
 
 class RerunContext(Planner):
-    """Solves the problem in which operators may run again.
+    """Solves the problem in which operators may run again, at prices of memory.
 
     Args:
         planner: the planner of the graph in which none does; its tables are shared.
+        names: the operators that may run again; by default all that can.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    proposes = True  # plans are judged by their accounts, and many are made
+
+    def __init__(self, planner: Planner, names: Collection[str] | None = None) -> None:
         self.without = planner
-        graph = recompute_layers(planner.graph, rerunnable(planner.graph))
-        constraints = replace(planner.constraints, optional_reruns=True)
+        names = rerunnable(planner.graph) if names is None else names
+        graph = recompute_layers(planner.graph, names)
+        constraints = replace(planner.constraints, optional_reruns=bool(names))
         super().__init__(
             graph, planner.mesh, planner.cluster, constraints, planner.settings, planner.progress, like=planner
         )
         self.deadline, self.timings = planner.deadline, planner.timings
         # Second operators, by the name of the first.
-        self.reruns = {node.meta[RECOMPUTES]: node for node in self.rules.operators if RECOMPUTES in node.meta}
+        again = {node.meta[RECOMPUTES]: node for node in self.rules.operators if RECOMPUTES in node.meta}
+        self.reruns = again if names else {}
         self._settled: dict[frozenset[str], Planner] = {frozenset(): planner}
 
     def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
@@ -56,6 +63,47 @@ class RerunContext(Planner):
         """
         planner = self.planner_with(names)
         return planner.evaluate(self.settle(decisions, planner), cost, lower_bound, method)
+
+    @cached_property
+    def forward_places(self) -> dict[str, int]:
+        """The place in the forward half of every operator, and of every input of the step, by its name.
+
+        An operator of the backward half has the place of the first operator of the forward half whose gradient it, or
+        what it reads, needs; one that runs again that of the first run; an input that of its first reader. Those that
+        depend on inputs alone have none.
+        """
+        places: dict[str, int] = {}
+        last_use: dict[Value, int] = {}
+        rules = self.without.rules
+        # Operators of the forward half come first.
+        for place, node in enumerate(rules.operators):
+            if self.graph.phase(node) == "forward":
+                places[node.name] = place
+                if node.name in self.reruns:
+                    places[self.reruns[node.name].name] = place
+                last_use |= dict.fromkeys(rules.operands[node], place)
+                continue
+            # What all layers read, such as rotary frequencies, is made in front of the first: its last use counts.
+            read = [
+                last_use.get(value, places.get(value.node.name))
+                for value in rules.operands[node]
+                if self.graph.phase(value.node) == "backward" or value.node.op == "call_function"
+            ]
+            known = [each for each in read if each is not None]
+            if known:
+                places[node.name] = min(known)
+        for source in rules.graph.inputs:
+            uses = rules.uses.get(Value(source.node), ())
+            known = [places[use.node.name] for use in uses if use.node.name in places]
+            if known:
+                places[source.node.name] = min(known)
+        return places
+
+    @cached_property
+    def whole_layers(self) -> CandidatePlan:
+        """The cheapest plan in which all operators run again that can."""
+        planner = self.planner_with(self.reruns)
+        return planner.solve(planner.constraints)
 
     def settle(self, decisions: Decisions, planner: Planner) -> Decisions:
         """Return the decisions for a planner's graph among those for more than that."""

@@ -33,6 +33,7 @@ from torch.fx.graph import _BoxedCodeGen
 # Sees every operator that is called while it is active.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from autoshard.capture._torch import lazy_graph_module as lazy_graph_module
 from autoshard.capture._torch import symbolic_integer
 from autoshard.reshard.reductions import is_border
 
@@ -77,11 +78,6 @@ def run_meta_kernel(mode: FakeTensorMode, op: Any, args: tuple[Any, ...], kwargs
         if len(devices) > 1:
             return None
         return FakeTensor(mode, op(*operands[0], **operands[1]), devices.pop())
-
-
-def lazy_graph_module(graph: fx.Graph) -> fx.GraphModule:
-    """Return a module of a graph, without code until it runs."""
-    return _LazyGraphModule(torch.nn.Module(), graph)
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) -> tuple[fx.GraphModule, fx.GraphModule]:

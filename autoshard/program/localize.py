@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.joint import JointInput
@@ -156,7 +156,9 @@ def localize(
     gathers_again = any(key.endswith("@backward") for key in flow.decisions.hubs)
     repeats = gathers_again or bool(flow.graph.recomputed)
     dependences = flow.graph.gradient_sources, flow.graph.former_values
-    return LocalStep(lazy_graph_module(emit.graph), tuple(inputs), tuple(outputs), repeats, shared, *dependences)
+    return LocalStep(
+        lazy_graph_module(nn.Module(), emit.graph), tuple(inputs), tuple(outputs), repeats, shared, *dependences
+    )
 
 
 class _JointProgram:

@@ -21,6 +21,7 @@ from autoshard.options.target import Target
 from autoshard.patterns.strategy import WHOLE
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
+from autoshard.planner.explorer import Explorer
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planning import CapturedCall
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -206,7 +207,7 @@ def _plan_that_splits(planner: ModulePlanner, call: CapturedCall) -> ShardingPla
     # On one device, every operator is whole whatever the plan is.
     if planner.mesh.size == 1 or (plan.collectives and any(choice.strategy != "whole" for choice in plan.choices)):
         return plan
-    return call.planner_of(planner.target).leanest()
+    return Explorer(call.planner_of(planner.target), may_rerun=False).leanest()
 
 
 def _split_operators(planned: PlannedGraph) -> int:

@@ -17,9 +17,11 @@ from autoshard.cluster.cluster import Cluster, Link
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.planner.account import StepAccount
+from autoshard.planner.explorer import Explorer
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.planning_problem import Constraints, OverlapDiscount
+from autoshard.planner.rerun_context import RerunContext
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program._torch import split_joint
 from autoshard.program.localize import LocalStep, localize
@@ -47,20 +49,28 @@ def joint_graph(name: str, grad: bool = True, **options: Any) -> JointGraph:
     return capture(module, (), inputs, grad=grad)
 
 
+class PlainPlanner(Planner):
+    """A planner with plans in which nothing else runs again than in its graph."""
+
+    def plan(self) -> ShardingPlan:
+        """Return the fastest plan that keeps the limit of the settings."""
+        return Explorer(self, may_rerun=False).plan()
+
+
 def planner_of(
     graph: JointGraph,
     mesh: Mapping[str, int],
     constraints: Constraints | None = None,
     cluster: Cluster | None = None,
     **settings: Any,
-) -> Planner:
+) -> PlainPlanner:
     """Return a planner with enough time; without a cluster, links are so fast that tiny models are sharded."""
     asked = Settings(**{"time_limit": PLENTY} | settings)
-    return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), constraints or Constraints(), asked)
+    return PlainPlanner(graph, MeshShape.of(mesh), cluster or fast_links(), constraints or Constraints(), asked)
 
 
-class MemoizingPlanner(Planner):
-    """A planner that solves no problem twice: searches at several limits meet many of the same."""
+class MemoizingContext(RerunContext):
+    """A context that solves no problem twice: searches at several limits meet many of the same."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,15 +24,16 @@ from autoshard.capture import loss_in_pieces
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError
 from autoshard.options.target import Settings
-from autoshard.planner.budget_search import BudgetSearch, first_that_fits, largest_names, names_by_size
-from autoshard.planner.planner import OverlapSearch
+from autoshard.planner.budget_search import first_that_fits, largest_names, names_by_size
+from autoshard.planner.limit_search import LimitSearch
+from autoshard.planner.planner import Planner
 from autoshard.planner.planning import plan_with_recompute
 from autoshard.planner.planning_problem import Constraints
 from autoshard.specs.axes import MeshShape
 from autoshard.units import parse_bytes
 from tests import models
 from tests.memory_tracker import first_rank, track_step
-from tests.planner.steps import PLENTY, MemoizingPlanner, joint_graph, planner_of
+from tests.planner.steps import PLENTY, MemoizingContext, joint_graph, planner_of
 from tests.training import fast_links
 
 LIMITS = 8
@@ -60,16 +61,19 @@ def test_limits_are_kept_by_plans_no_slower_than_the_leanest(
     name: str, options: dict[str, Any], sizes: dict[str, int], cluster: Cluster
 ) -> None:
     graph = joint_graph(name, **options)
-    planner = MemoizingPlanner(graph, MeshShape.of(sizes), cluster, Constraints(), Settings(time_limit=PLENTY))
-    cheapest = planner.solve(planner.constraints)
-    fastest = OverlapSearch(planner, cheapest).run()
-    with pytest.raises(BudgetError, match="Raise memory_limit to") as caught:
-        BudgetSearch(planner, 1000, cheapest, fastest).run()
-    least = int(str(caught.value).split("memory_limit to ")[1].split(" ")[0])
+    planner = Planner(graph, MeshShape.of(sizes), cluster, Constraints(), Settings(time_limit=PLENTY))
+    known = [planner.solve(planner.constraints)]
+    known.append(planner.fastest(known[0]))
+    context, fastest = MemoizingContext(planner, ()), known[1]
+    search = LimitSearch(context, 1000, known)
+    assert search.run() is None
+    least = search.leanest_met.memory.peak
     measured: dict[str, int] = {}
     rows = []
     for limit in np.linspace(fastest.memory.peak - 1, least, LIMITS).astype(int):
-        plan = planner.describe(BudgetSearch(planner, int(limit), cheapest, fastest).run())
+        found = LimitSearch(context, int(limit), known).run()
+        assert found is not None
+        plan = planner.describe(found)
         decisions = json.dumps(plan.decisions)
         if decisions not in measured:
             measured[decisions] = _measured(name, options, sizes, cluster, plan)
@@ -132,17 +136,29 @@ def test_more_devices_than_what_is_pinned_can_lie_on_are_not_tried() -> None:
         plan_with_recompute(planner)
 
 
-Plan = tuple[float, int]
-PLANS = st.lists(st.tuples(st.integers(10, 30).map(float), st.integers(100, 200)), max_size=20)
-FASTEST, LEANEST = (10.0, 210), (40.0, 90)
+class Plan(NamedTuple):
+    """What `first_that_fits` asks of a plan."""
+
+    step_seconds: float
+    peak: int
+
+    @property
+    def memory(self) -> Plan:
+        return self
 
 
-def _first(plans: list[Plan], limit: int, tried: list[int], tolerance: float = 0.0, begin: int | None = None) -> Plan:
+PLANS = st.lists(st.builds(Plan, st.integers(10, 30).map(float), st.integers(100, 200)), max_size=20)
+FASTEST, LEANEST = Plan(10.0, 210), Plan(40.0, 90)
+
+
+def _first(plans: list[Plan], limit: int, tried: list[int], tolerance: float = 0.0) -> Plan:
     def make(rung: int) -> Plan:
         tried.append(rung)
         return plans[rung - 1]
 
-    return first_that_fits(FASTEST, LEANEST, len(plans), make, lambda plan: plan, limit, tolerance, begin)
+    search: Any = first_that_fits
+    found: Plan = search(FASTEST, LEANEST, len(plans), make, limit, tolerance)
+    return found
 
 
 def _front(plans: list[Plan]) -> list[Plan]:
@@ -152,21 +168,21 @@ def _front(plans: list[Plan]) -> list[Plan]:
     )
 
 
-@given(PLANS, st.sampled_from([0.0, 0.1, 1.0]), st.none() | st.integers(1, 20))
+@given(PLANS, st.sampled_from([0.0, 0.1, 1.0]))
 def test_where_slower_plans_hold_less_smaller_limits_never_give_faster_plans_nor_plans_that_hold_more(
-    plans: list[Plan], tolerance: float, begin: int | None
+    plans: list[Plan], tolerance: float
 ) -> None:
-    found = [_first(_front(plans), limit, [], tolerance, begin) for limit in range(90, 210)]
+    found = [_first(_front(plans), limit, [], tolerance) for limit in range(90, 210)]
     assert all(held <= limit for limit, (_, held) in zip(range(90, 210), found, strict=True))
     for (slower, less), (faster, more) in itertools.pairwise(found):
         assert slower >= faster
         assert less <= more
 
 
-@given(PLANS, st.integers(90, 209), st.none() | st.integers(1, 20))
-def test_of_the_plans_made_the_fastest_that_fits_is_taken(plans: list[Plan], limit: int, begin: int | None) -> None:
+@given(PLANS, st.integers(90, 209))
+def test_of_the_plans_made_the_fastest_that_fits_is_taken(plans: list[Plan], limit: int) -> None:
     tried: list[int] = []
-    found = _first(plans, limit, tried, begin=begin)
+    found = _first(plans, limit, tried)
     fitting = [LEANEST, *(plans[rung - 1] for rung in tried if plans[rung - 1][1] <= limit)]
     assert found[0] == min(seconds for seconds, _ in fitting)
     assert found in fitting
@@ -181,7 +197,7 @@ def test_few_plans_are_made_and_none_twice(plans: list[Plan], limit: int) -> Non
 
 @given(st.integers(90, 209))
 def test_where_plans_hold_ever_less_the_first_that_fits_is_found(limit: int) -> None:
-    plans = [(11.0 + rung, 200 - 5 * rung) for rung in range(20)]
+    plans = [Plan(11.0 + rung, 200 - 5 * rung) for rung in range(20)]
     best = next((plan for plan in plans if plan[1] <= limit), LEANEST)
     assert _first(plans, limit, []) == best
 
@@ -198,14 +214,6 @@ def test_between_plans_that_are_about_as_fast_none_is_made(plans: list[Plan], li
     tried: list[int] = []
     assert _first(plans, limit, tried, 3.0) == LEANEST
     assert not tried
-
-
-def test_the_level_to_begin_with_is_made_first() -> None:
-    plans = [(12.0, 190), (13.0, 150), (14.0, 151), (15.0, 130)]
-    tried: list[int] = []
-    assert _first(plans, 155, tried, begin=3) == (13.0, 150)
-    assert tried[0] == 3
-    assert _first(plans, 140, [], begin=2) == (15.0, 130)
 
 
 def test_equal_sizes_come_in_the_order_of_their_names() -> None:

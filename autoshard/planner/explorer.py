@@ -1,0 +1,139 @@
+"""The plans of one graph: the fastest, the fastest within a memory limit, and the leanest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoshard.capture.recomputation import recomputable
+from autoshard.planner.budget_search import ShortfallError, solve_with_memory_rows
+from autoshard.planner.limit_search import LimitSearch
+from autoshard.planner.planner import Planner
+from autoshard.planner.planning_context import CandidatePlan
+from autoshard.planner.rerun_context import RerunContext
+from autoshard.plans.frontier import pareto_front
+from autoshard.plans.sharding_plan import ShardingPlan
+
+_SMALL_GAP = 1e-4  # part of memory times part of time that a gap may leave
+
+
+class Explorer:
+    """Finds plans of a graph.
+
+    Args:
+        planner: the planner of the graph.
+        may_rerun: True if operators may run again to keep a memory limit.
+    """
+
+    def __init__(self, planner: Planner, *, may_rerun: bool) -> None:
+        self.planner = planner
+        self.may_rerun = may_rerun
+        self._search: LimitSearch | None = None
+
+    def plan(self, unlimited: CandidatePlan | None = None) -> ShardingPlan:
+        """Return the fastest plan that keeps the memory limit of the planner's settings, if there is one.
+
+        Args:
+            unlimited: the plan without the memory limit, if it is known.
+
+        Raises:
+            ShortfallError: no plan that was found fits the memory limit; the message names the smallest peak.
+            KeyboardInterrupt: the search was interrupted before it met a plan that fits.
+        """
+        planner = self.planner
+        planner.warn_of_unknown_operators()
+        try:
+            plan = self._fastest_that_fits(unlimited)
+        except KeyboardInterrupt:
+            plan = self._best_met()
+            planner.warn_of_interruption(plan.cost)
+        else:
+            if planner.is_past_deadline and plan.cost > plan.lower_bound * (1 + 1e-9):
+                limit = f"time_limit={planner.settings.time_limit:g} s"
+                plan = replace(plan, method=f"{plan.method}, ended by {limit}: a longer search may find a faster plan")
+        with planner.time_phase("account"):
+            return plan.estimate.context.describe(plan)
+
+    def leanest(self) -> ShardingPlan:
+        """Return the plan with the smallest peak that is found, which shards all that it can."""
+        cheapest = self.planner.solve(self.planner.constraints)
+        plan = LimitSearch(self._context(), 0, [cheapest]).leanest
+        return plan.estimate.context.describe(plan)
+
+    def frontier(self, known: Sequence[CandidatePlan], searches: int) -> list[CandidatePlan]:
+        """Return the plans that no other one met beats both in seconds and in bytes, from the smallest peak on.
+
+        Plans are searched within limits in the middle of the widest gaps between those that are known.
+
+        Args:
+            known: plans of the graph; the first is that without a limit.
+            searches: the most limits.
+        """
+        context, pool = self._context(), [*known]
+        if context.reruns:
+            pool.append(context.whole_layers)
+        lean = LimitSearch(context, 1, pool)
+        lean.run()
+        pool, tried = lean.met, set[int]()
+        for _ in range(searches):
+            pairs = list(itertools.pairwise(pareto_front(pool, _peak_and_step)))
+            gaps = {_middle(lean, fast): _gap_area(lean, fast) for lean, fast in pairs}
+            open_gaps = {limit: area for limit, area in gaps.items() if limit not in tried and area > _SMALL_GAP}
+            if not open_gaps or context.is_past_deadline:
+                break
+            limit = max(open_gaps, key=open_gaps.__getitem__)
+            tried.add(limit)
+            search = LimitSearch(context, limit, pool)
+            search.run()
+            pool = search.met
+        return pareto_front(pool, _peak_and_step)
+
+    def _context(self) -> RerunContext:
+        # A graph whose layers have nothing to run again has no second operators either.
+        return RerunContext(self.planner, None if self.may_rerun and recomputable(self.planner.graph) else ())
+
+    def _fastest_that_fits(self, unlimited: CandidatePlan | None) -> CandidatePlan:
+        planner, limit = self.planner, self.planner.settings.memory_limit
+        planner.unlimited = cheapest = planner.solve(planner.constraints) if unlimited is None else unlimited
+        fastest = planner.fastest(cheapest)
+        if limit is None or fastest.memory.peak <= limit:
+            return fastest
+        # A bound of the problem without a limit is one with it, and if operators run again.
+        return replace(self._within(limit, cheapest, fastest), lower_bound=cheapest.lower_bound)
+
+    def _within(self, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> CandidatePlan:
+        planner, known = self.planner, [cheapest, fastest]
+        forces = planner.settings.method == "force"
+        context = RerunContext(planner, ()) if forces else self._context()
+        if context.reruns and not context.is_past_deadline:
+            known.append(context.whole_layers)
+        self._search = LimitSearch(context, limit, known)
+        plan = self._search.run_forced() if forces else self._search.run()
+        rows = solve_with_memory_rows(planner, limit) if planner.settings.method == "ilp" else None
+        if rows is not None and (plan is None or rows.step_seconds < plan.step_seconds):
+            return rows
+        if plan is None:
+            raise ShortfallError(limit, self._search.leanest_met, planner.is_past_deadline)
+        return plan
+
+    def _best_met(self) -> CandidatePlan:
+        """Return the best plan that was met and fits the limit; raise `KeyboardInterrupt` if there is none."""
+        best = self.planner.best if self._search is None else self._search.best
+        if best is None:
+            raise KeyboardInterrupt
+        return best
+
+
+def _peak_and_step(plan: CandidatePlan) -> tuple[int, float]:
+    return plan.memory.peak, plan.step_seconds
+
+
+def _middle(lean: CandidatePlan, fast: CandidatePlan) -> int:
+    return round(math.sqrt(lean.memory.peak * fast.memory.peak))
+
+
+def _gap_area(lean: CandidatePlan, fast: CandidatePlan) -> float:
+    """Return the area between the frontier as it is known and as it may be, relative to the ends of the gap."""
+    return (fast.memory.peak / lean.memory.peak - 1.0) * (lean.step_seconds / fast.step_seconds - 1.0)

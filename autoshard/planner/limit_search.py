@@ -1,0 +1,327 @@
+"""The fastest plan within a memory limit, and the plan with the smallest peak.
+
+Memory gets a price at every moment, found by column generation: each plan that is met makes the prices better, and
+each set of prices leads to another plan. Equal layers choose alike at one price, so that plans next to the limit are
+spliced: the first operators as in the one, the others as in the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from autoshard.patterns.decisions import Decisions
+from autoshard.planner.budget_search import (
+    MEMORY_ONLY,
+    drop_negligible,
+    find_leanest,
+    first_that_fits,
+    forceable_parameters,
+    largest_names,
+    memory_prices,
+)
+from autoshard.planner.memory_prices import mix_prices
+from autoshard.planner.planning_context import CandidatePlan, ProgramEstimate
+from autoshard.planner.rerun_context import RerunContext
+
+Entry = TypeVar("Entry")
+
+_ROUNDS = 12  # plans made at prices of memory, at most
+_STRONGEST = 30.0  # steps that the limit's bytes have where no mix of plans fits
+_ENOUGH = 1e-3  # part of a step by which another plan has to make the mix better
+_CLOSE = 3e-3  # part of a step by which the best plan may be slower than the best mix and no other price is tried
+_STRENGTHS = (10.0, 0.01)  # the largest and the smallest price of the limit's bytes between which is searched, in steps
+_LEVELS = 30  # prices between these
+_FORCED_LEVELS = 10  # levels on which ever more parameters are forced to be sharded
+_MIXES = 3  # pairs of plans that are mixed, at most
+_MAX_COUNTS = 6  # numbers of operators that are tried of a pair, at most
+_FULL = 3e-3  # part of the limit by which a plan may stay below it
+
+_LEAN_ROUNDS = 6  # plans made where memory alone has a price, at most
+_LEAN_TARGETS = 3  # limits out of reach that are searched for, at most
+_LEAN_SHARE = 0.8  # of the smallest peak that is known, such a limit
+_MIN_GAIN = 0.01  # part of the peak by which such a plan must be leaner than the last one for another to be made
+
+
+class LimitSearch:
+    """Searches for the fastest plan whose peak is within a limit.
+
+    Args:
+        context: the problem in which operators may run again.
+        limit: bytes per device.
+        known: plans of which it starts; the first is the cheapest without a limit.
+
+    Attributes:
+        met: the plans met.
+    """
+
+    def __init__(self, context: RerunContext, limit: int, known: Sequence[CandidatePlan]) -> None:
+        self.context = context
+        self.limit = limit
+        self.cheapest = known[0]
+        self.fastest = min(known, key=lambda plan: plan.step_seconds)
+        # Other methods are too slow at prices of memory, or need too narrow a problem.
+        self._method = "alternate" if context.settings.method == "alternate" else "auto"
+        self.met: list[CandidatePlan] = []
+        self._held: dict[ProgramEstimate, np.ndarray] = {}  # bytes at every moment, of the plans met
+        self._mixed: set[tuple[ProgramEstimate, ProgramEstimate]] = set()
+        for plan in known:
+            self._meet(plan)
+
+    @property
+    def best(self) -> CandidatePlan | None:
+        """The fastest plan met that fits; None if none does."""
+        return min(filter(self._fits, self.met), key=lambda plan: plan.step_seconds, default=None)
+
+    @property
+    def leanest_met(self) -> CandidatePlan:
+        """The plan with the smallest peak that was met."""
+        return min(self.met, key=lambda plan: plan.memory.peak)
+
+    def run(self) -> CandidatePlan | None:
+        """Return the fastest plan met that fits; None if none does."""
+        if self.best is None:
+            # The smallest peak is the same at every limit, so that a limit of that size can be met.
+            self._meet(self.leanest)
+        if self.best is None and self.context.reruns:
+            # Where all layers run again, less is left to decide.
+            context = RerunContext(self.context.planner_with(self.context.reruns), ())
+            self._meet(LimitSearch(context, self.limit, [self.context.whole_layers]).leanest)
+        if self.best is None:
+            return None
+        prices = self._generate()
+        self._mix()
+        if not self._is_within(_ENOUGH):
+            self._force()
+            self._mix()
+        if prices is not None and prices.any() and not self._is_within(_CLOSE):
+            self._bisect(prices)
+            self._mix()
+        return self.best
+
+    def run_forced(self) -> CandidatePlan | None:
+        """Return the fastest plan met that fits among those whose largest parameters are forced to be sharded."""
+        forced = None if self._fits(self.cheapest) else self._forced_plan(1.0)
+        if forced is not None:
+            self._meet(forced)
+        if self.best is not None:
+            self._force()
+        return self.best
+
+    def _force(self) -> None:
+        """Meet plans whose largest parameters are forced to be sharded, about the fewest that fit (Rhino 4.4)."""
+
+        def make(level: int) -> CandidatePlan:
+            plan = self._forced_plan(level / _FORCED_LEVELS)
+            if plan is None:
+                return self.leanest_met
+            self._meet(plan)
+            return plan
+
+        first_that_fits(self.fastest, self.leanest_met, _FORCED_LEVELS, make, self.limit, _ENOUGH)
+
+    def _forced_plan(self, share: float) -> CandidatePlan | None:
+        """Return the cheapest plan in which nothing runs again with the largest parameters forced; None if time is up.
+
+        `share` is as for `largest_names`.
+        """
+        context = self._without_reruns
+        forced = largest_names(self._forceable, share)
+        plan = context.try_solve(replace(context.constraints, forced=forced), method=self._method)
+        if plan is None:
+            return None
+        return replace(plan, method=f"{plan.method}, the {len(forced)} largest parameters forced to be sharded")
+
+    @cached_property
+    def _without_reruns(self) -> RerunContext:
+        return RerunContext(self.context.without, ()) if self.context.reruns else self.context
+
+    @cached_property
+    def _forceable(self) -> dict[str, int]:
+        """Bytes of the parameters that may be forced to be sharded."""
+        return drop_negligible(forceable_parameters(self.context.graph, self.context.constraints))
+
+    @cached_property
+    def leanest(self) -> CandidatePlan:
+        """The plan with the smallest peak at prices at which memory alone counts."""
+        context, first, plans = self.context, self.cheapest, list[CandidatePlan]()
+        forced = replace(context.constraints, forced=frozenset(self._forceable))
+
+        def solve(weights: np.ndarray) -> CandidatePlan | None:
+            if plans and context.is_past_deadline:
+                return None
+            prices = memory_prices(weights, MEMORY_ONLY, first.cost, first.memory.peak)
+            plans.append(context.solve(forced, method=self._method, prices=prices))
+            return plans[-1]
+
+        best = find_leanest(first, solve, _LEAN_ROUNDS, _MIN_GAIN, context.moments_of)[0]
+        # Prices for a limit that is out of reach weigh the moments better, once some lean plans are known.
+        for _ in range(_LEAN_TARGETS):
+            search = LimitSearch(context, round(_LEAN_SHARE * best.memory.peak), [first, *plans])
+            search._generate()
+            if context.is_past_deadline or search.leanest_met.memory.peak > (1 - _MIN_GAIN) * best.memory.peak:
+                break
+            best, plans = search.leanest_met, search.met[1:]
+        return min(search.leanest_met, best, key=lambda plan: plan.memory.peak)
+
+    def _fits(self, plan: CandidatePlan) -> bool:
+        return plan.memory.peak <= self.limit
+
+    def _is_within(self, gap: float) -> bool:
+        """Return True if the best plan that fits is by no larger part slower than the best mix of the plans met."""
+        best, (prices, mix) = self.best, self._mix_prices()
+        return best is not None and best.step_seconds <= (1 + gap) * (mix - self.limit * prices.sum())
+
+    def _mix_prices(self) -> tuple[np.ndarray, float]:
+        held = [self._held[plan.estimate] for plan in self.met]
+        steps = [plan.step_seconds for plan in self.met]
+        return mix_prices(steps, held, self.limit, _STRONGEST * self.cheapest.step_seconds)
+
+    def _generate(self) -> np.ndarray | None:
+        """Meet plans at the prices of memory that the plans met so far lead to; return the last prices."""
+        context = self.context
+        longest, center = self.cheapest.step_seconds, None
+        for _ in range(_ROUNDS):
+            prices, best_mix = self._mix_prices()
+            # Prices of few plans go to and fro: half of the last ones steady them. If what these lead to does not make
+            # the mix better, its own prices are asked.
+            center = prices if center is None else (center + prices) / 2
+            for asked in (center, prices) if center is not prices else (prices,):
+                plan = context.try_solve(context.constraints, method=self._method, prices=asked)
+                if plan is None:
+                    return center
+                self._meet(plan)
+                gain = best_mix - plan.step_seconds - float(prices @ self._held[plan.estimate])
+                if gain > _ENOUGH * longest:
+                    break
+            else:
+                break
+        return center
+
+    def _bisect(self, prices: np.ndarray) -> None:
+        """Meet plans at more and at less of the last prices, which lie next to the limit."""
+        # What a problem minimises is not quite the step that is predicted: prices are right up to a factor.
+        leanest, weights = self.leanest_met, prices / prices.sum()
+        strongest, weakest = (share * self.cheapest.step_seconds / self.limit for share in _STRENGTHS)
+
+        def make(level: int) -> CandidatePlan:
+            strength = weakest * (strongest / weakest) ** (level / _LEVELS)
+            plan = self.context.try_solve(self.context.constraints, method=self._method, prices=weights * strength)
+            if plan is None:
+                return leanest
+            self._meet(plan)
+            return plan
+
+        first_that_fits(self.fastest, leanest, _LEVELS, make, self.limit, _ENOUGH)
+
+    def _meet(self, plan: CandidatePlan) -> None:
+        if plan.estimate not in self._held:
+            self._held[plan.estimate] = self.context.moments_of(plan)
+            self.met.append(plan)
+
+    def _mix(self) -> None:
+        """Meet plans whose first operators are as in a plan that fits, and the others as in a faster one."""
+        for _ in range(_MIXES):
+            pair = self._promising_pair()
+            if pair is None or self._is_within(_ENOUGH):
+                return
+            lean, fast = pair
+            self._mixed.add((lean.estimate, fast.estimate))
+            self._search_splices(Splice(self.context, lean, fast))
+
+    def _search_splices(self, splice: Splice) -> None:
+        """Meet the plans of a splice with about the fewest operators as in the lean plan that fit."""
+        low, high, above, below = 0, splice.length, splice.fast.memory.peak, splice.lean.memory.peak
+        last = math.inf
+        for _ in range(_MAX_COUNTS):
+            full = below >= (1 - _FULL) * self.limit
+            if high - low <= 1 or full or self.context.is_past_deadline:
+                return
+            # The more operators are as in the lean plan, the less is held, most often by about as much each. Where that
+            # hardly narrows the interval, it is halved.
+            share = 0.5 if last / 2 < high - low < last else (above - self.limit) / max(above - below, 1)
+            last = high - low
+            count = min(max(low + math.ceil(share * last), low + 1), high - 1)
+            plan = splice.plan(count)
+            self._meet(plan)
+            if self._fits(plan):
+                high, below = count, plan.memory.peak
+            else:
+                low, above = count, plan.memory.peak
+
+    def _promising_pair(self) -> tuple[CandidatePlan, CandidatePlan] | None:
+        """Return the plan that fits and the faster one that does not whose mix promises the shortest step."""
+        fitting = [plan for plan in self.met if self._fits(plan)]
+        if not fitting:
+            return None
+        best = min(plan.step_seconds for plan in fitting)
+
+        def mix_seconds(lean: CandidatePlan, fast: CandidatePlan) -> float:
+            # Seconds and bytes of a mix lie between those of its plans.
+            share = (self.limit - lean.memory.peak) / (fast.memory.peak - lean.memory.peak)
+            return lean.step_seconds + share * (fast.step_seconds - lean.step_seconds)
+
+        pairs = [
+            (mix_seconds(lean, fast), place, lean, fast)
+            for place, (lean, fast) in enumerate(itertools.product(fitting, self.met))
+            if not self._fits(fast) and (lean.estimate, fast.estimate) not in self._mixed
+        ]
+        if not pairs or min(pairs)[0] > (1 - _ENOUGH) * best:
+            return None
+        return min(pairs)[2:]
+
+
+class Splice:
+    """Plans in which the first operators of the forward half are as in one plan, and the others as in another one.
+
+    Args:
+        context: the problem in which operators may run again.
+        lean: the plan of the first operators, whose tensors are kept longest.
+        fast: the plan of the others.
+
+    Attributes:
+        length: the number of operators of the forward half.
+    """
+
+    def __init__(self, context: RerunContext, lean: CandidatePlan, fast: CandidatePlan) -> None:
+        self.context, self.lean, self.fast = context, lean, fast
+        self.length = 1 + max(context.forward_places.values(), default=-1)
+
+    def plan(self, count: int) -> CandidatePlan:
+        """Return the plan in which so many operators are as in the lean plan."""
+        places = self.context.forward_places
+
+        def is_lean(name: str) -> bool:
+            return places.get(name, 0) < count
+
+        def select(of: Callable[[Decisions], Mapping[str, Entry]]) -> dict[str, Entry]:
+            lean, fast = of(self.lean.decisions), of(self.fast.decisions)
+            # The key of a hub begins with the name of its value's operator.
+            chosen = {key: entry for key, entry in lean.items() if is_lean(_operator_name(key))}
+            return chosen | {key: entry for key, entry in fast.items() if not is_lean(_operator_name(key))}
+
+        decisions = Decisions(
+            select(lambda each: each.choices),
+            select(lambda each: each.rest),
+            self.lean.decisions.outputs,
+            select(lambda each: each.hubs),
+        )
+        reruns = [
+            name
+            for plan, wanted in ((self.lean, True), (self.fast, False))
+            for name in plan.estimate.context.graph.recomputed
+            if is_lean(name) == wanted
+        ]
+        planner = self.context.planner_with(reruns)
+        account = planner.account(self.context.settle(decisions, planner))
+        return self.context.evaluate_reruns(reruns, decisions, account.total_seconds, 0.0, "two plans spliced")
+
+
+def _operator_name(key: str) -> str:
+    return key.partition("@")[0].partition(":")[0]
