@@ -72,7 +72,7 @@ class FrontierCandidate:
 def frontier_plans(planner: Planner, gaps: int) -> list[ShardingPlan]:
     """Return the plans of a graph's frontier, from the smallest peak on.
 
-    With `recompute="auto"`, plans in which operators run again are searched in the widest gaps, besides.
+    With `recompute="auto"`, plans in which operators run again are searched in the widest gaps, too.
 
     Args:
         planner: the planner, without a memory limit.
@@ -83,8 +83,8 @@ def frontier_plans(planner: Planner, gaps: int) -> list[ShardingPlan]:
     if recompute == "full" and layers:
         planner = recomputing_planner(planner, [layer.name for layer in layers])
     plans = FrontierSearch(planner, gaps).run()
-    if recompute in ("auto", "selective") and layers:
-        plans = Explorer(planner, may_rerun=True).frontier(plans[::-1], _RERUN_GAPS)
+    may_rerun = recompute in ("auto", "selective") and bool(layers)
+    plans = Explorer(planner, may_rerun=may_rerun).frontier(plans[::-1], _RERUN_GAPS if may_rerun else 0)
     bound = plans[-1].lower_bound
     return [plan.estimate.context.describe(replace(plan, lower_bound=min(bound, plan.cost))) for plan in plans]
 

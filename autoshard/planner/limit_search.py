@@ -315,7 +315,7 @@ class Splice:
         reruns = [
             name
             for plan, wanted in ((self.lean, True), (self.fast, False))
-            for name in plan.estimate.context.graph.recomputed
+            for name in self.context.names_of(plan)
             if is_lean(name) == wanted
         ]
         planner = self.context.planner_with(reruns)

@@ -128,6 +128,11 @@ class RerunContext(Planner):
             self._settled[key] = planner
         return self._settled[key]
 
+    def names_of(self, plan: CandidatePlan) -> list[str]:
+        """Return the names that `evaluate_reruns` takes for a plan."""
+        given = self.without.graph.recomputed
+        return [name for name in plan.estimate.context.graph.recomputed if name not in given]
+
     def moments_of(self, plan: CandidatePlan) -> np.ndarray:
         """Return the bytes that a plan holds at every moment of the whole problem.
 

@@ -11,12 +11,11 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard.capture.joint import capture
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.memory.optimizer import optimizer_memory
-from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import BuiltProblem, Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.solver import solve
 from autoshard.specs.spec import Spec
-from tests.planner.steps import every_parameter, joint_graph, planner_of
+from tests.planner.steps import PlainPlanner, every_parameter, joint_graph, planner_of
 
 
 def _built(name: str, mesh: dict[str, int], constraints: Constraints | None = None) -> BuiltProblem:
@@ -185,7 +184,7 @@ def test_a_graph_like_another_takes_its_tables() -> None:
     layers = [layer.name for layer in recomputable(graph)]
     again = recompute_layers(graph, layers)
     own = planner_of(again, {"x": 2})
-    other = Planner(again, planner.mesh, planner.cluster, planner.constraints, planner.settings, like=planner)
+    other = PlainPlanner(again, planner.mesh, planner.cluster, planner.constraints, planner.settings, like=planner)
     known = set(map(id, planner.rules.rules.values()))
     assert all(id(rule) in known for rule in other.rules.rules.values())
     assert other.plan().to_json() != planner.plan().to_json()

