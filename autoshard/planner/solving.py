@@ -12,6 +12,7 @@ from autoshard.planner.tiling import Tiling
 from autoshard.solver import Problem, solve
 from autoshard.solver.hierarchy import solve_in_segments
 from autoshard.solver.problem import IntArray
+from autoshard.solver.solver_budget import StepBudget
 from autoshard.solver.trws import Messages, RelaxationResult, restrict_problem
 
 Report = Callable[[str, float, float], None]
@@ -193,9 +194,9 @@ def run_messages(
     Returns:
         The result, and True if the search was interrupted.
     """
-    report = options.report_progress
+    report, budget = options.report_progress, StepBudget(options.deadline)
     # The first pass stands outside of `try`: without it there is no result to return.
-    best = messages.run(1, upper=upper, close=close, deadline=options.deadline)
+    best = messages.run(1, upper=upper, close=close, budget=budget)
     known = min(upper, best.cost)
     if known - best.bound <= close * abs(known):
         return best, False
@@ -204,8 +205,7 @@ def run_messages(
             iterations,
             upper=upper,
             close=close,
-            patient=not options.proof,
-            deadline=options.deadline,
+            budget=budget,
             progress=lambda cost, bound: report("messages", min(cost, upper), bound),
         )
     except KeyboardInterrupt:

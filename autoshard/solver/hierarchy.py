@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.solver.network import Network, reduce
-from autoshard.solver.problem import Array, Edge, IntArray, Problem, SolverError
+from autoshard.solver.problem import Array, IntArray, Problem, SolverError
+from autoshard.solver.solver_budget import StepBudget
 from autoshard.solver.tables import Tables
 from autoshard.solver.trws import Messages
 
@@ -325,9 +326,9 @@ def _solve_segments(
     network: Network, sequence: list[int], pivots: set[int], width: int, deadline: float
 ) -> tuple[dict[int, int] | None, float]:
     """Return strategies of all nodes, None if there are none, and a bound."""
-    core = _ordered_problem(network, sequence)
+    core = network.ordered(sequence)
     messages = Messages(core, range(core.size))
-    relaxed = messages.run(_ITERATIONS, deadline=deadline)
+    relaxed = messages.run(_ITERATIONS, budget=StepBudget(deadline))
     # The message to the source of an edge is the least future cost of each of its strategies, as far as the relaxation
     # knows.
     places = merge_segments(core, messages.against, pivots, width)
@@ -335,15 +336,3 @@ def _solve_segments(
         return None, relaxed.bound + network.offset
     chosen = {node: int(network.labels[node][place]) for node, place in zip(sequence, places, strict=True)}
     return network.expand(chosen), relaxed.bound + network.offset
-
-
-def _ordered_problem(network: Network, sequence: list[int]) -> Problem:
-    """Return the rest of a network as a problem, nodes in a given order, edges from the earlier to the later node."""
-    place = {node: number for number, node in enumerate(sequence)}
-    edges = (
-        Edge(place[node], place[neighbour], table)
-        for node in sequence
-        for neighbour, table in network.edges[node].items()
-        if place[node] < place[neighbour]
-    )
-    return Problem(tuple(network.vectors[node] for node in sequence), tuple(edges))

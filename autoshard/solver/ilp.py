@@ -11,7 +11,8 @@ from time import monotonic
 
 import numpy as np
 
-from autoshard.solver.flat.core import Core, starts
+from autoshard.solver.chains import starts
+from autoshard.solver.flat.core import Core
 from autoshard.solver.flat.presolve import thin_memory
 from autoshard.solver.linear import LinearProgram, minimise
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment

@@ -6,12 +6,12 @@ A reduction decides choices, or hands them on to a neighbour, without a change o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.solver.problem import Array, IntArray, Problem
+from autoshard.solver.problem import Array, Edge, IntArray, Problem
 from autoshard.solver.tables import Tables
 
 
@@ -161,6 +161,17 @@ class Network:
                     network.edges[neighbour][node] = tables.transpose(cut)
         network.feasible = self.feasible and all(map(len, kept.values()))
         return network
+
+    def ordered(self, sequence: Sequence[int]) -> Problem:
+        """Return what is left as a problem, nodes in a given order, edges from the earlier to the later node."""
+        place = {node: number for number, node in enumerate(sequence)}
+        edges = (
+            Edge(place[node], place[neighbour], table)
+            for node in sequence
+            for neighbour, table in self.edges[node].items()
+            if place[node] < place[neighbour]
+        )
+        return Problem(tuple(self.vectors[node] for node in sequence), tuple(edges))
 
     @property
     def cells(self) -> int:

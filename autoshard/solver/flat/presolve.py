@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.solver.chains import starts
 from autoshard.solver.flat.core import (
     ARENA_EDGE,
     ARENA_HALF,
@@ -31,7 +32,6 @@ from autoshard.solver.flat.core import (
     Arena,
     Core,
     PresolveStage,
-    starts,
 )
 from autoshard.solver.flat.dominance import process_queues
 from autoshard.solver.flat.rules import link_arena
