@@ -84,7 +84,7 @@ def certify(
     network: Network,
     start: ScoredAssignment,
     *,
-    cap: float = DEFAULT_CAP,
+    cap: float | None = DEFAULT_CAP,
     budget: StepBudget = UNLIMITED,
     rounds: int = 12,
 ) -> CertifyResult:
@@ -97,7 +97,7 @@ def certify(
     Args:
         network: left as it is.
         start: a known assignment, `NO_ASSIGNMENT` if none is known.
-        cap: entries of a table for the exact solve.
+        cap: entries of a table for the exact solve; None for no exact solve.
         budget: no further round starts after its end.
         rounds: bounds computed, at most.
     """
@@ -109,15 +109,14 @@ def certify(
         # optimal.
         if not rest.feasible:
             return CertifyResult(best, best.cost, None)
-        try:
-            exact = eliminate(rest, cap=cap)
-            best = cheaper_of(best, ScoredAssignment(exact.choices, exact.cost))
+        solved = None if cap is None else _eliminate(rest, cap)
+        if solved is not None:
+            best = cheaper_of(best, solved)
             return CertifyResult(best, best.cost, None)
-        except WidthError:
-            # Too wide: bound it.
-            pass
         bound = lower_bound(rest, upper=best.cost, budget=budget)
         proved = max(proved, min(bound.value, best.cost))
+        if proved >= _target(best):
+            return CertifyResult(best, best.cost, None)
         improved = best
         # An assignment far above the best one is not worth the time; a tenth is a guess that works.
         if bound.choices and bound.cost <= best.cost + abs(best.cost) * 0.1:
@@ -137,6 +136,15 @@ def certify(
             return CertifyResult(best, proved, fixed)
         rest = fixed
     return CertifyResult(best, proved, rest)
+
+
+def _eliminate(rest: Network, cap: float) -> ScoredAssignment | None:
+    """Return the optimum of a network; None if it is too wide."""
+    try:
+        solved = eliminate(rest, cap=cap)
+    except WidthError:
+        return None
+    return ScoredAssignment(solved.choices, solved.cost)
 
 
 def _target(best: ScoredAssignment) -> float:

@@ -262,8 +262,7 @@ def _alternate(task: _SolveState) -> _MethodResult:
     task.record("search", candidate, float("-inf"), 0)
     if candidate.choices and not task.fits(candidate.choices):
         return _solve_flat(task, finish=False)
-    # No table has one entry only: `certify` is to bound, not to eliminate.
-    result = certify(task.network, candidate, cap=1.0, budget=task.budget.for_step(1.0), rounds=1)
+    result = certify(task.network, candidate, cap=None, budget=task.budget.for_step(1.0), rounds=1)
     # The assignment that the bound rounds may be cheaper, but exceed the limit.
     best = result.best if not result.best.choices or task.fits(result.best.choices) else candidate
     return _MethodResult(best, result.bound, result.rest is None and best is result.best, "alternate")

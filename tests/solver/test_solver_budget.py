@@ -64,7 +64,7 @@ def test_a_proof_ends_where_little_is_left_to_prove() -> None:
     bounds = {0.5: 0, 0.0: 0}
     for gap in bounds:
         with mock.patch("autoshard.solver.bound.lower_bound", wraps=lower_bound) as bounded:
-            certified = certify(network, NO_ASSIGNMENT, cap=1.0, budget=Budget(60.0, gap=gap).for_step(1.0))
+            certified = certify(network, NO_ASSIGNMENT, cap=None, budget=Budget(60.0, gap=gap).for_step(1.0))
         assert (1 - gap) * certified.best.cost <= certified.bound or gap == 0.0
         bounds[gap] = bounded.call_count
     assert bounds[0.5] < bounds[0.0]
