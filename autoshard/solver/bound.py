@@ -14,7 +14,7 @@ from autoshard.solver.eliminate import DEFAULT_CAP, WidthError, eliminate
 from autoshard.solver.local_search import ScoredAssignment, cheaper_of, improve
 from autoshard.solver.network import Network, reduce
 from autoshard.solver.problem import Array
-from autoshard.solver.solver_budget import UNLIMITED, StepBudget
+from autoshard.solver.solver_budget import UNLIMITED, Budget
 from autoshard.solver.trws import Messages
 
 _PATIENCE = 40
@@ -42,7 +42,7 @@ class Bound:
 
 
 def lower_bound(
-    core: Network, *, upper: float = float("inf"), iterations: int = 200, budget: StepBudget = UNLIMITED
+    core: Network, *, upper: float = float("inf"), iterations: int = 200, budget: Budget = UNLIMITED
 ) -> Bound:
     """Return a lower bound of a reduced network by message passing.
 
@@ -85,7 +85,7 @@ def certify(
     start: ScoredAssignment,
     *,
     cap: float | None = DEFAULT_CAP,
-    budget: StepBudget = UNLIMITED,
+    budget: Budget = UNLIMITED,
     rounds: int = 12,
 ) -> CertifyResult:
     """Improve an assignment and its bound in turn, until they meet or nothing moves.

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.solver.network import Network, reduce
 from autoshard.solver.problem import Array, IntArray, Problem, SolverError
-from autoshard.solver.solver_budget import StepBudget
+from autoshard.solver.solver_budget import UNLIMITED, Budget
 from autoshard.solver.tables import Tables
 from autoshard.solver.trws import Messages
 
@@ -272,7 +272,7 @@ class HierarchySolution:
 
 
 def solve_in_segments(
-    problem: Problem, order: Sequence[float], *, width: int = _WIDTH, deadline: float = float("inf")
+    problem: Problem, order: Sequence[float], *, width: int = _WIDTH, budget: Budget = UNLIMITED
 ) -> HierarchySolution:
     """Return a good assignment, from three levels of merging.
 
@@ -296,7 +296,7 @@ def solve_in_segments(
         problem: the problem.
         order: per node, its time; equal ones by their number.
         width: survivors of a segment.
-        deadline: `time.monotonic()` seconds after which messages are no longer improved.
+        budget: messages are no longer improved after its end.
 
     Raises:
         SolverError: the assignment exceeds the problem's memory limit, which plays no part in the search.
@@ -311,7 +311,7 @@ def solve_in_segments(
     choices: dict[int, int] | None = None
     bound = float("inf")
     if network.feasible:
-        choices, bound = _solve_segments(network, sequence, pivots, width, deadline)
+        choices, bound = _solve_segments(network, sequence, pivots, width, budget)
     assignment = () if choices is None else tuple(choices[node] for node in range(problem.size))
     cost = float("inf") if choices is None else problem.cost(assignment)
     if choices is not None and not problem.within_limit(problem.peak(assignment)):
@@ -323,12 +323,12 @@ def solve_in_segments(
 
 
 def _solve_segments(
-    network: Network, sequence: list[int], pivots: set[int], width: int, deadline: float
+    network: Network, sequence: list[int], pivots: set[int], width: int, budget: Budget
 ) -> tuple[dict[int, int] | None, float]:
     """Return strategies of all nodes, None if there are none, and a bound."""
     core = network.ordered(sequence)
     messages = Messages(core, range(core.size))
-    relaxed = messages.run(_ITERATIONS, budget=StepBudget(deadline))
+    relaxed = messages.run(_ITERATIONS, budget=budget)
     # The message to the source of an edge is the least future cost of each of its strategies, as far as the relaxation
     # knows.
     places = merge_segments(core, messages.against, pivots, width)

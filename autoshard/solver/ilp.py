@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from time import monotonic
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from autoshard.solver.linear import LinearProgram, minimise
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array, IntArray, Moments
+from autoshard.solver.solver_budget import UNLIMITED, Budget
 
 _MAGNITUDE = 1e5
 """Costs are scaled to differences of about this size: the backend's tolerances are then below any real difference."""
@@ -27,6 +27,9 @@ _FEW = 100
 
 _ROWS = 12
 """Rows of memory added at a time."""
+
+_WORK = 100
+"""Units of work of the integer program per table entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +130,8 @@ def solve_core(
     *,
     start: IntArray | None = None,
     moments: IntArray | None = None,
-    deadline: float = float("inf"),
+    budget: Budget = UNLIMITED,
     seed: int = 0,
-    nodes: int | None = None,
 ) -> CoreSolution:
     """Solve the program of a core, adding rows of memory until the answer is within the limit.
 
@@ -137,9 +139,8 @@ def solve_core(
         core: a feasible core; after `thin_memory` its rows are few.
         start: a known choice within the limit.
         moments: moments that have a row from the start; all of them where there are few.
-        deadline: `time.monotonic()` seconds.
+        budget: ends the search; its work is the nodes of each search tree times the entries of the tables.
         seed: of the backend.
-        nodes: nodes of each search tree at most.
 
     Returns:
         A choice within the limit, or None; the bound holds in any case.
@@ -147,15 +148,17 @@ def solve_core(
     few = len(core.base) <= _FEW
     program = CoreProgram(core, start, np.arange(len(core.base)) if few or moments is None else moments)
     bound = float("-inf")
+    nodes = int(max(1.0, budget.work // max(core.cells, 1))) if np.isfinite(budget.work) else None
+    budget.spend(_WORK * core.cells)
     while True:
-        answer = program.solve(time_limit=min(deadline - monotonic(), 1e6), seed=seed, nodes=nodes)
+        answer = program.solve(time_limit=min(budget.seconds, 1e6), seed=seed, nodes=nodes)
         bound = max(bound, answer.bound)
         if answer.places is None:
             return CoreSolution(None, bound, answer.proved)
         violated = _violated_moments(core, answer.places)
         if not len(violated):
             return CoreSolution(answer.places, bound, answer.proved)
-        if not program.add(violated) or not answer.proved or monotonic() > deadline:
+        if not program.add(violated) or not answer.proved or budget.is_over:
             # The backend keeps rows within a tolerance; the limit itself is exact.
             return CoreSolution(None, bound, False)
 
@@ -182,9 +185,8 @@ def solve_integer(
     *,
     moments: Moments | None = None,
     hint: ScoredAssignment = NO_ASSIGNMENT,
-    deadline: float = float("inf"),
+    budget: Budget = UNLIMITED,
     seed: int = 0,
-    nodes: int | None = None,
 ) -> IntegerResult:
     """Solve a reduced network by mixed integer programming, see `flat.integer`.
 
@@ -192,9 +194,8 @@ def solve_integer(
         network: after `reduce`; with usages where there are moments.
         moments: the limit; None where memory plays no part.
         hint: a known assignment.
-        deadline: `time.monotonic()` seconds.
+        budget: as in `solve_core`.
         seed: of the backend.
-        nodes: nodes of the search tree at most.
 
     Source: Rhino 4.2 and 4.4.
     """
@@ -203,7 +204,7 @@ def solve_integer(
         return IntegerResult(NO_ASSIGNMENT, float("inf"), True)
     positions = network.positions(hint.choices) if hint.choices else None
     start = None if positions is None else np.array([positions[node] for node in network.vectors], dtype=np.int64)
-    answer = solve_core(core, start=start, deadline=deadline, seed=seed, nodes=nodes)
+    answer = solve_core(core, start=start, budget=budget, seed=seed)
     if answer.places is None:
         return IntegerResult(NO_ASSIGNMENT, answer.bound, answer.proved)
     pairs = zip(network.vectors, answer.places.tolist(), strict=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.solver.chains import DETAIL, PART, ChainGraph, Chains, link_halves, subtract_rounding
 from autoshard.solver.problem import Array, Edge, IntArray, Problem
-from autoshard.solver.solver_budget import UNLIMITED, StepBudget
+from autoshard.solver.solver_budget import UNLIMITED, Budget
 from autoshard.solver.tables import EquivalenceClasses, equal_rows_and_columns
 
 _PATIENCE = 20
@@ -101,7 +101,7 @@ class Messages:
         upper: float = float("inf"),
         close: float = 0.0,
         patience: int = _PATIENCE,
-        budget: StepBudget = UNLIMITED,
+        budget: Budget = UNLIMITED,
         progress: Callable[[float, float], None] | None = None,
     ) -> RelaxationResult:
         """Run forward and backward passes.

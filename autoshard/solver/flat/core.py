@@ -86,7 +86,6 @@ class Core:
         moment: per moment its number among those of the problem.
         stages: the presolves so far, in order.
         feasible: False where some node has no strategy left, or the least usage exceeds the limit.
-        work: table entries read by the last presolve.
     """
 
     size: IntArray
@@ -106,7 +105,6 @@ class Core:
     constant: float = 0.0
     stages: tuple[PresolveStage, ...] = field(default=())
     feasible: bool = True
-    work: int = 0
 
     @property
     def nodes(self) -> int:

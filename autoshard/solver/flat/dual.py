@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ from autoshard.solver.chains import Chains, subtract_rounding
 from autoshard.solver.flat.core import Core, CoreArrays
 from autoshard.solver.jit import jit
 from autoshard.solver.problem import Array, IntArray
+from autoshard.solver.solver_budget import UNLIMITED, Budget
 
 
 @jit
@@ -108,18 +108,18 @@ class Dual:
         self._passes = 0
         self._last_pass = np.full(len(core.cost), -1)
 
-    def ascend(self, rounds: int, *, move: bool = True, deadline: float = float("inf")) -> None:
+    def ascend(self, rounds: int, *, move: bool = True, budget: Budget = UNLIMITED) -> None:
         """Run forward and backward passes; with `move`, prices follow the memory of rounded choices.
 
         Args:
             rounds: forward and backward passes.
             move: False to move messages only.
-            deadline: `time.monotonic()` seconds after which no further pass starts.
+            budget: no further pass starts after its end.
         """
         core, view = self.core, self.view
         loads = np.zeros(len(core.base))
         for _ in range(rounds):
-            if monotonic() > deadline or self.value >= self.upper:
+            if budget.is_over or self.value >= self.upper:
                 return
             before = self.value
             improved = self._pass() > before
