@@ -12,6 +12,7 @@ from autoshard.solver.frontier_corners import Costs, KnownPoints
 from autoshard.solver.frontier_track import EliminationStep, Tracker, elimination_steps
 from autoshard.solver.problem import Array, Edge, IntArray, Problem, SolverError
 from autoshard.solver.solve import solve
+from autoshard.solver.tables import largest_increase, undominated
 
 Method = Literal["ldp", "elimination"]
 
@@ -253,23 +254,8 @@ def _undominated_of_node(
     for neighbour, table, edge_usage in edges:
         at = np.ix_(strategies, kept[neighbour])
         allowed = np.isfinite(table[at])
-        # Where s is forbidden, t is no worse, even if it is forbidden too.
         # NaN where both are forbidden everywhere, which compares False.
         with np.errstate(invalid="ignore"):
-            slower = slower + _largest_increase(table[at], allowed)
-        larger = larger + (_largest_increase(edge_usage[at], allowed) if edge_usage is not None else 0.0)
-    better = (slower <= 0) & (larger <= 0)
-    np.fill_diagonal(better, False)
-    remains = np.ones(len(strategies), dtype=bool)
-    # Only a strategy that is still there may drop another: equal ones must not drop each other.
-    for strategy in reversed(range(len(strategies))):
-        remains[strategy] = not (better[strategy] & remains).any()
-    return strategies[remains]
-
-
-def _largest_increase(table: Array, allowed: np.ndarray) -> Array:
-    """Return [s, t]: the largest table[t] - table[s] over the columns in which s is allowed."""
-    # Infinity minus infinity, in columns that do not count.
-    with np.errstate(invalid="ignore"):
-        more = table[None, :, :] - table[:, None, :]
-    return np.where(allowed[:, None, :], more, -np.inf).max(2)
+            slower = slower + largest_increase(table[at], allowed)
+        larger = larger + (largest_increase(edge_usage[at], allowed) if edge_usage is not None else 0.0)
+    return strategies[undominated(slower, larger)]

@@ -5,7 +5,7 @@ It has products of the choices of neighbours, and rows of memory that are added 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -216,35 +216,25 @@ def solve_integer(
 
 def network_to_core(network: Network, moments: Moments | None) -> Core:
     """Return the remaining nodes of a network as a core, in the order of the network."""
-    number = {node: place for place, node in enumerate(network.vectors)}
-    size = np.array([len(vector) for vector in network.vectors.values()], dtype=np.int64)
-    pairs = [
-        (number[node], number[neighbour], table)
-        for node, around in network.edges.items()
-        for neighbour, table in around.items()
-        if node < neighbour
-    ]
-    tables = [table.ravel() for *_, table in pairs]
-    live = [node for node in network.usages if moments is not None and moments.first[node] < moments.last[node]]
+    sequence = list(network.vectors)
+    core = replace(Core.of(network.ordered(sequence)), constant=network.offset)
+    if moments is None:
+        return core
+    number = {node: place for place, node in enumerate(sequence)}
+    live = [node for node in network.usages if moments.first[node] < moments.last[node]]
     rows = np.array([number[node] for node in live], dtype=np.int64)
     # Eliminated nodes still hold their memory, whatever is chosen for the others.
-    fixed_usage = np.zeros(0 if moments is None else len(moments.usages))
+    fixed_usage = np.zeros(len(moments.usages))
     for node, usage in network.held.items():
         fixed_usage[node] = usage
-    return Core(
-        size=size,
-        offset=starts(size),
-        cost=np.concatenate([*network.vectors.values(), np.zeros(0)]),
-        ends=np.array([(source, target) for source, target, _ in pairs], dtype=np.int64).reshape(-1, 2),
-        start=starts(np.array([table.size for table in tables], dtype=np.int64)),
-        table=np.concatenate([*tables, np.zeros(0)]),
+    return replace(
+        core,
         item_node=rows,
-        low=np.array([moments.first[node] for node in live] if moments else [], dtype=np.int64),
-        high=np.array([moments.last[node] for node in live] if moments else [], dtype=np.int64),
-        usage_start=starts(size[rows])[:-1],
+        low=np.array([moments.first[node] for node in live], dtype=np.int64),
+        high=np.array([moments.last[node] for node in live], dtype=np.int64),
+        usage_start=starts(core.size[rows])[:-1],
         usage=np.concatenate([*(network.usages[node] for node in live), np.zeros(0)]),
-        base=np.zeros(0) if moments is None else moments.spread(fixed_usage),
-        limit=float("inf") if moments is None else moments.limit,
-        moment=np.arange(0 if moments is None else moments.count),
-        constant=network.offset,
+        base=moments.spread(fixed_usage),
+        limit=moments.limit,
+        moment=np.arange(moments.count),
     )

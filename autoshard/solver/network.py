@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.solver.problem import Array, Edge, IntArray, Problem
-from autoshard.solver.tables import Tables
+from autoshard.solver.tables import Tables, undominated
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,20 +412,12 @@ def _drop_dominated(network: Network, node: int) -> bool:
 
 
 def _undominated_strategies(network: Network, vector: Array, usages: tuple[Array, ...], edges: list[Array]) -> IntArray:
-    """Return the positions of the strategies that remain; the first of equal ones stays."""
-    size = len(vector)
-    keep = np.ones(size, dtype=bool)
+    """Return the positions of the strategies that remain."""
     # Otherwise inf - inf would be NaN; the queue drops forbidden strategies first, and the search comes back.
-    if np.isfinite(vector).all():
-        # loss[s, t]: the most that choosing t instead of s can add, over all choices of the neighbours.
-        loss = vector[None, :] - vector[:, None]
-        for table in edges:
-            loss = loss + network.tables.advantage(table)
-        better = loss <= 0
-        for usage in usages:
-            better &= usage[None, :] <= usage[:, None]
-        np.fill_diagonal(better, False)
-        # Only a strategy that is still there may drop another: rounding must not drop a whole circle.
-        for strategy in reversed(range(size)):
-            keep[strategy] = not (better[strategy] & keep).any()
-    return network.tables.intern(np.flatnonzero(keep))
+    if not np.isfinite(vector).all():
+        return network.tables.intern(np.arange(len(vector)))
+    loss = vector[None, :] - vector[:, None]
+    for table in edges:
+        loss = loss + network.tables.advantage(table)
+    more_memory = (usage[None, :] - usage[:, None] for usage in usages)
+    return network.tables.intern(undominated(loss, *more_memory))

@@ -141,16 +141,32 @@ class Tables:
         return self.cached("normalised", (table,), compute)
 
     def advantage(self, table: Array) -> Array:
-        """Return [s, t]: the largest increase by choosing t instead of s, over the choices of the other end."""
+        """Return the result of `largest_increase` over all choices of the other end that are allowed."""
+        return self.cached("advantage", (table,), lambda: self.intern(largest_increase(table, np.isfinite(table))))
 
-        def compute() -> Array:
-            with np.errstate(invalid="ignore"):
-                difference = table[None, :, :] - table[:, None, :]
-            # Where s is forbidden, t is no worse, even if it is forbidden too.
-            difference[np.broadcast_to(np.isinf(table)[:, None, :], difference.shape)] = -np.inf
-            return self.intern(difference.max(2))
 
-        return self.cached("advantage", (table,), compute)
+def largest_increase(table: Array, allowed: npt.NDArray[np.bool_]) -> Array:
+    """Return [s, t]: the most that choosing row t instead of row s can add, over the columns in which s is allowed."""
+    # Infinity minus infinity, in columns that do not count: where s is forbidden, t is no worse, even if it is too.
+    with np.errstate(invalid="ignore"):
+        more = table[None, :, :] - table[:, None, :]
+    return np.asarray(np.where(allowed[:, None, :], more, -np.inf).max(2))
+
+
+def undominated(*increases: Array) -> IntArray:
+    """Return the positions of the strategies that no other one beats, ascending; the first of equal ones stays.
+
+    Args:
+        increases: [s, t] per criterion, the most that choosing t instead of s can add; t beats s if that is at most
+            zero for all of them.
+    """
+    better = np.logical_and.reduce([increase <= 0 for increase in increases])
+    np.fill_diagonal(better, False)
+    keep = np.ones(len(better), dtype=bool)
+    # Only a strategy that is still there may drop another: rounding must not drop a whole circle.
+    for strategy in reversed(range(len(better))):
+        keep[strategy] = not (better[strategy] & keep).any()
+    return np.flatnonzero(keep)
 
 
 _MIN_ENTRIES = 8192
