@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.solver.eliminate import WidthError, conditioned_order, eliminate, run_order
+from autoshard.solver.eliminate import WidthError, eliminate, run_order
+from autoshard.solver.elimination_order import conditioned_order
 from autoshard.solver.network import Network, fold
 from autoshard.solver.problem import Array, IntArray
 from autoshard.solver.solver_budget import UNLIMITED, Budget
