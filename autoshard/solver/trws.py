@@ -6,6 +6,7 @@ messages of the small one, which need few changes: where the repetition begins a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -160,22 +161,26 @@ class Messages:
         return [values[begin : begin + size] for begin, size in zip(begins, self._sizes.tolist(), strict=True)]
 
 
+_LARGE = 1 << 14
+"""Entries from which a table is laid out once: two copies would take more time to write and to read than they save."""
+
+
 class _TableLayout:
-    """Distinct tables, each laid twice: with the rows of the source, and with those of the target.
+    """Distinct tables: small ones twice, with the rows of the source and with those of the target, large ones once.
 
     A table that is alone on its edge is stored by classes of equal rows and columns; as a part of a sum it is stored
     whole, since the parts of a sum rarely have the same classes.
     """
 
     def __init__(self) -> None:
-        self.arrays: list[Array] = [np.zeros(0)]
         self.classes: list[IntArray] = [np.zeros(0, dtype=np.int64)]
         self._length = self._classed = 0
+        self._laid: list[tuple[int, Array]] = []
         self._whole: dict[int, tuple[int, int]] = {}
         self._alone: dict[int, tuple[tuple[int, int], tuple[tuple[int, int], ...]]] = {}
 
     def whole(self, table: Array) -> tuple[int, int]:
-        """Return the starts of a table, seen from both ends."""
+        """Return the starts of a table for both ends."""
         if id(table) not in self._whole:
             self._whole[id(table)] = self._add(table)
         return self._whole[id(table)]
@@ -192,14 +197,29 @@ class _TableLayout:
         return self._alone[id(table)]
 
     def _add(self, table: Array) -> tuple[int, int]:
-        self.arrays += [table.ravel(), table.T.ravel()]
-        begin, self._length = self._length, self._length + 2 * table.size
-        return begin, begin + table.size
+        begin = self._length
+        self._laid.append((begin, table))
+        self._length += table.size if _is_large(table.shape) else 2 * table.size
+        return begin, begin if _is_large(table.shape) else begin + table.size
+
+    def entries(self) -> Array:
+        """Return the entries of all tables."""
+        entries = np.empty(self._length)
+        for begin, table in self._laid:
+            middle, end = begin + table.size, begin + 2 * table.size
+            entries[begin:middle].reshape(table.shape)[:] = table
+            if not _is_large(table.shape):
+                entries[middle:end].reshape(table.shape[::-1])[:] = table.T
+        return entries
 
     def _add_classes(self, classes: EquivalenceClasses) -> tuple[int, int]:
         self.classes.append(classes.number)
         begin, self._classed = self._classed, self._classed + len(classes.number)
         return begin, len(classes.first)
+
+
+def _is_large(shape: tuple[int, ...]) -> bool:
+    return math.prod(shape) >= _LARGE
 
 
 def _lay_tables(problem: Problem, graph: ChainGraph, places: IntArray) -> ChainGraph:
@@ -213,13 +233,14 @@ def _lay_tables(problem: Problem, graph: ChainGraph, places: IntArray) -> ChainG
         start, ends = (layout.whole(table), tuple((0, n) for n in table.shape)) if more else layout.alone(table)
         starts.append(start)
         for side in (0, 1):
-            details.append((*ends[side], *ends[1 - side], len(parts), len(parts) + len(more), factor))
+            turned = side == 1 and _is_large((ends[0][1], ends[1][1]))
+            details.append((*ends[side], *ends[1 - side], turned, len(parts), len(parts) + len(more), factor))
             parts += [(layout.whole(other)[side], times / factor) for times, other in more]
     graph.around["table"][places.ravel()] = np.array(starts, dtype=np.int64).ravel()
     by_half = np.zeros(len(details), dtype=DETAIL)
     by_half[places.ravel()] = np.array(details, dtype=DETAIL)
     return graph._replace(
-        table=np.concatenate(layout.arrays),
+        table=layout.entries(),
         details=by_half,
         parts=np.array(parts, dtype=PART),
         classes=np.concatenate(layout.classes),

@@ -17,7 +17,10 @@ from autoshard.solver.trws import Messages
 
 
 def _problem(seed: int, nodes: int, *, forbidden: float) -> Problem:
-    """Edges of few tables, some of them sums; one table is wide enough for classes of rows and columns."""
+    """Edges of few tables, some of them sums.
+
+    One table is wide enough for classes of rows and columns, and two are too large to be laid out twice.
+    """
     random = np.random.default_rng(seed)
     size = 5
     tables = [np.where(random.random((size, size)) < forbidden, np.inf, random.random((size, size))) for _ in range(3)]
@@ -32,7 +35,11 @@ def _problem(seed: int, nodes: int, *, forbidden: float) -> Problem:
             Edge(source, target, tables[0]) if random.random() < 0.5 else BlendedEdge(source, target, Blend(parts))
         )
     costs = [random.random(size) for _ in range(nodes)] + [random.random(100), random.random(5 * 20)]
-    return Problem(tuple(costs), (*edges, Edge(nodes, nodes + 1, wide)))
+    large = [random.random((130, 130)) for _ in range(2)]
+    costs += [random.random(130) for _ in range(3)]
+    edges += [Edge(nodes, nodes + 1, wide), Edge(nodes + 3, nodes + 2, large[0])]
+    edges.append(BlendedEdge(nodes + 3, nodes + 4, Blend(((2.0, large[0]), (0.5, large[1])))))
+    return Problem(tuple(costs), tuple(edges))
 
 
 @given(st.integers(0, 10**6), st.integers(2, 5), st.sampled_from((0.0, 0.1)))
