@@ -140,7 +140,7 @@ class Dual:
         price_strategies(view, self.prices, self._memory_costs)
         self._chains.costs = core.cost + self._memory_costs
         total = self._chains.iterate()
-        value = total + self._constant
+        value = total + core.constant - self._refund
         # Sums of many floats.
         value -= 1e-11 * (abs(value) + abs(total))
         if value > self.value:
@@ -148,17 +148,17 @@ class Dual:
         return value
 
     @property
-    def _constant(self) -> float:
-        """The core's constant, and memory below the limit, which is paid back at its price: so the Lagrangian bounds
-        every assignment within the limit."""
-        return self.core.constant - float(self.prices @ self.view.room)
+    def _refund(self) -> float:
+        """The price of all memory within the limit. It is paid back, so that the Lagrangian bounds every assignment
+        within the limit."""
+        return float(self.prices @ self.view.room)
 
     def floors(self) -> Array:
         """Return per strategy a bound of all assignments within the limit that use it."""
         self.prices = self.best_prices.copy()
         for _ in range(_SETTLING + 1):
             self._pass()
-        floors: Array = subtract_rounding(self._chains.floors() + self._constant)
+        floors: Array = subtract_rounding(self._chains.floors() + (self.core.constant - self._refund))
         return floors
 
     def round_choice(self) -> IntArray:
