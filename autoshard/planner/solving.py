@@ -12,6 +12,7 @@ from autoshard.planner.tiling import Tiling
 from autoshard.solver import Problem, solve
 from autoshard.solver.hierarchy import solve_in_segments
 from autoshard.solver.problem import IntArray
+from autoshard.solver.solver_budget import Budget
 from autoshard.solver.trws import Messages, RelaxationResult, restrict_problem
 
 Report = Callable[[str, float, float], None]
@@ -193,9 +194,9 @@ def run_messages(
     Returns:
         The result, and True if the search was interrupted.
     """
-    report = options.report_progress
+    report, budget = options.report_progress, Budget(options.deadline)
     # The first pass stands outside of `try`: without it there is no result to return.
-    best = messages.run(1, upper=upper, close=close, deadline=options.deadline)
+    best = messages.run(1, upper=upper, close=close, budget=budget)
     known = min(upper, best.cost)
     if known - best.bound <= close * abs(known):
         return best, False
@@ -204,8 +205,7 @@ def run_messages(
             iterations,
             upper=upper,
             close=close,
-            patient=not options.proof,
-            deadline=options.deadline,
+            budget=budget,
             progress=lambda cost, bound: report("messages", min(cost, upper), bound),
         )
     except KeyboardInterrupt:
@@ -224,10 +224,10 @@ def solve_by_segments(
     """Return the result of the hierarchy of segments, on tied layers if there are any; it then has no bound."""
     try:
         if tiling is None:
-            solution = solve_in_segments(problem, order, deadline=options.deadline)
+            solution = solve_in_segments(problem, order, budget=Budget(options.deadline))
             return SolveResult(solution.assignment, solution.cost, solution.lower_bound, "segments")
         leaders = [order[leader] for leader in tiling.leaders]
-        solution = solve_in_segments(tiling.fold(problem), leaders, deadline=options.deadline)
+        solution = solve_in_segments(tiling.fold(problem), leaders, budget=Budget(options.deadline))
     except KeyboardInterrupt:
         return SolveResult(method="segments", interrupted=True)
     # The bound of tied layers is none of the whole problem.

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from autoshard.solver.incumbent import SolverProgress
 from autoshard.solver.problem import Problem, SolverError
 from autoshard.solver.solve import METHODS, Solution, solve
-from autoshard.solver.solver_budget import SolverProgress
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

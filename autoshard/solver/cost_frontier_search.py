@@ -8,10 +8,12 @@ from typing import Literal
 
 import numpy as np
 
+from autoshard.solver.elimination_order import EliminationOrder
 from autoshard.solver.frontier_corners import Costs, KnownPoints
-from autoshard.solver.frontier_track import EliminationStep, Tracker, elimination_steps
+from autoshard.solver.frontier_track import Tracker, frontier_order
 from autoshard.solver.problem import Array, Edge, IntArray, Problem, SolverError
 from autoshard.solver.solve import solve
+from autoshard.solver.tables import largest_increase, undominated
 
 Method = Literal["ldp", "elimination"]
 
@@ -64,7 +66,7 @@ def cost_frontier(
     Args:
         problem: with usages; infinite costs forbid.
         method: the order of eliminations: `"ldp"` runs along the graph from one end (FT-LDP), `"elimination"` keeps
-            both ends to the last (FT-Elimination). Both find the same frontier; see `elimination_steps`.
+            both ends to the last (FT-Elimination). Both find the same frontier; see `frontier_order`.
         epsilon: share of its time by which a point may be slower than the exact frontier at its memory. The search
             ignores points that are closer than that to known ones.
         limit: partial assignments that one combination of strategies may have for every gap between known points,
@@ -83,9 +85,9 @@ def cost_frontier(
     search = _CostFrontierSearch(problem, usages, edge_usages, method, epsilon, limit, cells)
     kept = undominated_strategies(problem, usages, edge_usages)
     order = search.order(kept)
-    fixed = [step.node for step in order if not step.exact]
+    eliminated, fixed = [node for node, _ in order.steps], order.conditioned
     if not fixed:
-        points, within = search.track(kept, [step.node for step in order])
+        points, within = search.track(kept, eliminated)
         return CostFrontier(points.memory, points.time, points.assignments, within, 0)
     # The frontier of the problem without the tables that are too large: one for every choice of the fixed nodes.
     frontier = None
@@ -95,7 +97,7 @@ def cost_frontier(
         narrow = list(kept)
         for node in fixed:
             narrow[node] = np.array([guide[node]])
-        part, _ = search.track(narrow, [step.node for step in order if step.exact])
+        part, _ = search.track(narrow, eliminated)
         frontier = part if frontier is None else frontier.merge(part)
     if frontier is None:
         return CostFrontier(np.zeros(0), np.zeros(0), np.zeros((0, problem.size), dtype=np.int64), 0.0, 0)
@@ -131,15 +133,15 @@ class _CostFrontierSearch:
     limit: int | None
     cells: int
 
-    def order(self, kept: Sequence[IntArray]) -> Sequence[EliminationStep]:
-        """Return the elimination steps of nodes with these strategies; a node of one strategy decides nothing."""
+    def order(self, kept: Sequence[IntArray]) -> EliminationOrder:
+        """Return the elimination order of nodes with these strategies; a node of one strategy decides nothing."""
         neighbours: dict[int, set[int]] = {node: set() for node, strategies in enumerate(kept) if len(strategies) > 1}
         for edge in self.problem.edges:
             if edge.source in neighbours and edge.target in neighbours:
                 neighbours[edge.source].add(edge.target)
                 neighbours[edge.target].add(edge.source)
         sizes = {node: len(kept[node]) for node in neighbours}
-        return elimination_steps(sizes, neighbours, self.method == "ldp", self.cells)
+        return frontier_order(sizes, neighbours, self.method == "ldp", self.cells)
 
     def track(self, kept: Sequence[IntArray], order: Sequence[int]) -> tuple[KnownPoints, float]:
         """Return the best assignments of these strategies, and how far from exact they are.
@@ -253,23 +255,8 @@ def _undominated_of_node(
     for neighbour, table, edge_usage in edges:
         at = np.ix_(strategies, kept[neighbour])
         allowed = np.isfinite(table[at])
-        # Where s is forbidden, t is no worse, even if it is forbidden too.
         # NaN where both are forbidden everywhere, which compares False.
         with np.errstate(invalid="ignore"):
-            slower = slower + _largest_increase(table[at], allowed)
-        larger = larger + (_largest_increase(edge_usage[at], allowed) if edge_usage is not None else 0.0)
-    better = (slower <= 0) & (larger <= 0)
-    np.fill_diagonal(better, False)
-    remains = np.ones(len(strategies), dtype=bool)
-    # Only a strategy that is still there may drop another: equal ones must not drop each other.
-    for strategy in reversed(range(len(strategies))):
-        remains[strategy] = not (better[strategy] & remains).any()
-    return strategies[remains]
-
-
-def _largest_increase(table: Array, allowed: np.ndarray) -> Array:
-    """Return [s, t]: the largest table[t] - table[s] over the columns in which s is allowed."""
-    # Infinity minus infinity, in columns that do not count.
-    with np.errstate(invalid="ignore"):
-        more = table[None, :, :] - table[:, None, :]
-    return np.where(allowed[:, None, :], more, -np.inf).max(2)
+            slower = slower + largest_increase(table[at], allowed)
+        larger = larger + (largest_increase(edge_usage[at], allowed) if edge_usage is not None else 0.0)
+    return strategies[undominated(slower, larger)]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.solver.network import Network, reduce
-from autoshard.solver.problem import Array, Edge, IntArray, Problem, SolverError
+from autoshard.solver.problem import Array, IntArray, Problem, SolverError
+from autoshard.solver.solver_budget import UNLIMITED, Budget
 from autoshard.solver.tables import Tables
 from autoshard.solver.trws import Messages
 
@@ -271,7 +272,7 @@ class HierarchySolution:
 
 
 def solve_in_segments(
-    problem: Problem, order: Sequence[float], *, width: int = _WIDTH, deadline: float = float("inf")
+    problem: Problem, order: Sequence[float], *, width: int = _WIDTH, budget: Budget = UNLIMITED
 ) -> HierarchySolution:
     """Return a good assignment, from three levels of merging.
 
@@ -295,7 +296,7 @@ def solve_in_segments(
         problem: the problem.
         order: per node, its time; equal ones by their number.
         width: survivors of a segment.
-        deadline: `time.monotonic()` seconds after which messages are no longer improved.
+        budget: messages are no longer improved after its end.
 
     Raises:
         SolverError: the assignment exceeds the problem's memory limit, which plays no part in the search.
@@ -310,7 +311,7 @@ def solve_in_segments(
     choices: dict[int, int] | None = None
     bound = float("inf")
     if network.feasible:
-        choices, bound = _solve_segments(network, sequence, pivots, width, deadline)
+        choices, bound = _solve_segments(network, sequence, pivots, width, budget)
     assignment = () if choices is None else tuple(choices[node] for node in range(problem.size))
     cost = float("inf") if choices is None else problem.cost(assignment)
     if choices is not None and not problem.within_limit(problem.peak(assignment)):
@@ -322,12 +323,12 @@ def solve_in_segments(
 
 
 def _solve_segments(
-    network: Network, sequence: list[int], pivots: set[int], width: int, deadline: float
+    network: Network, sequence: list[int], pivots: set[int], width: int, budget: Budget
 ) -> tuple[dict[int, int] | None, float]:
     """Return strategies of all nodes, None if there are none, and a bound."""
-    core = _ordered_problem(network, sequence)
+    core = network.ordered(sequence)
     messages = Messages(core, range(core.size))
-    relaxed = messages.run(_ITERATIONS, deadline=deadline)
+    relaxed = messages.run(_ITERATIONS, budget=budget)
     # The message to the source of an edge is the least future cost of each of its strategies, as far as the relaxation
     # knows.
     places = merge_segments(core, messages.against, pivots, width)
@@ -335,15 +336,3 @@ def _solve_segments(
         return None, relaxed.bound + network.offset
     chosen = {node: int(network.labels[node][place]) for node, place in zip(sequence, places, strict=True)}
     return network.expand(chosen), relaxed.bound + network.offset
-
-
-def _ordered_problem(network: Network, sequence: list[int]) -> Problem:
-    """Return the rest of a network as a problem, nodes in a given order, edges from the earlier to the later node."""
-    place = {node: number for number, node in enumerate(sequence)}
-    edges = (
-        Edge(place[node], place[neighbour], table)
-        for node in sequence
-        for neighbour, table in network.edges[node].items()
-        if place[node] < place[neighbour]
-    )
-    return Problem(tuple(network.vectors[node] for node in sequence), tuple(edges))

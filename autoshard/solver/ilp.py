@@ -5,18 +5,19 @@ It has products of the choices of neighbours, and rows of memory that are added 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from time import monotonic
 
 import numpy as np
 
-from autoshard.solver.flat.core import Core, starts
+from autoshard.solver.chains import starts
+from autoshard.solver.flat.core import Core
 from autoshard.solver.flat.presolve import thin_memory
 from autoshard.solver.linear import LinearProgram, minimise
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array, IntArray, Moments
+from autoshard.solver.solver_budget import UNLIMITED, Budget
 
 _MAGNITUDE = 1e5
 """Costs are scaled to differences of about this size: the backend's tolerances are then below any real difference."""
@@ -26,6 +27,9 @@ _FEW = 100
 
 _ROWS = 12
 """Rows of memory added at a time."""
+
+_WORK = 100
+"""Units of work of the integer program per table entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +130,8 @@ def solve_core(
     *,
     start: IntArray | None = None,
     moments: IntArray | None = None,
-    deadline: float = float("inf"),
+    budget: Budget = UNLIMITED,
     seed: int = 0,
-    nodes: int | None = None,
 ) -> CoreSolution:
     """Solve the program of a core, adding rows of memory until the answer is within the limit.
 
@@ -136,9 +139,8 @@ def solve_core(
         core: a feasible core; after `thin_memory` its rows are few.
         start: a known choice within the limit.
         moments: moments that have a row from the start; all of them where there are few.
-        deadline: `time.monotonic()` seconds.
+        budget: ends the search; its work is the nodes of each search tree times the entries of the tables.
         seed: of the backend.
-        nodes: nodes of each search tree at most.
 
     Returns:
         A choice within the limit, or None; the bound holds in any case.
@@ -146,15 +148,17 @@ def solve_core(
     few = len(core.base) <= _FEW
     program = CoreProgram(core, start, np.arange(len(core.base)) if few or moments is None else moments)
     bound = float("-inf")
+    nodes = int(max(1.0, budget.work // max(core.cells, 1))) if np.isfinite(budget.work) else None
+    budget.spend(_WORK * core.cells)
     while True:
-        answer = program.solve(time_limit=min(deadline - monotonic(), 1e6), seed=seed, nodes=nodes)
+        answer = program.solve(time_limit=min(budget.seconds, 1e6), seed=seed, nodes=nodes)
         bound = max(bound, answer.bound)
         if answer.places is None:
             return CoreSolution(None, bound, answer.proved)
         violated = _violated_moments(core, answer.places)
         if not len(violated):
             return CoreSolution(answer.places, bound, answer.proved)
-        if not program.add(violated) or not answer.proved or monotonic() > deadline:
+        if not program.add(violated) or not answer.proved or budget.is_over:
             # The backend keeps rows within a tolerance; the limit itself is exact.
             return CoreSolution(None, bound, False)
 
@@ -181,9 +185,8 @@ def solve_integer(
     *,
     moments: Moments | None = None,
     hint: ScoredAssignment = NO_ASSIGNMENT,
-    deadline: float = float("inf"),
+    budget: Budget = UNLIMITED,
     seed: int = 0,
-    nodes: int | None = None,
 ) -> IntegerResult:
     """Solve a reduced network by mixed integer programming, see `flat.integer`.
 
@@ -191,9 +194,8 @@ def solve_integer(
         network: after `reduce`; with usages where there are moments.
         moments: the limit; None where memory plays no part.
         hint: a known assignment.
-        deadline: `time.monotonic()` seconds.
+        budget: as in `solve_core`.
         seed: of the backend.
-        nodes: nodes of the search tree at most.
 
     Source: Rhino 4.2 and 4.4.
     """
@@ -202,7 +204,7 @@ def solve_integer(
         return IntegerResult(NO_ASSIGNMENT, float("inf"), True)
     positions = network.positions(hint.choices) if hint.choices else None
     start = None if positions is None else np.array([positions[node] for node in network.vectors], dtype=np.int64)
-    answer = solve_core(core, start=start, deadline=deadline, seed=seed, nodes=nodes)
+    answer = solve_core(core, start=start, budget=budget, seed=seed)
     if answer.places is None:
         return IntegerResult(NO_ASSIGNMENT, answer.bound, answer.proved)
     pairs = zip(network.vectors, answer.places.tolist(), strict=True)
@@ -214,35 +216,25 @@ def solve_integer(
 
 def network_to_core(network: Network, moments: Moments | None) -> Core:
     """Return the remaining nodes of a network as a core, in the order of the network."""
-    number = {node: place for place, node in enumerate(network.vectors)}
-    size = np.array([len(vector) for vector in network.vectors.values()], dtype=np.int64)
-    pairs = [
-        (number[node], number[neighbour], table)
-        for node, around in network.edges.items()
-        for neighbour, table in around.items()
-        if node < neighbour
-    ]
-    tables = [table.ravel() for *_, table in pairs]
-    live = [node for node in network.usages if moments is not None and moments.first[node] < moments.last[node]]
+    sequence = list(network.vectors)
+    core = replace(Core.of(network.ordered(sequence)), constant=network.offset)
+    if moments is None:
+        return core
+    number = {node: place for place, node in enumerate(sequence)}
+    live = [node for node in network.usages if moments.first[node] < moments.last[node]]
     rows = np.array([number[node] for node in live], dtype=np.int64)
     # Eliminated nodes still hold their memory, whatever is chosen for the others.
-    fixed_usage = np.zeros(0 if moments is None else len(moments.usages))
+    fixed_usage = np.zeros(len(moments.usages))
     for node, usage in network.held.items():
         fixed_usage[node] = usage
-    return Core(
-        size=size,
-        offset=starts(size),
-        cost=np.concatenate([*network.vectors.values(), np.zeros(0)]),
-        ends=np.array([(source, target) for source, target, _ in pairs], dtype=np.int64).reshape(-1, 2),
-        start=starts(np.array([table.size for table in tables], dtype=np.int64)),
-        table=np.concatenate([*tables, np.zeros(0)]),
+    return replace(
+        core,
         item_node=rows,
-        low=np.array([moments.first[node] for node in live] if moments else [], dtype=np.int64),
-        high=np.array([moments.last[node] for node in live] if moments else [], dtype=np.int64),
-        usage_start=starts(size[rows])[:-1],
+        low=np.array([moments.first[node] for node in live], dtype=np.int64),
+        high=np.array([moments.last[node] for node in live], dtype=np.int64),
+        usage_start=starts(core.size[rows])[:-1],
         usage=np.concatenate([*(network.usages[node] for node in live), np.zeros(0)]),
-        base=np.zeros(0) if moments is None else moments.spread(fixed_usage),
-        limit=float("inf") if moments is None else moments.limit,
-        moment=np.arange(0 if moments is None else moments.count),
-        constant=network.offset,
+        base=moments.spread(fixed_usage),
+        limit=moments.limit,
+        moment=np.arange(moments.count),
     )

@@ -23,7 +23,7 @@ def compiled_when_called(loop: Loop) -> Loop:
         # Importing numba takes as long as many a plan, and many plans need no loop.
         import numba
 
-        return cast(Callable[..., Any], numba.njit(cache=True)(loop))
+        return cast(Callable[..., Any], numba.njit(**_OPTIONS)(loop))
 
     @functools.wraps(loop)
     def call(*args: Any) -> Any:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.solver.eliminate import WidthError, conditioned_order, eliminate, run_order
+from autoshard.solver.eliminate import WidthError, eliminate, run_order
+from autoshard.solver.elimination_order import conditioned_order
 from autoshard.solver.network import Network, fold
 from autoshard.solver.problem import Array, IntArray
-from autoshard.solver.solver_budget import UNLIMITED, StepBudget
+from autoshard.solver.solver_budget import UNLIMITED, Budget
 
 _ORDERS = 6
 """Orders of mesh axes tried as starts: all of them up to three axes."""
@@ -57,7 +58,7 @@ def alternate(
     components: Sequence[IntArray],
     *,
     start: ScoredAssignment = NO_ASSIGNMENT,
-    budget: StepBudget = UNLIMITED,
+    budget: Budget = UNLIMITED,
 ) -> ScoredAssignment:
     """Solve one mesh axis after another exactly, with fixed labels on the others, until no axis improves.
 
@@ -85,7 +86,7 @@ def alternate(
 
 
 def axis_by_axis(
-    network: Network, components: Sequence[IntArray], start: ScoredAssignment, *, budget: StepBudget = UNLIMITED
+    network: Network, components: Sequence[IntArray], start: ScoredAssignment, *, budget: Budget = UNLIMITED
 ) -> ScoredAssignment:
     """Improve a known assignment one mesh axis after another, until no axis improves it; see `alternate`."""
     labels = [network.tables.intern(array) for array in components]
@@ -160,7 +161,7 @@ def _project_table(
 
 
 def _descend(
-    network: Network, labels: list[IntArray], start: ScoredAssignment, sequence: tuple[int, ...], budget: StepBudget
+    network: Network, labels: list[IntArray], start: ScoredAssignment, sequence: tuple[int, ...], budget: Budget
 ) -> ScoredAssignment:
     """Solve axis after axis in turn, until a whole round improves nothing."""
     best = start
@@ -175,7 +176,7 @@ def _descend(
 
 
 def _solve_axis(
-    network: Network, labels: list[IntArray], current: ScoredAssignment, axis: int, budget: StepBudget
+    network: Network, labels: list[IntArray], current: ScoredAssignment, axis: int, budget: Budget
 ) -> ScoredAssignment:
     """Return the optimum over one axis, with every node keeping its labels on the others."""
     tables = network.tables
@@ -204,7 +205,7 @@ def improve(
     rounds: int = 40,
     patience: int = 4,
     cap: float = _NEIGHBOURHOOD_CAP,
-    budget: StepBudget = UNLIMITED,
+    budget: Budget = UNLIMITED,
 ) -> ScoredAssignment:
     """Change most nodes at once: fix some, so that the rest is narrow enough to be solved exactly.
 

@@ -6,13 +6,13 @@ A reduction decides choices, or hands them on to a neighbour, without a change o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.solver.problem import Array, IntArray, Problem
-from autoshard.solver.tables import Tables
+from autoshard.solver.problem import Array, Edge, IntArray, Problem
+from autoshard.solver.tables import Tables, undominated
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +161,17 @@ class Network:
                     network.edges[neighbour][node] = tables.transpose(cut)
         network.feasible = self.feasible and all(map(len, kept.values()))
         return network
+
+    def ordered(self, sequence: Sequence[int]) -> Problem:
+        """Return what is left as a problem, nodes in a given order, edges from the earlier to the later node."""
+        place = {node: number for number, node in enumerate(sequence)}
+        edges = (
+            Edge(place[node], place[neighbour], table)
+            for node in sequence
+            for neighbour, table in self.edges[node].items()
+            if place[node] < place[neighbour]
+        )
+        return Problem(tuple(self.vectors[node] for node in sequence), tuple(edges))
 
     @property
     def cells(self) -> int:
@@ -401,20 +412,12 @@ def _drop_dominated(network: Network, node: int) -> bool:
 
 
 def _undominated_strategies(network: Network, vector: Array, usages: tuple[Array, ...], edges: list[Array]) -> IntArray:
-    """Return the positions of the strategies that remain; the first of equal ones stays."""
-    size = len(vector)
-    keep = np.ones(size, dtype=bool)
+    """Return the positions of the strategies that remain."""
     # Otherwise inf - inf would be NaN; the queue drops forbidden strategies first, and the search comes back.
-    if np.isfinite(vector).all():
-        # loss[s, t]: the most that choosing t instead of s can add, over all choices of the neighbours.
-        loss = vector[None, :] - vector[:, None]
-        for table in edges:
-            loss = loss + network.tables.advantage(table)
-        better = loss <= 0
-        for usage in usages:
-            better &= usage[None, :] <= usage[:, None]
-        np.fill_diagonal(better, False)
-        # Only a strategy that is still there may drop another: rounding must not drop a whole circle.
-        for strategy in reversed(range(size)):
-            keep[strategy] = not (better[strategy] & keep).any()
-    return network.tables.intern(np.flatnonzero(keep))
+    if not np.isfinite(vector).all():
+        return network.tables.intern(np.arange(len(vector)))
+    loss = vector[None, :] - vector[:, None]
+    for table in edges:
+        loss = loss + network.tables.advantage(table)
+    more_memory = (usage[None, :] - usage[:, None] for usage in usages)
+    return network.tables.intern(undominated(loss, *more_memory))

@@ -6,16 +6,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from time import monotonic
 
 import numpy as np
 
 from autoshard.solver.bound import TOLERANCE, certify, lower_bound
 from autoshard.solver.eliminate import WidthError, eliminate
+from autoshard.solver.incumbent import Incumbent, SolverProgress
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, alternate, cheaper_of, improve, soften
 from autoshard.solver.network import Network, reduce
 from autoshard.solver.problem import Moments, Problem, SolverError
-from autoshard.solver.solver_budget import Budget, SolverProgress, StepBudget
+from autoshard.solver.solver_budget import Budget
 from autoshard.solver.tables import Tables
 
 METHODS = ("auto", "eliminate", "alternate", "ilp")
@@ -29,7 +29,7 @@ _INTEGER_CELLS = 80_000
 """Entries of edge tables up to which the rest of a proof goes to the integer program."""
 
 _WORK = 100
-"""Units of work of exact elimination and of the integer program per table entry."""
+"""Units of work of exact elimination per table entry."""
 
 _SMALL = 4_000
 """Entries of edge tables up to which a problem under a limit goes to the integer program at once."""
@@ -130,17 +130,18 @@ def solve(
         if progress is not None:
             progress(moment)
 
-    budget = Budget(time_limit, work_limit, report_progress, gap)
-    try:
-        task = _SolveState(problem, budget, seed, initial)
+    budget = Budget.of_seconds(time_limit, work_limit=work_limit, gap=gap)
+    incumbent = Incumbent(budget, report_progress)
+    with budget.interruptible():
+        task = _SolveState(problem, incumbent, seed, initial)
         outcome = (
             _METHODS[method](task) if problem.size else _MethodResult(ScoredAssignment({}, 0.0), 0.0, True, method)
         )
-    except KeyboardInterrupt:
-        if not budget.assignment:
-            raise
-        return _incumbent_solution(problem, budget, interrupted=True)
-    return _solution(problem, outcome, budget)
+    if not budget.interrupted:
+        return _solution(problem, outcome, incumbent)
+    if not incumbent.assignment:
+        raise KeyboardInterrupt
+    return _incumbent_solution(problem, incumbent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +156,12 @@ class _MethodResult:
 
 
 class _SolveState:
-    """A problem during its solve: its network, moments, budget, and the assignment that it starts from."""
+    """A problem during its solve: its network, moments, best results, and the assignment that it starts from."""
 
-    def __init__(self, problem: Problem, budget: Budget, seed: int, start: ScoredAssignment) -> None:
+    def __init__(self, problem: Problem, incumbent: Incumbent, seed: int, start: ScoredAssignment) -> None:
         self.problem = problem
-        self.budget = budget
+        self.incumbent = incumbent
+        self.budget = incumbent.budget
         self.seed = seed
         self.start = start
         self.moments = _binding_moments(problem)
@@ -169,11 +171,6 @@ class _SolveState:
     def network(self) -> Network:
         """The problem as a network, made at the first use: flat arrays do without."""
         return Network.of(self.problem, Tables())
-
-    @property
-    def deadline(self) -> float:
-        """The `monotonic` moment at which the solve is to end."""
-        return self.budget.deadline_after(1.0)
 
     def core(self, *, dominance: bool) -> Network:
         """Return the network reduced as far as memory allows, with usages if a limit can bind."""
@@ -187,10 +184,10 @@ class _SolveState:
         """Record the result of a step without the limit, a bound of every assignment, and the work of the step."""
         if np.isfinite(candidate.cost) and self.fits(candidate.choices):
             # A function: of many offers only the last one is read.
-            self.budget.offer(candidate.cost, lambda: _assignment(self.problem, candidate), phase)
-        self.budget.raise_bound(bound)
+            self.incumbent.offer(candidate.cost, lambda: _assignment(self.problem, candidate), phase)
+        self.incumbent.raise_bound(bound)
         self.budget.spend(work)
-        self.budget.report(phase)
+        self.incumbent.report(phase)
 
 
 def _assignment(problem: Problem, scored: ScoredAssignment) -> tuple[int, ...]:
@@ -206,17 +203,17 @@ def _binding_moments(problem: Problem) -> Moments | None:
     return None if moments.within_limit(moments.most()) and problem.limit >= 0 else moments
 
 
-def _solution(problem: Problem, outcome: _MethodResult, budget: Budget) -> Solution:
+def _solution(problem: Problem, outcome: _MethodResult, incumbent: Incumbent) -> Solution:
     method_cost = outcome.best.cost
-    if budget.cost < (method_cost - TOLERANCE * abs(method_cost) if np.isfinite(method_cost) else method_cost):
+    if incumbent.cost < (method_cost - TOLERANCE * abs(method_cost) if np.isfinite(method_cost) else method_cost):
         # An earlier step found a better assignment than the last one.
-        best = ScoredAssignment(dict(enumerate(budget.assignment)), budget.cost)
-        outcome = replace(outcome, best=best, method=budget.method, proved=False)
+        best = ScoredAssignment(dict(enumerate(incumbent.assignment)), incumbent.cost)
+        outcome = replace(outcome, best=best, method=incumbent.method, proved=False)
     if not np.isfinite(outcome.best.cost):
         status = "infeasible" if outcome.proved else "unknown"
         bound = float("inf") if outcome.proved else outcome.bound
-        return Solution((), float("inf"), bound, 0.0, status, outcome.method, monotonic() - budget.start)
-    budget.raise_bound(outcome.bound)
+        return Solution((), float("inf"), bound, 0.0, status, outcome.method, incumbent.seconds)
+    incumbent.raise_bound(outcome.bound)
     assignment = _assignment(problem, outcome.best)
     # Summed anew in the problem's own tables: costs of a search carry the rounding of reductions.
     cost = problem.cost(assignment)
@@ -225,21 +222,21 @@ def _solution(problem: Problem, outcome: _MethodResult, budget: Budget) -> Solut
     assert problem.within_limit(peak), (peak, problem.limit)
     bound = cost if proved else min(outcome.bound, cost)
     status = "optimal" if proved else "feasible"
-    return Solution(assignment, cost, bound, peak, status, outcome.method, monotonic() - budget.start)
+    return Solution(assignment, cost, bound, peak, status, outcome.method, incumbent.seconds)
 
 
-def _incumbent_solution(problem: Problem, budget: Budget, *, interrupted: bool) -> Solution:
-    """Return the best assignment and bound of the budget."""
-    assignment = budget.assignment
+def _incumbent_solution(problem: Problem, incumbent: Incumbent) -> Solution:
+    """Return the best assignment and bound of a search that was interrupted."""
+    assignment = incumbent.assignment
     return Solution(
         assignment=assignment,
         cost=problem.cost(assignment),
-        lower_bound=min(budget.lower_bound, budget.cost),
+        lower_bound=min(incumbent.lower_bound, incumbent.cost),
         peak=problem.peak(assignment),
         status="feasible",
-        method=budget.method,
-        seconds=monotonic() - budget.start,
-        interrupted=interrupted,
+        method=incumbent.method,
+        seconds=incumbent.seconds,
+        interrupted=True,
     )
 
 
@@ -258,18 +255,17 @@ def _eliminate(task: _SolveState) -> _MethodResult:
 def _alternate(task: _SolveState) -> _MethodResult:
     if task.large:
         return _solve_flat(task, finish=False)
-    candidate = _search(task, task.budget.for_step(1.0))
+    candidate = _search(task, task.budget.part(1.0))
     task.record("search", candidate, float("-inf"), 0)
     if candidate.choices and not task.fits(candidate.choices):
         return _solve_flat(task, finish=False)
-    # No table has one entry only: `certify` is to bound, not to eliminate.
-    result = certify(task.network, candidate, cap=1.0, budget=task.budget.for_step(1.0), rounds=1)
+    result = certify(task.network, candidate, cap=None, budget=task.budget.part(1.0), rounds=1)
     # The assignment that the bound rounds may be cheaper, but exceed the limit.
     best = result.best if not result.best.choices or task.fits(result.best.choices) else candidate
     return _MethodResult(best, result.bound, result.rest is None and best is result.best, "alternate")
 
 
-def _search(task: _SolveState, budget: StepBudget) -> ScoredAssignment:
+def _search(task: _SolveState, budget: Budget) -> ScoredAssignment:
     """Return a good assignment without the limit: alternation where strategies have labels, then large
     neighbourhoods."""
     candidate = task.start
@@ -288,14 +284,12 @@ def _round_relaxation(task: _SolveState) -> ScoredAssignment:
     core = reduce(task.network.copy())
     if not core.feasible:
         return NO_ASSIGNMENT
-    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, budget=task.budget.for_step(0.3))
+    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, budget=task.budget.part(0.3))
     if bound.choices:
         return ScoredAssignment(bound.choices, bound.cost)
     soft = soften(core)
     choices = {node: int(soft.labels[node][vector.argmin()]) for node, vector in soft.vectors.items()}
-    candidate = improve(
-        soft, ScoredAssignment(soft.expand(choices), soft.value(choices)), budget=task.budget.for_step(0.5)
-    )
+    candidate = improve(soft, ScoredAssignment(soft.expand(choices), soft.value(choices)), budget=task.budget.part(0.5))
     cost = core.value(candidate.choices)
     return ScoredAssignment(candidate.choices, cost) if np.isfinite(cost) else NO_ASSIGNMENT
 
@@ -304,9 +298,7 @@ def _ilp(task: _SolveState) -> _MethodResult:
     from autoshard.solver.ilp import solve_integer  # with numba, as `_solve_flat` says
 
     core = task.core(dominance=True)
-    result = solve_integer(
-        core, moments=task.moments, deadline=task.deadline, seed=task.seed, nodes=_node_limit(task, core)
-    )
+    result = solve_integer(core, moments=task.moments, budget=task.budget, seed=task.seed)
     return _MethodResult(result.best, result.bound, result.proved, "ilp")
 
 
@@ -326,7 +318,7 @@ def _auto(task: _SolveState) -> _MethodResult:
     free = _solve_without_limit(task)
     if task.fits(free.best.choices) if free.best.choices else free.proved:
         return free
-    task.budget.raise_bound(max(bound, free.bound))
+    task.incumbent.raise_bound(max(bound, free.bound))
     return _solve_flat(task, finish=True)
 
 
@@ -334,20 +326,9 @@ def _solve_integer_program(task: _SolveState, core: Network) -> _MethodResult:
     """Solve a small problem under a limit by the integer program."""
     from autoshard.solver.ilp import solve_integer  # with numba, as `_solve_flat` says
 
-    result = solve_integer(
-        core,
-        moments=task.moments,
-        deadline=task.budget.deadline_after(0.3),
-        seed=task.seed,
-        nodes=_node_limit(task, core),
-    )
-    task.record("integer program", result.best, result.bound, _WORK * core.cells)
+    result = solve_integer(core, moments=task.moments, budget=task.budget.part(0.3), seed=task.seed)
+    task.record("integer program", result.best, result.bound, 0)
     return _MethodResult(result.best, result.bound, result.proved, "ilp")
-
-
-def _node_limit(task: _SolveState, core: Network) -> int | None:
-    """Return the nodes of a search tree that the remaining work allows; None if time limits the solve."""
-    return int(max(1.0, task.budget.remaining // max(core.cells, 1))) if task.budget.has_work_limit else None
 
 
 def _solve_flat(task: _SolveState, *, finish: bool) -> _MethodResult:
@@ -355,14 +336,13 @@ def _solve_flat(task: _SolveState, *, finish: bool) -> _MethodResult:
     # numba takes a second to import, and most problems do without it.
     from autoshard.solver.flat.large_solver import LargeSolver
 
-    budget = task.budget
-    proved = LargeSolver(task.problem, budget, seed=task.seed, finish=finish).run()
-    assignment = budget.assignment
+    incumbent = task.incumbent
+    proved = LargeSolver(task.problem, incumbent, seed=task.seed, finish=finish).run()
+    assignment = incumbent.assignment
     if not assignment:
-        return _MethodResult(NO_ASSIGNMENT, budget.lower_bound, proved, "flat")
-    return _MethodResult(
-        ScoredAssignment(dict(enumerate(assignment)), budget.cost), budget.lower_bound, proved, budget.method
-    )
+        return _MethodResult(NO_ASSIGNMENT, incumbent.lower_bound, proved, "flat")
+    best = ScoredAssignment(dict(enumerate(assignment)), incumbent.cost)
+    return _MethodResult(best, incumbent.lower_bound, proved, incumbent.method)
 
 
 def _solve_without_limit(task: _SolveState) -> _MethodResult:
@@ -375,12 +355,12 @@ def _solve_without_limit(task: _SolveState) -> _MethodResult:
         return _MethodResult(candidate, exact.cost, True, "eliminate")
     except WidthError:
         task.record("search", NO_ASSIGNMENT, float("-inf"), 0)
-    candidate = _search(task, task.budget.for_step(0.4))
+    candidate = _search(task, task.budget.part(0.4))
     task.record("search", candidate, float("-inf"), 0)
     if candidate.choices and not task.fits(candidate.choices):
         # The limit binds: a proof without it would take time from the search with prices.
         return _MethodResult(candidate, float("-inf"), False, "alternate")
-    result = certify(task.network, candidate, budget=task.budget.for_step(0.7))
+    result = certify(task.network, candidate, budget=task.budget.part(0.7))
     task.record("proof", result.best, result.bound, 0)
     if result.rest is None or task.budget.is_close(result.best.cost, result.bound):
         return _MethodResult(result.best, result.bound, result.rest is None, "alternate")
@@ -388,7 +368,7 @@ def _solve_without_limit(task: _SolveState) -> _MethodResult:
     if result.rest.cells > _INTEGER_CELLS:
         candidate = result.best
         if candidate.choices:
-            candidate = improve(task.network, candidate, cap=1e6, budget=task.budget.for_step(1.0))
+            candidate = improve(task.network, candidate, cap=1e6, budget=task.budget.part(1.0))
         return _MethodResult(candidate, result.bound, False, "alternate")
     return _solve_rest(task, reduce(result.rest), result.best, result.bound)
 
@@ -399,11 +379,11 @@ def _solve_rest(task: _SolveState, rest: Network, best: ScoredAssignment, bound:
 
     if not rest.feasible:
         return _MethodResult(best, best.cost, True, "ilp")
-    if monotonic() > task.deadline:
+    if task.budget.is_over:
         return _MethodResult(best, bound, False, "ilp")
     # A reduced network may lack strategies of the best assignment, which then is no start.
     hint = best if best.choices and rest.positions(best.choices) is not None else NO_ASSIGNMENT
-    result = solve_integer(rest, hint=hint, deadline=task.deadline, seed=task.seed, nodes=_node_limit(task, rest))
+    result = solve_integer(rest, hint=hint, budget=task.budget, seed=task.seed)
     best = cheaper_of(best, result.best)
     return _MethodResult(best, max(bound, min(result.bound, best.cost)), result.proved, "ilp")
 

@@ -14,12 +14,17 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.solver.jit import compiled_when_called
 from autoshard.solver.problem import Array, IntArray
 
 T = TypeVar("T")
 
 _NEGLIGIBLE = 1e-14
 """Size of a normalised table, relative to the original, below which it is the rounding of zero."""
+
+
+_MANY_SUMS = 1 << 21
+"""Sums from which a compiled loop takes a third of the time of NumPy's; below, it is not worth the import of numba."""
 
 
 class Tables:
@@ -111,6 +116,9 @@ class Tables:
         def compute() -> Array:
             left = vector[:, None] + first
             result = np.full((first.shape[1], second.shape[1]), np.inf)
+            if left.size * second.shape[1] >= _MANY_SUMS:
+                _min_plus(np.ascontiguousarray(left), np.ascontiguousarray(second), result)
+                return self.intern(result)
             # One strategy at a time: a table over all three nodes could be too large.
             for left_row, second_row in zip(left, second, strict=True):
                 np.minimum(result, left_row[:, None] + second_row[None, :], out=result)
@@ -141,16 +149,54 @@ class Tables:
         return self.cached("normalised", (table,), compute)
 
     def advantage(self, table: Array) -> Array:
-        """Return [s, t]: the largest increase by choosing t instead of s, over the choices of the other end."""
+        """Return the result of `largest_increase` over all choices of the other end that are allowed."""
+        return self.cached("advantage", (table,), lambda: self.intern(largest_increase(table, np.isfinite(table))))
 
-        def compute() -> Array:
-            with np.errstate(invalid="ignore"):
-                difference = table[None, :, :] - table[:, None, :]
-            # Where s is forbidden, t is no worse, even if it is forbidden too.
-            difference[np.broadcast_to(np.isinf(table)[:, None, :], difference.shape)] = -np.inf
-            return self.intern(difference.max(2))
 
-        return self.cached("advantage", (table,), compute)
+def largest_increase(table: Array, allowed: npt.NDArray[np.bool_]) -> Array:
+    """Return [s, t]: the most that choosing row t instead of row s can add, over the columns in which s is allowed."""
+    # Infinity minus infinity, in columns that do not count: where s is forbidden, t is no worse, even if it is too.
+    with np.errstate(invalid="ignore"):
+        more = table[None, :, :] - table[:, None, :]
+    return np.asarray(np.where(allowed[:, None, :], more, -np.inf).max(2))
+
+
+def undominated(*increases: Array) -> IntArray:
+    """Return the positions of the strategies that no other one beats, ascending; the first of equal ones stays.
+
+    Args:
+        increases: [s, t] per criterion, the most that choosing t instead of s can add; t beats s if that is at most
+            zero for all of them.
+    """
+    better = np.logical_and.reduce([increase <= 0 for increase in increases])
+    np.fill_diagonal(better, False)
+    keep = np.ones(len(better), dtype=bool)
+    # Only a strategy that is still there may drop another: rounding must not drop a whole circle.
+    for strategy in reversed(range(len(better))):
+        keep[strategy] = not (better[strategy] & keep).any()
+    return np.flatnonzero(keep)
+
+
+@compiled_when_called
+def _min_plus(left, second, result):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Lower the entries [a, b] of the result to the least left [s, a] + second [s, b] over s."""
+    count, height = left.shape
+    width = second.shape[1]
+    for a in range(height):
+        row = result[a]
+        # Two strategies at once: the row is read and written half as often.
+        for s in range(0, count - 1, 2):
+            one, other = left[s, a], left[s + 1, a]
+            first, next_one = second[s], second[s + 1]
+            for b in range(width):
+                through, beside = one + first[b], other + next_one[b]
+                least = through if through < beside else beside
+                row[b] = least if least < row[b] else row[b]
+        if count % 2:
+            one, first = left[count - 1, a], second[count - 1]
+            for b in range(width):
+                through = one + first[b]
+                row[b] = through if through < row[b] else row[b]
 
 
 _MIN_ENTRIES = 8192

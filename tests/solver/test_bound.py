@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from autoshard.solver import Problem
-from autoshard.solver.bound import lower_bound, trivial_bound
+from autoshard.solver.bound import lower_bound
 from autoshard.solver.eliminate import eliminate
 from autoshard.solver.network import Network, reduce
 from autoshard.solver.tables import Tables
@@ -21,7 +21,7 @@ def test_bounds_and_floors_are_true(problem: Problem) -> None:
         return
     every = list(product(*(range(len(vector)) for vector in problem.costs)))
     costs = np.array([problem.cost(choice) for choice in every])
-    for bound in (trivial_bound(core), lower_bound(core), lower_bound(core, iterations=1)):
+    for bound in (lower_bound(core), lower_bound(core, iterations=1)):
         assert bound.value <= costs.min() + 1e-9
         for node, floors in bound.floors.items():
             for floor, strategy in zip(floors, core.labels[node], strict=True):
@@ -43,4 +43,3 @@ def test_more_iterations_never_lower_the_bound() -> None:
     core = reduce(Network.of(two_axes(40), Tables()))
     values = [lower_bound(core, iterations=count).value for count in (1, 3, 10, 30)]
     assert values == sorted(values)
-    assert values[-1] >= trivial_bound(core).value

@@ -8,14 +8,10 @@ from autoshard.solver import Edge, Problem
 from autoshard.solver import eliminate as elimination
 from autoshard.solver.eliminate import (
     WidthError,
-    conditioned_order,
     eliminate,
-    find_order,
-    greedy_order,
     run_order,
-    table_size,
-    weighted_fill,
 )
+from autoshard.solver.elimination_order import EliminationGraph, find_order, greedy_order, table_size, weighted_fill
 from autoshard.solver.network import Network
 from autoshard.solver.tables import Tables
 from tests.solver.problems import brute_force, layered_problem, small_problems
@@ -36,7 +32,7 @@ def test_any_order_is_exact(problem: Problem) -> None:
     network = Network.of(problem, Tables())
     sizes = {node: len(vector) for node, vector in network.vectors.items()}
     for score in (weighted_fill, table_size):
-        _, cost = run_order(network, greedy_order(sizes, network.edges, 1e9, score))
+        _, cost = run_order(network, greedy_order(EliminationGraph(sizes, network.edges, 1e9), score))
         assert cost == brute_force(problem)
 
 
@@ -114,23 +110,3 @@ def brute_force_clique(problem: Problem) -> float:
 def test_a_wide_problem_is_refused_before_any_work() -> None:
     with pytest.raises(WidthError, match="too entangled"):
         eliminate(Network.of(clique(12, 6), Tables()))
-
-
-def test_the_order_of_a_long_problem_stays_narrow() -> None:
-    for layers in (2, 20):
-        network = Network.of(layered_problem(layers), Tables())
-        sizes = {node: len(vector) for node, vector in network.vectors.items()}
-        order = find_order(sizes, network.edges, 1e9)
-        assert len(order.steps) == layers * 110
-        assert order.largest <= 6**7
-
-
-def test_holding_nodes_keeps_every_table_within_the_cap() -> None:
-    network = Network.of(clique(12, 6), Tables())
-    sizes = {node: len(vector) for node, vector in network.vectors.items()}
-    order = conditioned_order(sizes, network.edges, 1000, {})
-    assert order.largest <= 1000
-    assert sorted([*order.conditioned, *(node for node, _ in order.steps)]) == list(range(12))
-    shy = conditioned_order(sizes, network.edges, 1000, dict.fromkeys(order.conditioned, 1))
-    assert shy.conditioned != order.conditioned
-    assert set(shy.conditioned[:3]) == set(range(12)) - set(order.conditioned)

@@ -19,34 +19,42 @@ def hard() -> Problem:
     return with_memory(two_axes(60, labels=5, density=0.9), 0.3)
 
 
-def test_only_better_assignments_are_kept() -> None:
-    course = Budget(10.0)
-    assert course.assignment == ()
-    assert course.offer(3.0, lambda: (1,), "first")
-    assert not course.offer(3.0, lambda: (2,), "second")
-    assert course.assignment == (1,)
-    assert course.method == "first"
+def test_work_is_counted_down_in_the_whole_and_in_its_parts() -> None:
+    whole = Budget.of_seconds(600.0, work_limit=10)
+    # Fractions of the time would depend on the speed of the machine.
+    part = whole.part(0.5, work_limit=5)
+    assert part.deadline == whole.deadline
+    part.spend(4)
+    assert (part.work, whole.work) == (1, 6)
+    part.spend(1)
+    assert part.is_over
+    assert not whole.is_over
+    whole.spend(5)
+    assert whole.is_over
+    assert whole.part(1.0).is_over
 
 
-def test_work_is_counted_down() -> None:
-    course = Budget(10.0, work_limit=5)
-    assert course.has_work_limit
-    assert course.deadline_after(0.5) == course.deadline
-    course.spend(5)
-    assert course.is_over
-    assert course.deadline_after(0.5) == float("-inf")
-
-
-def test_a_stretch_ends_with_its_time_or_with_the_work_of_the_whole() -> None:
+def test_a_part_ends_with_its_time_or_with_the_whole() -> None:
     assert not UNLIMITED.is_over
-    assert Budget(0.0).for_step(1.0).is_over
-    course = Budget(600.0, work_limit=10)
-    budget = course.for_step(0.5)
-    budget.spend(9)
-    assert not budget.is_over
-    budget.spend(1)
-    assert budget.is_over
-    assert course.is_over
+    assert UNLIMITED.part(0.5).deadline == float("inf")
+    assert Budget.of_seconds(0.0).part(1.0).is_over
+    whole = Budget.of_seconds(600.0)
+    part = whole.part(0.5)
+    assert whole.deadline - 301.0 < part.deadline < whole.deadline - 299.0
+    whole.stop()
+    assert part.is_over
+    assert whole.part(0.5).is_over
+
+
+def test_an_interrupt_ends_the_block_and_the_search() -> None:
+    budget = Budget()
+    part = budget.part(1.0)
+    with budget.interruptible():
+        raise KeyboardInterrupt
+    assert budget.interrupted
+    assert part.is_over
+    with pytest.raises(ZeroDivisionError), budget.interruptible():
+        raise ZeroDivisionError
 
 
 def test_a_search_ends_where_little_is_left_to_gain(hard: Problem) -> None:
@@ -64,7 +72,7 @@ def test_a_proof_ends_where_little_is_left_to_prove() -> None:
     bounds = {0.5: 0, 0.0: 0}
     for gap in bounds:
         with mock.patch("autoshard.solver.bound.lower_bound", wraps=lower_bound) as bounded:
-            certified = certify(network, NO_ASSIGNMENT, cap=1.0, budget=Budget(60.0, gap=gap).for_step(1.0))
+            certified = certify(network, NO_ASSIGNMENT, cap=None, budget=Budget(gap=gap))
         assert (1 - gap) * certified.best.cost <= certified.bound or gap == 0.0
         bounds[gap] = bounded.call_count
     assert bounds[0.5] < bounds[0.0]

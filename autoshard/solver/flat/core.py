@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autoshard.solver.chains import ChainGraph, link_halves, starts
 from autoshard.solver.jit import jit_inner
 from autoshard.solver.problem import Array, IntArray, Moments, Problem
 
@@ -85,7 +86,6 @@ class Core:
         moment: per moment its number among those of the problem.
         stages: the presolves so far, in order.
         feasible: False where some node has no strategy left, or the least usage exceeds the limit.
-        work: table entries read by the last presolve.
     """
 
     size: IntArray
@@ -105,7 +105,6 @@ class Core:
     constant: float = 0.0
     stages: tuple[PresolveStage, ...] = field(default=())
     feasible: bool = True
-    work: int = 0
 
     @property
     def nodes(self) -> int:
@@ -173,13 +172,6 @@ class Core:
         return len(self.table)
 
 
-def starts(lengths: IntArray) -> IntArray:
-    """Return the starts of rows of these lengths, and the end of the last one."""
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])
-
-
-CORE_NODE = np.dtype([(name, np.int64) for name in ("size", "offset", "around", "items")], align=True)
-CORE_HALF = np.dtype([(name, np.int64) for name in ("neighbour", "table", "message", "reverse")], align=True)
 CORE_ITEM = np.dtype([(name, np.int64) for name in ("low", "high", "start")], align=True)
 
 
@@ -189,8 +181,7 @@ class CoreArrays(NamedTuple):
     Attributes:
         nodes: per node its number of strategies, the start of its strategies in `cost`, of its half-edges in `around`
             and of its items in `items`; one record more than there are nodes.
-        around: half-edges, sorted by node: the node at the other end, the start of the table in `table`, the start of
-            the message to the node along this edge, and the half-edge of the same edge at the other end.
+        around: half-edges, sorted by node, as in `ChainGraph`.
         items: memory items, sorted by node: the moments [low, high), and the start of the usages in `usage`.
         cost: as in `Core`.
         table: every edge's table twice, row-major, with the strategies of the half-edge's node as rows.
@@ -210,33 +201,26 @@ class CoreArrays(NamedTuple):
     def of(cls, core: Core) -> CoreArrays:
         """Return the arrays of a core after `presolve`, which sorts items by node."""
         assert (np.diff(core.item_node) >= 0).all()
-        owner = core.ends.ravel()
-        order = np.argsort(owner, kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        opposite = owner.reshape(-1, 2)[:, ::-1].ravel()
-        nodes = np.zeros(core.nodes + 1, dtype=CORE_NODE)
-        nodes["size"][:-1] = core.size
-        nodes["offset"] = core.offset
-        nodes["around"] = starts(np.bincount(owner, minlength=core.nodes))
+        nodes, around, places = link_halves(core.size, core.ends)
         nodes["items"] = starts(np.bincount(core.item_node, minlength=core.nodes))
-        around = np.zeros(len(owner), dtype=CORE_HALF)
-        around["neighbour"] = opposite[order]
-        around["table"] = starts(core.size[owner[order]] * core.size[opposite[order]])[:-1]
-        around["message"] = starts(core.size[owner[order]])[:-1]
-        # Ends 2e and 2e + 1 belong to one edge.
-        around["reverse"] = place[order ^ 1]
+        owner = np.repeat(np.arange(core.nodes), np.diff(nodes["around"]))
+        around["table"] = starts(core.size[owner] * core.size[around["neighbour"]])[:-1]
         items = np.zeros(len(core.low), dtype=CORE_ITEM)
         items["low"], items["high"], items["start"] = core.low, core.high, core.usage_start
         # Twice the memory, so that loops read rows in sequence from either end.
         table = np.empty(2 * core.cells)
-        begins = around["table"][place].reshape(-1, 2).tolist()
+        begins = around["table"][places].tolist()
         shapes = core.size[core.ends].tolist()
         for edge, ((rows, columns), (forward, backward)) in enumerate(zip(shapes, begins, strict=True)):
             cells = core.table[core.start[edge] : core.start[edge + 1]]
             table[forward : forward + len(cells)] = cells
             table[backward : backward + len(cells)] = cells.reshape(rows, columns).T.ravel()
         return cls(nodes, around, items, core.cost, table, core.usage, core.slack - core.base)
+
+    @property
+    def graph(self) -> ChainGraph:
+        """The nodes and edges."""
+        return ChainGraph(self.nodes, self.around, self.table)
 
 
 OFFSET, WORK = 0, 1

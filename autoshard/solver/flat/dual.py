@@ -1,16 +1,17 @@
-"""A lower bound under a memory limit: prices on memory over time, and message passing (TRW-S) at these prices."""
+"""A lower bound under a memory limit: prices on memory over time, and message passing at these prices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.solver.chains import Chains, subtract_rounding
 from autoshard.solver.flat.core import Core, CoreArrays
 from autoshard.solver.jit import jit
 from autoshard.solver.problem import Array, IntArray
+from autoshard.solver.solver_budget import UNLIMITED, Budget
 
 
 @jit
@@ -48,86 +49,6 @@ def loads_of(view, places, loads):  # type: ignore[no-untyped-def]
         loads[moment] = total
 
 
-@jit
-def pass_messages(view, unary, messages, backward, widest, beliefs):  # type: ignore[no-untyped-def]
-    """Run one pass in the order of the nodes, or in reverse.
-
-    Args:
-        view: the core.
-        unary: per strategy its cost, prices included.
-        messages: the message to each half-edge's node along its edge, from its `message` on; changed.
-        backward: True to go from the last node to the first.
-        widest: strategies of a node at most.
-        beliefs: per strategy unary + messages; changed. After both passes its minima bound the cost.
-
-    Returns:
-        The bound, valid after a backward pass.
-    """
-    count, total = len(view.nodes) - 1, 0.0
-    belief, least = np.empty(widest), np.empty(widest)
-    for step in range(count):
-        node = count - 1 - step if backward else step
-        offset, size = view.nodes[node].offset, view.nodes[node].size
-        first, last = view.nodes[node].around, view.nodes[node + 1].around
-        for s in range(size):
-            belief[s] = unary[offset + s]
-        later = 0
-        for place in range(first, last):
-            begin = view.around[place].message
-            later += view.around[place].neighbour > node
-            for s in range(size):
-                belief[s] += messages[begin + s]
-        earlier = last - first - later
-        share = 1.0 / max(later, earlier, 1)
-        smallest = np.inf
-        for s in range(size):
-            beliefs[offset + s] = belief[s]
-            smallest = min(smallest, belief[s])
-        # The share of the node's costs on chains that begin here; summed on the way back, these are the chains' optima.
-        total += (1.0 - earlier * share) * smallest
-        for place in range(first, last):
-            half = view.around[place]
-            if (half.neighbour < node) != backward:
-                continue
-            width, into = view.nodes[half.neighbour].size, view.around[half.reverse].message
-            for t in range(width):
-                least[t] = np.inf
-            for s in range(size):
-                # Without the message that came along this edge, which would be counted twice.
-                value = share * belief[s] - messages[half.message + s]
-                row = half.table + s * width
-                for t in range(width):
-                    least[t] = min(least[t], value + view.table[row + t])
-            for t in range(width):
-                messages[into + t] = least[t]
-    return total
-
-
-@jit
-def round_in_order(view, unary, messages, widest, places):  # type: ignore[no-untyped-def]
-    """Write the best choice of each node in order, by its earlier neighbours' choices and its later ones' messages."""
-    costs = np.empty(widest)
-    for node in range(len(view.nodes) - 1):
-        offset, size = view.nodes[node].offset, view.nodes[node].size
-        for s in range(size):
-            costs[s] = unary[offset + s]
-        for place in range(view.nodes[node].around, view.nodes[node + 1].around):
-            half = view.around[place]
-            if half.neighbour > node:
-                for s in range(size):
-                    costs[s] += messages[half.message + s]
-            else:
-                # The other end's row of the table: contiguous where the table is seen from there.
-                row = view.around[half.reverse].table + places[half.neighbour] * size
-                for s in range(size):
-                    costs[s] += view.table[row + s]
-        best = 0
-        for s in range(1, size):
-            if costs[s] < costs[best]:
-                best = s
-        places[node] = best
-
-
 _SETTLING = 5
 """Passes at the best prices before floors are read."""
 
@@ -162,9 +83,9 @@ class Dual:
         upper: least known cost of a choice within the limit.
         best: the best rounded choice within the limit; None while there is none.
 
-    Source: V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006. The prices move
-    as in F. Barahona and R. Anbil, "The volume algorithm: producing primal solutions with a subgradient method", 2000:
-    always from the best known prices, along an average of the excess of rounded choices above the limit.
+    Source: F. Barahona and R. Anbil, "The volume algorithm: producing primal solutions with a subgradient method",
+    2000. The prices move always from the best known ones, along an average of the excess of rounded choices above the
+    limit.
     """
 
     core: Core
@@ -179,9 +100,7 @@ class Dual:
         core = self.core
         self.prices = np.zeros(len(core.base))
         self.best_prices = self.prices.copy()
-        self._messages = np.zeros(int(core.size[core.ends].sum()))
-        self._widest = int(core.size.max(initial=1))
-        self._beliefs = np.zeros(len(core.cost))
+        self._chains = Chains(self.view.graph, core.cost)
         self._memory_costs = np.zeros(len(core.cost))
         self._average = np.zeros(len(core.base))
         self._failures = 0
@@ -189,18 +108,18 @@ class Dual:
         self._passes = 0
         self._last_pass = np.full(len(core.cost), -1)
 
-    def ascend(self, rounds: int, *, move: bool = True, deadline: float = float("inf")) -> None:
+    def ascend(self, rounds: int, *, move: bool = True, budget: Budget = UNLIMITED) -> None:
         """Run forward and backward passes; with `move`, prices follow the memory of rounded choices.
 
         Args:
             rounds: forward and backward passes.
             move: False to move messages only.
-            deadline: `time.monotonic()` seconds after which no further pass starts.
+            budget: no further pass starts after its end.
         """
         core, view = self.core, self.view
         loads = np.zeros(len(core.base))
         for _ in range(rounds):
-            if monotonic() > deadline or self.value >= self.upper:
+            if budget.is_over or self.value >= self.upper:
                 return
             before = self.value
             improved = self._pass() > before
@@ -219,50 +138,32 @@ class Dual:
         """Run a forward and a backward pass at the current prices, and return the bound."""
         core, view = self.core, self.view
         price_strategies(view, self.prices, self._memory_costs)
-        unary = core.cost + self._memory_costs
-        pass_messages(view, unary, self._messages, False, self._widest, self._beliefs)
-        self._forward = np.minimum.reduceat(self._beliefs, core.offset[:-1])
-        total = pass_messages(view, unary, self._messages, True, self._widest, self._beliefs)
-        # The Lagrangian: memory below the limit is paid back at its price, so that the value bounds every assignment
-        # within it.
-        value = total + core.constant - float(self.prices @ view.room)
+        self._chains.costs = core.cost + self._memory_costs
+        total = self._chains.iterate()
+        value = total + core.constant - self._refund
         # Sums of many floats.
         value -= 1e-11 * (abs(value) + abs(total))
         if value > self.value:
             self.value, self.best_prices = value, self.prices.copy()
         return value
 
+    @property
+    def _refund(self) -> float:
+        """The price of all memory within the limit. It is paid back, so that the Lagrangian bounds every assignment
+        within the limit."""
+        return float(self.prices @ self.view.room)
+
     def floors(self) -> Array:
-        """Return per strategy a bound of all assignments within the limit that use it; as `bound._Chains.floors`."""
-        core, view = self.core, self.view
+        """Return per strategy a bound of all assignments within the limit that use it."""
         self.prices = self.best_prices.copy()
-        value = max(self._pass() for _ in range(_SETTLING))
-        value = self._pass()
-        least = np.minimum.reduceat(self._beliefs, core.offset[:-1])
-        later_edges = np.bincount(core.ends.min(1, initial=core.nodes), minlength=core.nodes)
-        earlier_edges = np.bincount(core.ends.ravel(), minlength=core.nodes) - later_edges
-        share = 1.0 / np.maximum(np.maximum(later_edges, earlier_edges), 1)
-        ends_after, ends_before = 1.0 - later_edges * share, 1.0 - earlier_edges * share
-        optima_before = np.cumsum(ends_after * self._forward) - ends_after * self._forward
-        optima_after = ends_before * least
-        optima_after = np.cumsum(optima_after[::-1])[::-1] - optima_after
-        crossing = np.zeros(core.nodes + 1)
-        if len(core.ends):
-            earlier, later = core.ends.min(1), core.ends.max(1)
-            carried = share[later] * least[later]
-            np.add.at(crossing, earlier + 1, carried)
-            np.subtract.at(crossing, later, carried)
-        elsewhere = optima_before + optima_after + np.cumsum(crossing)[:-1]
-        constant = core.constant - float(self.prices @ view.room)
-        floors: Array = np.maximum(self._beliefs + np.repeat(elsewhere, core.size) + constant, value)
-        # Sums of many floats: what rounding may have added is taken off.
-        return floors - 1e-11 * np.abs(floors)
+        for _ in range(_SETTLING + 1):
+            self._pass()
+        floors: Array = subtract_rounding(self._chains.floors() + (self.core.constant - self._refund))
+        return floors
 
     def round_choice(self) -> IntArray:
         """Return a choice rounded from the current messages; it may exceed the limit."""
-        places = np.zeros(self.core.nodes, dtype=np.int64)
-        round_in_order(self.view, self.core.cost + self._memory_costs, self._messages, self._widest, places)
-        return places
+        return self._chains.round()
 
     def recently_chosen(self, passes: int) -> npt.NDArray[np.bool_]:
         """Return per strategy True if a choice rounded in one of the last passes uses it."""

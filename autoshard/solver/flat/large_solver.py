@@ -16,8 +16,8 @@ from autoshard.solver.flat.neighbours import conditional_costs, search_forests
 from autoshard.solver.flat.presolve import presolve
 from autoshard.solver.flat.random_numbers import random_state
 from autoshard.solver.ilp import solve_core
+from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.problem import Array, IntArray, Problem
-from autoshard.solver.solver_budget import Budget
 
 _FORESTS = 400
 """Neighbourhoods between two checks of the budget."""
@@ -159,23 +159,23 @@ class LargeSolver:
 
     Args:
         problem: with or without a limit.
-        budget: the remaining time and work; it records assignments and bounds.
+        incumbent: records assignments and bounds; its budget ends the search.
         seed: of the random numbers.
         finish: True to go on until the time is up, with the integer program where the core is small; False to end when
             the search stalls.
     """
 
-    def __init__(self, problem: Problem, budget: Budget, *, seed: int = 0, finish: bool = True) -> None:
+    def __init__(self, problem: Problem, incumbent: Incumbent, *, seed: int = 0, finish: bool = True) -> None:
         self.problem = problem
-        self.budget = budget
+        self.incumbent = incumbent
+        self.budget = incumbent.budget
         self.seed = seed
         self.finish = finish
 
     def run(self) -> bool:
         """Search; return True if the best assignment is proved, or that there is none."""
-        core = presolve(Core.of(self.problem), deadline=self.budget.deadline_after(0.3))
-        self.budget.spend(core.work)
-        self.budget.report(f"presolve: {core.nodes} nodes, {len(core.ends)} edges, {len(core.base)} moments left")
+        core = presolve(Core.of(self.problem), budget=self.budget.part(0.3))
+        self.incumbent.report(f"presolve: {core.nodes} nodes, {len(core.ends)} edges, {len(core.base)} moments left")
         prices = np.zeros(len(core.base))
         while core.feasible:
             if not core.nodes:
@@ -192,10 +192,10 @@ class LargeSolver:
     @property
     def is_closed(self) -> bool:
         """True if the bound has reached the cost."""
-        budget = self.budget
-        if not np.isfinite(budget.cost):
-            return budget.lower_bound == np.inf
-        return budget.lower_bound >= budget.cost - TOLERANCE * abs(budget.cost)
+        incumbent = self.incumbent
+        if not np.isfinite(incumbent.cost):
+            return incumbent.lower_bound == np.inf
+        return incumbent.lower_bound >= incumbent.cost - TOLERANCE * abs(incumbent.cost)
 
     def offer(self, core: Core, places: IntArray, cost: float, method: str) -> bool:
         """Record a choice for a core if it is feasible and the best so far; return False otherwise."""
@@ -204,13 +204,13 @@ class LargeSolver:
         def assignment() -> tuple[int, ...]:
             return tuple(core.expand(places).tolist())
 
-        if not cost < self.budget.cost or not np.isfinite(cost):
+        if not cost < self.incumbent.cost or not np.isfinite(cost):
             return False
         expanded = assignment()
         if not problem.feasible(expanded):
             # Rounding of float sums at the limit.
             return False
-        return self.budget.offer(problem.cost(expanded), lambda: expanded, method)
+        return self.incumbent.offer(problem.cost(expanded), lambda: expanded, method)
 
 
 class CoreSearch:
@@ -218,6 +218,7 @@ class CoreSearch:
 
     def __init__(self, solver: LargeSolver, core: Core, prices: Array) -> None:
         self.solver = solver
+        self.incumbent = solver.incumbent
         self.budget = solver.budget
         self.core = core
         self.view = CoreArrays.of(core)
@@ -231,10 +232,10 @@ class CoreSearch:
 
     def run(self) -> tuple[Core, Array]:
         """Bound and search in turn; return the core and prices to go on with, the same core if this is the end."""
-        budget, rounds = self.budget, 0
+        budget, incumbent, rounds = self.budget, self.incumbent, 0
         stalled = 0
         while not budget.is_over and not self.solver.is_closed:
-            before = budget.cost, budget.lower_bound
+            before = incumbent.cost, incumbent.lower_bound
             self._raise_bound()
             if budget.is_over:
                 break
@@ -245,8 +246,9 @@ class CoreSearch:
                 self._search(2 * _PASSES * self.core.cells)
             if rounds >= _MESSAGES_ONLY_ROUNDS and rounds % _UNION_PERIOD == 0:
                 self._search_union(2 * _PASSES * self.core.cells)
-            budget.report("search")
-            moved = budget.cost < before[0] or budget.lower_bound - before[1] > 1e-3 * abs(budget.cost - before[1])
+            incumbent.report("search")
+            gained = incumbent.lower_bound - before[1]
+            moved = incumbent.cost < before[0] or gained > 1e-3 * abs(incumbent.cost - before[1])
             stalled = 0 if moved else stalled + 1
             if not self.solver.finish and stalled > _WARM_UP_ROUNDS:
                 break
@@ -258,16 +260,16 @@ class CoreSearch:
             if rounds >= _WARM_UP_ROUNDS and small and not self.tried_integer:
                 self.tried_integer = True
                 if self._solve_integer_program():
-                    budget.raise_bound(budget.cost)
+                    incumbent.raise_bound(incumbent.cost)
         return self.core, self.dual.prices
 
     def _raise_bound(self) -> None:
         dual, budget = self.dual, self.budget
         descent_cost = self.descent.cost if self.descent is not None else float("inf")
         dual.upper = min(dual.upper, descent_cost)
-        dual.ascend(_PASSES, deadline=budget.deadline)
+        dual.ascend(_PASSES, budget=budget)
         budget.spend(_PASSES * (4 * self.core.cells + len(self.core.usage)))
-        budget.raise_bound(dual.value)
+        self.incumbent.raise_bound(dual.value)
         if dual.best is not None:
             self.solver.offer(self.core, dual.best, self.core.value(dual.best), "prices")
 
@@ -303,17 +305,14 @@ class CoreSearch:
         kept = self.dual.recently_chosen(_PASSES)
         for places in (descent.best, *self.ends):
             kept[self.core.offset[:-1] + places] = True
-        core = presolve(
-            replace(self.core, cost=np.where(kept, self.core.cost, np.inf)), deadline=budget.deadline_after(0.1)
-        )
-        budget.spend(core.work)
+        core = presolve(replace(self.core, cost=np.where(kept, self.core.cost, np.inf)), budget=budget.part(0.1))
         if not core.feasible or not core.nodes:
             return
         view = CoreArrays.of(core)
         dual = Dual(core, view)
         dual.prices = self._prices_at(core)
         dual.upper = descent.cost
-        dual.ascend(_UNION_PASSES, deadline=budget.deadline)
+        dual.ascend(_UNION_PASSES, budget=budget)
         budget.spend(_UNION_PASSES * (4 * core.cells + len(core.usage)))
         part = Descent(core, view, abs(dual.value) + 1.0, self.solver.seed)
         contracted = descent.best
@@ -353,7 +352,7 @@ class CoreSearch:
             # After a while without improvement, every fourth run accepts dearer choices, to leave a local optimum. By
             # how much is drawn on a logarithmic scale: no one temperature suits all problems.
             if not until_stuck and self.idle >= _PATIENCE and self.idle % 4 == 3:
-                gap = max(descent.cost - budget.lower_bound, 0.0)
+                gap = max(descent.cost - self.incumbent.lower_bound, 0.0)
                 heat = gap * 10.0 ** -self.random.uniform(1.0, 4.0)
             improved = descent.run(heat)
             budget.spend(descent.work - before)
@@ -370,38 +369,34 @@ class CoreSearch:
 
     def _shrink_core(self) -> tuple[Core, Array] | None:
         """Return a core without strategies that no better assignment can use, and its prices; None if those are few."""
-        upper = self.budget.cost
+        upper = self.incumbent.cost
         if not np.isfinite(upper):
             return None
         out = self.dual.floors() >= upper - TOLERANCE * abs(upper)
         if out.mean() < _SHRINK_SHARE:
             return None
         cost = np.where(out, np.inf, self.core.cost)
-        core = presolve(replace(self.core, cost=cost), deadline=self.budget.deadline_after(0.2))
-        self.budget.spend(core.work)
+        core = presolve(replace(self.core, cost=cost), budget=self.budget.part(0.2))
         # Nothing is left that could be better: the known assignment is optimal.
         if not core.feasible:
-            self.budget.raise_bound(upper)
-        self.budget.report(f"fixing: {core.nodes} nodes, {core.cells} table entries left")
+            self.incumbent.raise_bound(upper)
+        self.incumbent.report(f"fixing: {core.nodes} nodes, {core.cells} table entries left")
         return core, self._prices_at(core)
 
     def _solve_integer_program(self) -> bool:
         """Solve the integer program, and record its assignment and bound; return True if it is final."""
-        core, budget = self.core, self.budget
+        core, incumbent = self.core, self.incumbent
         start = None if self.descent is None else self.descent.best
-        nodes = int(max(1.0, budget.remaining // max(core.cells, 1))) if budget.has_work_limit else None
         answer = solve_core(
             core,
             start=start,
             # Moments with a price bind in the relaxation, and would be violated first.
             moments=np.flatnonzero(self.dual.best_prices > 0),
-            deadline=budget.deadline_after(_INTEGER_TIME),
+            budget=self.budget.part(_INTEGER_TIME),
             seed=self.solver.seed,
-            nodes=nodes,
         )
-        budget.spend(100 * core.cells)
         if answer.places is not None:
             self.solver.offer(core, answer.places, core.value(answer.places), "integer program")
-        budget.raise_bound(min(answer.bound, budget.cost))
-        budget.report("integer program")
+        incumbent.raise_bound(min(answer.bound, incumbent.cost))
+        incumbent.report("integer program")
         return answer.proved

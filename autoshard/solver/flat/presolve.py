@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from time import monotonic
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.solver.chains import starts
 from autoshard.solver.flat.core import (
     ARENA_EDGE,
     ARENA_HALF,
@@ -31,11 +31,11 @@ from autoshard.solver.flat.core import (
     Arena,
     Core,
     PresolveStage,
-    starts,
 )
 from autoshard.solver.flat.dominance import process_queues
 from autoshard.solver.flat.rules import link_arena
 from autoshard.solver.problem import Array, IntArray
+from autoshard.solver.solver_budget import UNLIMITED, Budget
 
 Mask = npt.NDArray[np.bool_]
 
@@ -173,11 +173,14 @@ def _spread(core: Core, usages: Array, count: int) -> Array:
 _PASSES = 6
 """Passes over all nodes for dominated strategies."""
 
+_MOST_WORK = 5e9
+"""Table entries read after which the search for dominated strategies ends."""
+
 _WORTH = 0.02
 """Share of the strategies that a pass must drop to be worth another one."""
 
 
-def presolve(core: Core, *, upper: float = float("inf"), work: float = 5e9, deadline: float = float("inf")) -> Core:
+def presolve(core: Core, *, upper: float = float("inf"), budget: Budget = UNLIMITED) -> Core:
     """Return an equivalent smaller core.
 
     Unsupported strategies are dropped, edges normalised (dropped where they are zero), nodes of one strategy and those
@@ -188,15 +191,14 @@ def presolve(core: Core, *, upper: float = float("inf"), work: float = 5e9, dead
         core: left as it is.
         upper: cost of a known assignment; assignments of that cost may be lost. Costs of `core` must then be at least
             zero, as they are after a `presolve`.
-        work: table entries read after which the search for dominated strategies ends.
-        deadline: `time.monotonic()` seconds after which it ends too.
+        budget: the search for dominated strategies ends with it.
 
     Source: Goldstein's criterion for dead ends, R. F. Goldstein, "Efficient rotamer elimination applied to protein
     side-chains and related spin glasses", 1994; on pairs, I. Lasters and J. Desmet, 1993.
     """
     core = forbid_oversized(thin_memory(core))
     while core.feasible:
-        core = thin_memory(_apply_rules(core, upper, work, deadline))
+        core = thin_memory(_apply_rules(core, upper, budget))
         fitting = forbid_oversized(core)
         if fitting is core:
             break
@@ -204,14 +206,14 @@ def presolve(core: Core, *, upper: float = float("inf"), work: float = 5e9, dead
     return core
 
 
-def _apply_rules(core: Core, upper: float, work: float, deadline: float) -> Core:
+def _apply_rules(core: Core, upper: float, budget: Budget) -> Core:
     """Apply every exact step to the nodes and edges of a core."""
-    arena = _build_arena(core)
+    arena, work = _build_arena(core), min(_MOST_WORK, budget.work)
     # Cheap rules alone first: dominance, quadratic in the strategies, should see a small core.
     arena = _run_with_room(arena, lambda room: process_queues(room, upper, 0, False, work))
     alive = np.isfinite(arena.cost).sum()
     for attempt in range(_PASSES):
-        if arena.counts[FAILED] or arena.numbers[WORK] > work or monotonic() > deadline:
+        if arena.counts[FAILED] or arena.numbers[WORK] > work or budget.is_over:
             break
         dropped = [0]
 
@@ -222,6 +224,7 @@ def _apply_rules(core: Core, upper: float, work: float, deadline: float) -> Core
         # Pairs are searched from the second pass on, so the first one alone says nothing about the next.
         if attempt and dropped[0] < _WORTH * alive:
             break
+    budget.spend(arena.numbers[WORK])
     return _compact(arena, core)
 
 
@@ -344,5 +347,4 @@ def _compact(arena: Arena, core: Core) -> Core:
         constant=float(arena.numbers[OFFSET]),
         stages=(*core.stages, stage),
         feasible=core.feasible and not arena.counts[FAILED],
-        work=int(arena.numbers[WORK]),
     )

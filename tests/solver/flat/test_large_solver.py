@@ -11,6 +11,7 @@ from autoshard.solver.flat.core import Core, CoreArrays
 from autoshard.solver.flat.large_solver import CoreSearch, Descent, LargeSolver
 from autoshard.solver.flat.presolve import presolve
 from autoshard.solver.ilp import solve_core
+from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.solver_budget import Budget
 from tests.solver.problems import brute_force, small_problems, two_axes, with_memory
 
@@ -19,14 +20,14 @@ from tests.solver.problems import brute_force, small_problems, two_axes, with_me
 @settings(max_examples=15, deadline=None)
 def test_small_problems_are_solved_and_proved(problem: Problem) -> None:
     best = brute_force(problem)
-    course = Budget(60.0)
-    assert LargeSolver(problem, course).run()
-    assert course.cost == pytest.approx(best)
+    found = Incumbent(Budget.of_seconds(60.0))
+    assert LargeSolver(problem, found).run()
+    assert found.cost == pytest.approx(best)
     if np.isfinite(best):
-        assert problem.feasible(course.assignment)
-        assert course.lower_bound <= best + 1e-9 * max(abs(best), 1.0)
+        assert problem.feasible(found.assignment)
+        assert found.lower_bound <= best + 1e-9 * max(abs(best), 1.0)
     else:
-        assert course.assignment == ()
+        assert found.assignment == ()
 
 
 @pytest.mark.parametrize(("nodes", "fraction"), [(30, 0.2), (40, 0.5)])
@@ -34,16 +35,16 @@ def test_middling_problems_equal_the_integer_program(nodes: int, fraction: float
     problem = with_memory(two_axes(nodes, labels=3, seed=nodes), fraction)
     oracle = solve(problem, method="ilp", time_limit=60.0)
     assert oracle.status == "optimal"
-    course = Budget(60.0)
-    assert LargeSolver(problem, course).run()
-    assert course.cost == pytest.approx(oracle.cost, rel=1e-9)
+    found = Incumbent(Budget.of_seconds(60.0))
+    assert LargeSolver(problem, found).run()
+    assert found.cost == pytest.approx(oracle.cost, rel=1e-9)
 
 
 def test_without_a_limit_too() -> None:
     problem = two_axes(30, labels=3)
-    course = Budget(60.0)
-    assert LargeSolver(problem, course).run()
-    assert course.cost == pytest.approx(solve(problem).cost, rel=1e-9)
+    found = Incumbent(Budget.of_seconds(60.0))
+    assert LargeSolver(problem, found).run()
+    assert found.cost == pytest.approx(solve(problem).cost, rel=1e-9)
 
 
 def test_what_only_the_integer_program_can_refute_is_infeasible() -> None:
@@ -52,16 +53,16 @@ def test_what_only_the_integer_program_can_refute_is_infeasible() -> None:
     edges = tuple(Edge(one, other, differ) for one, other in combinations(range(4), 2))
     usages = tuple(np.array([1.0, 2.0, 3.0]) for _ in range(4))
     lives = ((0, 4), (1, 5), (2, 6), (3, 7))
-    course = Budget(60.0)
-    assert LargeSolver(Problem((np.zeros(3),) * 4, edges, usages, lives, 9.0), course).run()
-    assert course.assignment == ()
+    found = Incumbent(Budget.of_seconds(60.0))
+    assert LargeSolver(Problem((np.zeros(3),) * 4, edges, usages, lives, 9.0), found).run()
+    assert found.assignment == ()
 
 
 def test_what_descents_ended_at_is_united() -> None:
     """Of the leanest choice and a good one, the union holds every mixture: the best of them is no worse than either."""
     problem = with_memory(two_axes(40, labels=3, seed=3), 0.3)
     core = presolve(Core.of(problem))
-    front = CoreSearch(LargeSolver(problem, Budget(600.0, work_limit=10**9)), core, np.zeros(len(core.base)))
+    front = CoreSearch(LargeSolver(problem, Incumbent(Budget(work_limit=10**9))), core, np.zeros(len(core.base)))
     good = solve_core(core).places
     assert good is not None
     use = np.zeros(len(core.cost))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem
+from autoshard.solver.chains import Chains
 from autoshard.solver.flat.core import Core, CoreArrays
-from autoshard.solver.flat.dual import round_in_order
 from autoshard.solver.flat.presolve import forbid_oversized, presolve, thin_memory
 from tests.solver.problems import brute_force, small_problems
 
@@ -83,8 +83,7 @@ def test_arrays_grow_when_a_merge_needs_room() -> None:
     core = presolve(Core.of(problem))
     assert core.feasible
     assert len(core.table) > sum(edge.costs.size for edge in problem.edges) // 3
-    places = np.zeros(core.nodes, dtype=np.int64)
-    round_in_order(CoreArrays.of(core), core.cost, np.zeros(2 * len(core.table)), int(core.size.max()), places)
+    places = Chains(CoreArrays.of(core).graph, core.cost).round()
     assert np.isfinite(core.value(places))
     assert problem.cost(core.expand(places).tolist()) == pytest.approx(core.value(places))
 

@@ -1,0 +1,214 @@
+"""Greedy elimination orders, which keep tables small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+_WORK = 20
+"""All tables together may have this many times the entries of the largest table allowed."""
+
+_CHEAP_ORDER = 1e6
+"""Entries of all tables up to which the first order is good enough."""
+
+Score = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EliminationOrder:
+    """An elimination order.
+
+    Attributes:
+        steps: per eliminated node, in order, its neighbours at that time.
+        conditioned: nodes that are held at a value instead, since their tables would be too large.
+        width: most neighbours of a node at its elimination.
+        largest: entries of the largest table, the node itself included.
+        entries: entries of all tables together: the work.
+        fits: False if the cap stopped the search for an order (`largest` is then the table that exceeded it).
+    """
+
+    steps: tuple[tuple[int, tuple[int, ...]], ...]
+    conditioned: tuple[int, ...]
+    width: int
+    largest: float
+    entries: float
+    fits: bool
+
+
+def find_order(sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]], cap: float) -> EliminationOrder:
+    """Return a greedy order by least weighted fill or, if that one is expensive, the better of it and least table.
+
+    Args:
+        sizes: strategies of each node.
+        neighbours: the graph.
+        cap: most entries of a table.
+    """
+    # Neither score is best everywhere: fill keeps later tables small, least table pays off where a few nodes are wide.
+    first = greedy_order(EliminationGraph(sizes, neighbours, cap), weighted_fill)
+    if first.fits and first.entries <= _CHEAP_ORDER:
+        return first
+    second = greedy_order(EliminationGraph(sizes, neighbours, cap), table_size)
+    return min(first, second, key=lambda order: (not order.fits, order.entries))
+
+
+def conditioned_order(
+    sizes: Mapping[int, int],
+    neighbours: Mapping[int, Iterable[int]],
+    cap: float,
+    reluctance: Mapping[int, float],
+) -> EliminationOrder:
+    """Return an order within the cap, made possible by holding some nodes.
+
+    Args:
+        reluctance: node -> penalty of holding it; among the nodes of a table that is too large, the one with the most
+            neighbours per (1 + reluctance) is held.
+    """
+
+    def worth(graph: EliminationGraph, node: int) -> tuple[float, int]:
+        # Holding a node shrinks every table that it is in, by its number of strategies; the root keeps a wide node of
+        # few neighbours from being held before a hub.
+        weight = len(graph.neighbours[node]) * graph.sizes[node] ** 0.5
+        return weight / (1.0 + reluctance.get(node, 0.0)), -node
+
+    return greedy_order(EliminationGraph(sizes, neighbours, cap), weighted_fill, worth)
+
+
+class EliminationGraph:
+    """The remaining graph during elimination.
+
+    Args:
+        sizes: strategies of each node.
+        neighbours: the graph, without loops.
+        cap: most entries of a table: of the sum before the minimum over the node, or of the minimum if `reduced`.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[int, int],
+        neighbours: Mapping[int, Iterable[int]],
+        cap: float,
+        *,
+        reduced: bool = False,
+    ) -> None:
+        self.sizes = sizes
+        self.cap = cap
+        self._most = {node: cap * size if reduced else cap for node, size in sizes.items()}
+        self.neighbours = {node: set(adjacent) for node, adjacent in neighbours.items()}
+
+    def table(self, node: int) -> float:
+        """Return the entries of the sum of the node's tables, counted until the cap is exceeded."""
+        entries, most = float(self.sizes[node]), self._most[node]
+        for neighbour in self.neighbours[node]:
+            entries *= self.sizes[neighbour]
+            if entries > most:
+                break
+        return entries
+
+    def fits(self, node: int, table: float) -> bool:
+        """Return True if a table that `table` returned is within the cap."""
+        return table <= self._most[node]
+
+    def missing(self, node: int) -> float:
+        """Return the entries of the edges that eliminating the node would add."""
+        total = 0.0
+        adjacent = self.neighbours[node]
+        for neighbour in adjacent:
+            absent = adjacent - self.neighbours[neighbour]
+            # The neighbour itself is always absent from its own neighbours.
+            if len(absent) > 1:
+                total += self.sizes[neighbour] * sum(
+                    self.sizes[opposite] for opposite in absent if opposite != neighbour
+                )
+        # Every absent edge was counted from both of its ends.
+        return total / 2
+
+    def drop(self, node: int) -> set[int]:
+        """Remove a node; return its neighbours."""
+        adjacent = self.neighbours.pop(node)
+        for neighbour in adjacent:
+            self.neighbours[neighbour].discard(node)
+        return adjacent
+
+    def eliminate(self, node: int) -> set[int]:
+        """Remove a node and join its neighbours; return the nodes whose score may have changed."""
+        adjacent = self.drop(node)
+        touched = set(adjacent)
+        for neighbour in adjacent:
+            new = adjacent - self.neighbours[neighbour]
+            new.discard(neighbour)
+            for opposite in new:
+                # A new edge changes the fill of the common neighbours of its ends.
+                if opposite > neighbour:
+                    touched |= self.neighbours[neighbour] & self.neighbours[opposite]
+        for neighbour in adjacent:
+            self.neighbours[neighbour] |= adjacent
+            self.neighbours[neighbour].discard(neighbour)
+        return touched
+
+
+def weighted_fill(graph: EliminationGraph, node: int) -> Score:
+    """Return the entries of the added edges, then of the table."""
+    return _score(graph, node)
+
+
+def table_size(graph: EliminationGraph, node: int) -> Score:
+    """Return the entries of the table, then of the added edges."""
+    return _score(graph, node)[::-1]
+
+
+def _score(graph: EliminationGraph, node: int) -> Score:
+    """Return the entries of the added edges and of the table."""
+    table = graph.table(node)
+    # A hub has very many pairs of neighbours: they are not counted if its table is too large anyway.
+    return (graph.missing(node) if graph.fits(node, table) else float("inf")), table
+
+
+def greedy_order(
+    graph: EliminationGraph,
+    score: Callable[[EliminationGraph, int], Score],
+    worth: Callable[[EliminationGraph, int], Score] | None = None,
+) -> EliminationOrder:
+    """Eliminate the node of least score, again and again.
+
+    Args:
+        graph: changed in place.
+        score: of a node.
+        worth: of holding a node: where a table is over the cap, the node in it of most worth is held. None to end the
+            search there.
+    """
+    # A heap with lazy deletion: entries are never changed, the newest score of a node decides which entry counts.
+    scores = {node: score(graph, node) for node in graph.neighbours}
+    heap = [(value, node) for node, value in scores.items()]
+    heapify(heap)
+    steps: list[tuple[int, tuple[int, ...]]] = []
+    conditioned: list[int] = []
+    width, largest, entries = 0, 1.0, 0.0
+    while heap:
+        value, node = heappop(heap)
+        # An outdated entry of the heap.
+        if scores.get(node) != value:
+            continue
+        table = graph.table(node)
+        if worth is None and (not graph.fits(node, table) or entries > _WORK * graph.cap):
+            largest, width = max(largest, table), max(width, len(graph.neighbours[node]))
+            return EliminationOrder(tuple(steps), (), width, largest, float("inf"), False)
+        if worth is not None and not graph.fits(node, table):
+            held = max((node, *graph.neighbours[node]), key=lambda member: worth(graph, member))
+            # The node itself is still to be eliminated, when its table is smaller.
+            if held != node:
+                heappush(heap, (value, node))
+            node = held
+            conditioned.append(node)
+            touched = graph.drop(node)
+        else:
+            steps.append((node, tuple(graph.neighbours[node])))
+            width, largest, entries = max(width, len(graph.neighbours[node])), max(largest, table), entries + table
+            touched = graph.eliminate(node)
+        del scores[node]
+        for neighbour in touched - {node}:
+            fresh = score(graph, neighbour)
+            if fresh != scores[neighbour]:
+                scores[neighbour] = fresh
+                heappush(heap, (fresh, neighbour))
+    return EliminationOrder(tuple(steps), tuple(conditioned), width, largest, entries, True)
