@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -20,8 +20,7 @@ DescribeMoment = Callable[[int], tuple[str, str, str]]
 _LARGEST = 10  # tensors that a report lists
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Bytes of one device that are in use at the moments `start <= moment < end`.
 
     Attributes:
@@ -41,12 +40,6 @@ class Allocation:
     end: int
     kind: AllocationKind
     module: str = ""
-
-    def __post_init__(self) -> None:
-        # Assertions, since no user makes allocations.
-        assert self.bytes >= 0, f"allocation {self.name!r} of {self.bytes} bytes"
-        assert self.start <= self.end, f"allocation {self.name!r} ends at {self.end}, before its start {self.start}"
-        assert self.kind in KINDS, f"allocation {self.name!r} of unknown kind {self.kind!r}"
 
 
 def peak(allocations: Iterable[Allocation]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -14,7 +14,7 @@ from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.errors import RuleError
 from autoshard.patterns.decisions import Flow, phase_of
-from autoshard.patterns.graph_rules import Value, uncast
+from autoshard.patterns.graph_rules import Value, Visit, uncast
 from autoshard.patterns.local import LocalCall, emit_program, unwrap
 from autoshard.patterns.padding import fill_operands, padded_factors, zero_padded_results
 from autoshard.patterns.rule import OpCall, Rule
@@ -29,10 +29,10 @@ from autoshard.specs.emitter import collectives
 from autoshard.specs.spec import Spec
 
 _WAIT = collectives.wait_tensor.default
+_map_arg = fx.node.map_arg
 
 
-@dataclass(frozen=True, slots=True)
-class LocalResults:
+class LocalResults(NamedTuple):
     """The nodes that the local program of one operator leaves.
 
     Attributes:
@@ -132,63 +132,66 @@ class ProgramWalk:
         for source in inputs:
             if source.kind != "tangent":
                 self._add_outputs(Value(source.node))
-        for position, node in enumerate(self.rules.operators):
+        handed_back: dict[fx.Node, list[Value]] = {}
+        for value in self.rules.outputs_of:
+            handed_back.setdefault(value.node, []).append(value)
+        for position, visit in enumerate(self.rules.visits):
             self._position = position
             try:
-                self._add_operator(node)
+                self._add_operator(visit)
             # Of torch: shapes do not fit each other.
             except RuntimeError as error:
-                place = node_place(node, "has no program on the shards that were planned")
+                place = node_place(visit.node, "has no program on the shards that were planned")
                 raise RuleError(f"{place}: {error}") from error
-            for index in range(len(self.rules.calls[node].results)):
-                self._add_outputs(Value(node, index))
+            for value in sorted(handed_back.get(visit.node, ())):
+                self._add_outputs(value)
         # Tangents that are gradients as they arrive: no backward node may stand before forward ones.
         for source in inputs:
             if source.kind == "tangent":
                 self._add_outputs(Value(source.node))
         return self.outputs
 
-    def _add_operator(self, node: fx.Node) -> None:
-        phase = self.flow.graph.phase(node)
-        gradient = self.rules.restores_dtype(node)
-        operands = [
-            self._read(value, phase, self.flow.consumed_spec(node, operand), gradient)
-            for operand, value in enumerate(self.rules.operands[node])
-        ]
+    def _add_operator(self, visit: Visit) -> None:
+        node, phase, gradient, pinned, first, values, results = visit
+        nodes, zero_padded = self._nodes, self._zero_padded
+        specs = self.flow.consumed_specs(node)
+        operands = [self._read(value, phase, spec, gradient) for value, spec in zip(values, specs, strict=True)]
         # `autoshard.shard` is the identity: its operand was read in the pinned spec.
-        if self.rules.pin_spec(node, self.flow.mesh) is not None:
-            self._nodes[Value(node).name] = operands[0]
+        if pinned:
+            nodes[results[0]] = operands[0]
             return
         # A kernel that draws from the device's own generator would draw new numbers: its first results are used.
-        first = self.rules.original_draw(node)
-        rule, _ = resolve_variant(self.rules.rules[node], self.flow.decisions.choices[node.name])
-        if first is not None and rule.local is None:
-            for index in range(len(self.rules.calls[node].results)):
-                if Value(first, index).name in self._nodes:
-                    self._nodes[Value(node, index).name] = self._nodes[Value(first, index).name]
-            return
+        if first is not None:
+            rule, _ = resolve_variant(self.rules.rules[node], self.flow.decisions.choices[node.name])
+            if rule.local is None:
+                for index, name in enumerate(results):
+                    if Value(first, index).name in nodes:
+                        nodes[name] = nodes[Value(first, index).name]
+                return
         self.graph.enter(self._position, phase, node.name, "temporary")
-        operands = [self._zero_padded_copies.get((operand, phase), operand) for operand in operands]
-        local = self.graph.add_operator(node, operands, [operand in self._zero_padded for operand in operands])
+        if self._zero_padded_copies:
+            operands = [self._zero_padded_copies.get((operand, phase), operand) for operand in operands]
+        local = self.graph.add_operator(node, operands, [operand in zero_padded for operand in operands])
         # Operands whose padding was filled with zeros serve later operators, too.
         for operand, filled, zero in zip(operands, local.operands, local.operand_zeros, strict=True):
-            if zero and filled is not operand:
+            if filled is not operand and zero:
                 self._zero_padded_copies[operand, phase] = filled
-                self._zero_padded.add(filled)
-        for index, result in enumerate(local.results):
+                zero_padded.add(filled)
+        for name, result, zero in zip(results, local.results, local.zeros, strict=True):
             if result is not None:
-                self._nodes[Value(node, index).name] = result
-                if local.zeros[index]:
-                    self._zero_padded.add(result)
+                nodes[name] = result
+                if zero:
+                    zero_padded.add(result)
 
     def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
         """Return the value in spec `target`, for an optimizer or its cast if `gradient`; equal copies are made once."""
-        node = self._nodes[value.name]
+        nodes = self._nodes
+        node = nodes[value.name]
         for key, source, spec in self.flow.reshards(value, phase, target):
-            if key not in self._nodes:
+            if key not in nodes:
                 resharder = self.resharder.gradients if gradient and spec is target else self.resharder
-                self._nodes[key] = self._reshard(value, phase, key, node, self._path(resharder, value, source, spec))
-            node = self._nodes[key]
+                nodes[key] = self._reshard(value, phase, key, node, self._path(resharder, value, source, spec))
+            node = nodes[key]
         return node
 
     def _path(self, resharder: Resharder, value: Value, source: Spec, target: Spec) -> Path:
@@ -241,25 +244,29 @@ class Recording:
 
     Attributes:
         inputs: its operands, the rank's coordinates and the seed.
-        calls: the calls, in order.
+        calls: the calls, in order, with operator, arguments, keyword arguments and fake tensor.
         local: the nodes that it leaves; of a reshard, one result.
+        own: True if it is a program that a rule has in place of the operator.
+        reads_rank: True if it reads the rank's coordinates or the seed.
     """
 
     inputs: tuple[fx.Node, ...]
-    calls: tuple[fx.Node, ...]
+    calls: tuple[tuple[fx.Node, Any, tuple[Any, ...], dict[str, Any], Any], ...]
     local: LocalResults
+    own: bool
+    reads_rank: bool
 
     def play(self, given: Sequence[fx.Node], call: Callable[..., fx.Node]) -> dict[fx.Node, fx.Node]:
         """Add the program to a graph, and return the node of every node of the recording.
 
         Args:
-            given: the inputs.
+            given: the inputs; the operands alone, where it does not read the others.
             call: adds a call, given its operator, arguments, keyword arguments and fake tensor.
         """
-        nodes = dict(zip(self.inputs, given, strict=True))
-        for node in self.calls:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
-            nodes[node] = call(node.target, args, kwargs, node.meta["val"])
+        nodes = dict(zip(self.inputs, given, strict=False))
+        for node, op, args, kwargs, val in self.calls:
+            args = _map_arg(args, nodes.__getitem__)
+            nodes[node] = call(op, args, _map_arg(kwargs, nodes.__getitem__) if kwargs else kwargs, val)
         return nodes
 
 
@@ -280,9 +287,15 @@ class _Recorder(GraphEmitter):
         self._coordinates = self._host_coordinates = self.inputs[len(operands) : -1]
         self._seed = self.inputs[-1]
 
-    def recording(self, local: LocalResults) -> Recording:
-        """Return the program."""
-        return Recording(tuple(self.inputs), tuple(self.graph.nodes)[len(self.inputs) :], local)
+    def recording(self, local: LocalResults, own: bool = False) -> Recording:
+        """Return the program; `own` as in `Recording`."""
+        reads_rank = any(node.users for node in self.inputs[len(self.operands) :])
+        calls = [
+            (node, node.target, node.args, node.kwargs, node.meta["val"])
+            for node in self.graph.nodes
+            if node.op == "call_function"
+        ]
+        return Recording(tuple(self.inputs), tuple(calls), local, own, reads_rank)
 
 
 class LocalPrograms:
@@ -312,15 +325,17 @@ class LocalPrograms:
     ) -> Recording:
         """Return the local program of an operator on operands that look like these."""
         identity = (id(call), id(rule), choices, tuple(zeros), tuple(map(id, operands)))
-        if identity not in self._by_identity:
+        recording = self._by_identity.get(identity)
+        if recording is None:
             key = (*identity[:-1], tuple(map(_layout, operands)))
             if key not in self._operators:
                 recorder = _Recorder(self, operands)
                 local = LocalCall(call, rule, choices, self.mesh, recorder, recorder.operands, zeros)
-                self._operators[key] = recorder.recording(emit_operator(local))
+                own = resolve_variant(rule, choices)[0].local is not None
+                self._operators[key] = recorder.recording(emit_operator(local), own)
             self._keep_alive += [call, rule, *operands]
-            self._by_identity[identity] = self._operators[key]
-        return self._by_identity[identity]
+            recording = self._by_identity[identity] = self._operators[key]
+        return recording
 
     def reshard(self, path: Path, value: torch.Tensor) -> Recording:
         """Return the steps of a path on a local tensor that looks like this one."""

@@ -101,7 +101,14 @@ def bucket_reductions(graph: fx.Graph, limit: int = GRADIENT_BUCKET_BYTES) -> No
         for bucket in _buckets(group, limit):
             if len(bucket) > 1:
                 _join_reductions(graph, bucket)
-    graph.eliminate_dead_code(is_impure_node=is_border)
+    drop_unused(graph)
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Drop every node that nothing uses; `eliminate_dead_code` would look through the whole graph first."""
+    for node in reversed(graph.nodes):
+        if not node.users and not is_border(node):
+            graph.erase_node(node)
 
 
 def is_border(node: fx.Node) -> bool:
@@ -264,7 +271,7 @@ def take_reductions(graph: fx.Graph, places: Collection[int], reduced: DeferredR
     later.output(tuple(reductions))
     output.args = (tuple(results),)
     # Nothing uses the reductions any more.
-    graph.eliminate_dead_code(is_impure_node=is_border)
+    drop_unused(graph)
     return PendingReductions(later, tuple(chains))
 
 
