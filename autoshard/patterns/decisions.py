@@ -11,7 +11,8 @@ from torch import fx
 from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.errors import PlanError, reason_of
 from autoshard.patterns.graph_rules import GraphRules, Value
-from autoshard.patterns.strategy import Choices
+from autoshard.patterns.rule import Rule
+from autoshard.patterns.strategy import Choices, operand_spec, result_spec
 from autoshard.size import Sizes
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import dim_of
@@ -79,17 +80,47 @@ def phase_of(output: JointOutput) -> str:
     return "backward" if output.kind == "gradient" else "forward"
 
 
-class Flow:
-    """The specs in which every tensor of a joint graph is made and wanted under some decisions."""
+class StrategySpecs:
+    """The specs in which strategies take operands and leave results: made once for all operators that choose alike."""
 
-    def __init__(self, rules: GraphRules, decisions: Decisions, mesh: MeshShape) -> None:
+    def __init__(self, mesh: MeshShape) -> None:
+        self._mesh = mesh
+        # By the identity of rules, which layers share; the values keep them alive.
+        self._known: dict[tuple[int, Choices], tuple[Rule, _SpecsOfOperator]] = {}
+
+    def of(self, rule: Rule, choices: Choices) -> _SpecsOfOperator:
+        """Return the specs of all operands of an operator, and those of all of its results."""
+        known = self._known.get((id(rule), choices))
+        if known is None:
+            operands = (operand_spec(rule, choices, self._mesh, index) for index in range(len(rule.operands)))
+            results = (result_spec(rule, choices, self._mesh, index) for index in range(len(rule.results)))
+            known = self._known[id(rule), choices] = rule, (tuple(operands), tuple(results))
+        return known[1]
+
+
+_SpecsOfOperator = tuple[tuple[Spec, ...], tuple[Spec, ...]]
+
+
+class Flow:
+    """The specs in which every tensor of a joint graph is made and wanted under some decisions.
+
+    Args:
+        rules: the graph and its rules.
+        decisions: the decisions.
+        mesh: the mesh axes.
+        specs: the specs of strategies on this mesh, which flows of graphs with equal layers may share.
+    """
+
+    def __init__(
+        self, rules: GraphRules, decisions: Decisions, mesh: MeshShape, specs: StrategySpecs | None = None
+    ) -> None:
         self.rules = rules
         self.decisions = decisions
         self.mesh = mesh
         self._sources = {source.node: source for source in rules.graph.inputs}
         self._input_nodes = {source.name: source.node.name for source in rules.graph.inputs if source.kind != "tangent"}
-        # Operator -> the specs of its operands, and those of its results.
-        self._specs: dict[fx.Node, tuple[tuple[Spec, ...], tuple[Spec, ...]]] = {}
+        self._strategy_specs = specs or StrategySpecs(mesh)
+        self._specs: dict[fx.Node, _SpecsOfOperator] = {}  # by operator
 
     @property
     def graph(self) -> JointGraph:
@@ -137,7 +168,7 @@ class Flow:
         """The specs in which an operator takes its operands."""
         return self._specs_of(node)[0]
 
-    def _specs_of(self, node: fx.Node) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
+    def _specs_of(self, node: fx.Node) -> _SpecsOfOperator:
         specs = self._specs.get(node)
         if specs is None:
             if node in self._sources:
@@ -145,7 +176,7 @@ class Flow:
             elif (pinned := self.rules.pin_spec(node, self.mesh)) is not None:
                 specs = (pinned,), (pinned,)
             else:
-                specs = self.rules.strategy_specs(node, self.decisions.choices[node.name], self.mesh)
+                specs = self._strategy_specs.of(self.rules.rules[node], self.decisions.choices[node.name])
             self._specs[node] = specs
         return specs
 

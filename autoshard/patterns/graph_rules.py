@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention_operator import operators as attentions
 from autoshard.capture.joint import JointGraph, JointOutput
-from autoshard.capture.joint_graph import Phase
 from autoshard.capture.mixed_precision import REDUCED
 from autoshard.capture.nodes import is_random
 from autoshard.capture.recomputation import PREPARATIONS, RECOMPUTES, parameter_layers
@@ -31,7 +30,7 @@ from autoshard.patterns.padding import zero_padded_results
 from autoshard.patterns.propagation import CutPropagation, DimFactors, DimPart, DimPropagation, useful_cuts
 from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
-from autoshard.patterns.strategy import Choices, offered_factors, operand_spec, result_spec
+from autoshard.patterns.strategy import offered_factors
 from autoshard.size import DynamicSize, Sizes, at, evaluate, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.data_axes import names_with_batch
@@ -64,28 +63,6 @@ class Use(NamedTuple):
 
     node: fx.Node
     operand: int
-
-
-class Visit(NamedTuple):
-    """What a walk over the graph asks of an operator, whatever the decisions.
-
-    Attributes:
-        node: the operator.
-        phase: `"forward"` or `"backward"`.
-        restores_dtype: as `GraphRules.restores_dtype`.
-        pinned: True if it pins its operand with `autoshard.shard`.
-        draws: as `GraphRules.original_draw`.
-        operands: the tensors that it takes.
-        results: the names of its results.
-    """
-
-    node: fx.Node
-    phase: Phase
-    restores_dtype: bool
-    pinned: bool
-    draws: fx.Node | None
-    operands: tuple[Value, ...]
-    results: tuple[str, ...]
 
 
 def value_of(node: fx.Node) -> Value:
@@ -159,8 +136,6 @@ class GraphRules:
         self.unknown: dict[str, int] = {}
         self.batch_rules: dict[str, str] = {}
         self._pin_specs: dict[tuple[fx.Node, MeshShape], Spec] = {}
-        # By the identity of rules, which equal operators share.
-        self._strategy_specs: dict[tuple[int, Choices, MeshShape], tuple[tuple[Spec, ...], tuple[Spec, ...]]] = {}
         merged: dict[OpCall, Rule] = {}  # equal calls share one rule
         plain = {}
         for node in self.operators:
@@ -196,7 +171,6 @@ class GraphRules:
         shared = {id(rule): rules.get(_rule_key(rule), rule) for rule in self.rules.values()}
         self.calls = {node: calls.get(call, call) for node, call in self.calls.items()}
         self.rules = {node: shared[id(rule)] for node, rule in self.rules.items()}
-        self._strategy_specs = {}
 
     def at(self, sizes: Sizes) -> GraphRules:
         """The same calls and rules with dynamic sizes taken at `sizes`."""
@@ -212,7 +186,6 @@ class GraphRules:
         self.calls = {node: substituted[id(call)] for node, call in self.calls.items()}
         self.rules = {node: substituted[id(rule)] for node, rule in self.rules.items()}
         # What was found of the other sizes is not of these.
-        self._strategy_specs = {}
         for name in ("propagation", "_routed_propagation"):
             self.__dict__.pop(name, None)
 
@@ -229,19 +202,6 @@ class GraphRules:
             where = self.graph.module_path(node)
             self._pin_specs[key] = pinned_spec(self._pins[node], Value(node).meta.shape, mesh, where)
         return self._pin_specs[key]
-
-    def strategy_specs(
-        self, node: fx.Node, choices: Choices, mesh: MeshShape
-    ) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
-        """The specs in which a strategy of an operator takes its operands and leaves its results."""
-        rule = self.rules[node]
-        key = id(rule), choices, mesh
-        specs = self._strategy_specs.get(key)
-        if specs is None:
-            operands = (operand_spec(rule, choices, mesh, index) for index in range(len(rule.operands)))
-            results = (result_spec(rule, choices, mesh, index) for index in range(len(rule.results)))
-            specs = self._strategy_specs[key] = tuple(operands), tuple(results)
-        return specs
 
     @cached_property
     def parameter_layers(self) -> dict[str, str]:
@@ -380,22 +340,6 @@ class GraphRules:
     def operands(self) -> dict[fx.Node, tuple[Value, ...]]:
         """The tensors that every operator takes, in the order of `OpCall.operands`."""
         return {node: tuple(map(value_of, operand_nodes(node))) for node in self.operators}
-
-    @cached_property
-    def visits(self) -> tuple[Visit, ...]:
-        """What a walk asks of every operator, in order."""
-        return tuple(
-            Visit(
-                node,
-                self.graph.phase(node),
-                self.restores_dtype(node),
-                node in self._pins,
-                self.original_draw(node),
-                self.operands[node],
-                tuple(Value(node, index).name for index in range(len(self.calls[node].results))),
-            )
-            for node in self.operators
-        )
 
     def batch_factors(self) -> dict[fx.Node, frozenset[int]]:
         """Return for every operator those of its factors whose splitting splits the batch.

@@ -18,7 +18,6 @@ from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
 from autoshard.program._torch import append_node
 from autoshard.program.aliasing import write_in_place
-from autoshard.program.program_replay import COLLECTIVE_KINDS
 from autoshard.program.walk import LocalPrograms, LocalResults, ProgramWalk, Recording
 from autoshard.reshard.collective_schedule import propagate_layers, schedule
 from autoshard.reshard.path import Path, Resharder
@@ -29,11 +28,10 @@ from autoshard.reshard.reductions import (
     drop_unused,
     take_reductions,
 )
-from autoshard.specs.emitter import collectives
 from autoshard.specs.layout import local_shape
 
 _TAGS = {"forward": "is_forward", "backward": "is_backward"}  # as torch's partitioner has them
-_WAIT = collectives.wait_tensor.default
+_map_arg = fx.node.map_arg
 
 
 @dataclass(eq=False)
@@ -143,24 +141,21 @@ class _PredictedHalves:
         call, rule = rules.calls[node], rules.rules[node]
         vals = [operand.meta["val"] for operand in operands]
         recording = self.programs.operator(call, rule, choices, vals, zeros)
-        if not recording.own:
-            return self._play(recording, operands, self._call)
-        calls: list[fx.Node] = []
-
-        def call_of_program(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
-            node = self._call(op, args, kwargs, val)
-            if op is not _WAIT and op not in COLLECTIVE_KINDS:
-                node.meta["stands_for"] = ()
-                calls.append(node)
-            return node
-
-        self._local_calls.append(((call, rule, choices, rules.zeros[node]), calls))
-        return self._play(recording, operands, call_of_program)
+        nodes = self._play(recording, operands)
+        if recording.stand_for is not None:
+            calls = [nodes[each] for each in recording.stand_for]
+            for each in calls:
+                each.meta["stands_for"] = ()
+            self._local_calls.append(((call, rule, choices, rules.zeros[node]), calls))
+        local, made = recording.local, nodes.__getitem__
+        return LocalResults(
+            tuple(map(made, local.operands)), local.operand_zeros, tuple(map(made, local.results)), local.zeros
+        )
 
     def add_reshard(self, path: Path, node: fx.Node) -> fx.Node:
-        (result,) = self._play(self.programs.reshard(path, node.meta["val"]), [node], self._call).results
-        assert result is not None
-        return result
+        recording = self.programs.reshard(path, node.meta["val"])
+        (result,) = recording.local.results
+        return self._play(recording, [node])[result]
 
     def add_copy(self, node: fx.Node) -> fx.Node:
         val: torch.Tensor = node.meta["val"]
@@ -185,17 +180,19 @@ class _PredictedHalves:
             self.halves["backward"].saved[placeholder] = node
         return placeholder
 
-    def _play(self, recording: Recording, operands: Sequence[fx.Node], call: Any) -> LocalResults:
+    def _play(self, recording: Recording, operands: Sequence[fx.Node]) -> dict[fx.Node | None, fx.Node]:
+        """Add a recording to the half, and return the node of every node of it."""
         given = (*operands, *self._rank_inputs) if recording.reads_rank else operands
-        nodes = recording.play(given if self._phase == "forward" else list(map(self.local_view, given)), call)
+        if self._phase == "backward":
+            given = list(map(self.local_view, given))
+        nodes: dict[fx.Node | None, Any] = dict(zip(recording.inputs, given, strict=False))
+        made = nodes.__getitem__
+        for node, op, args, kwargs, val in recording.calls:
+            nodes[node] = self._call(op, _map_arg(args, made), _map_arg(kwargs, made) if kwargs else kwargs, val)
         # A program that returns an operand returns the node of the half that makes it.
         nodes.update(zip(recording.inputs, operands, strict=False))
         nodes[None] = None  # of results that the operator does not have
-        local = recording.local
-        get = nodes.__getitem__
-        return LocalResults(
-            tuple(map(get, local.operands)), local.operand_zeros, tuple(map(get, local.results)), local.zeros
-        )
+        return nodes
 
     def _call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
         self._calls += 1

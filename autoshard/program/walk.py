@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,13 +14,14 @@ from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.errors import RuleError
 from autoshard.patterns.decisions import Flow, phase_of
-from autoshard.patterns.graph_rules import Value, Visit, uncast
+from autoshard.patterns.graph_rules import Value, uncast
 from autoshard.patterns.local import LocalCall, emit_program, unwrap
 from autoshard.patterns.padding import fill_operands, padded_factors, zero_padded_results
 from autoshard.patterns.rule import OpCall, Rule
 from autoshard.patterns.strategy import Choices, resolve_variant
 from autoshard.program.aliasing import storage_root
 from autoshard.program.graph_emitter import GraphEmitter
+from autoshard.program.program_replay import COLLECTIVE_KINDS
 from autoshard.reshard.lower import lower
 from autoshard.reshard.path import Path, Resharder, Step
 from autoshard.size import Sizes, at, plain
@@ -29,7 +30,6 @@ from autoshard.specs.emitter import collectives
 from autoshard.specs.spec import Spec
 
 _WAIT = collectives.wait_tensor.default
-_map_arg = fx.node.map_arg
 
 
 class LocalResults(NamedTuple):
@@ -135,15 +135,15 @@ class ProgramWalk:
         handed_back: dict[fx.Node, list[Value]] = {}
         for value in self.rules.outputs_of:
             handed_back.setdefault(value.node, []).append(value)
-        for position, visit in enumerate(self.rules.visits):
+        for position, node in enumerate(self.rules.operators):
             self._position = position
             try:
-                self._add_operator(visit)
+                self._add_operator(node)
             # Of torch: shapes do not fit each other.
             except RuntimeError as error:
-                place = node_place(visit.node, "has no program on the shards that were planned")
+                place = node_place(node, "has no program on the shards that were planned")
                 raise RuleError(f"{place}: {error}") from error
-            for value in sorted(handed_back.get(visit.node, ())):
+            for value in sorted(handed_back.get(node, ())):
                 self._add_outputs(value)
         # Tangents that are gradients as they arrive: no backward node may stand before forward ones.
         for source in inputs:
@@ -151,22 +151,25 @@ class ProgramWalk:
                 self._add_outputs(Value(source.node))
         return self.outputs
 
-    def _add_operator(self, visit: Visit) -> None:
-        node, phase, gradient, pinned, first, values, results = visit
-        nodes, zero_padded = self._nodes, self._zero_padded
-        specs = self.flow.consumed_specs(node)
-        operands = [self._read(value, phase, spec, gradient) for value, spec in zip(values, specs, strict=True)]
+    def _add_operator(self, node: fx.Node) -> None:
+        rules, nodes, zero_padded = self.rules, self._nodes, self._zero_padded
+        phase, gradient = self.flow.graph.phase(node), rules.restores_dtype(node)
+        operands = [
+            self._read(value, phase, spec, gradient)
+            for value, spec in zip(rules.operands[node], self.flow.consumed_specs(node), strict=True)
+        ]
         # `autoshard.shard` is the identity: its operand was read in the pinned spec.
-        if pinned:
-            nodes[results[0]] = operands[0]
+        if rules.pin_spec(node, self.flow.mesh) is not None:
+            nodes[Value(node).name] = operands[0]
             return
         # A kernel that draws from the device's own generator would draw new numbers: its first results are used.
+        first = rules.original_draw(node)
         if first is not None:
-            rule, _ = resolve_variant(self.rules.rules[node], self.flow.decisions.choices[node.name])
+            rule, _ = resolve_variant(rules.rules[node], self.flow.decisions.choices[node.name])
             if rule.local is None:
-                for index, name in enumerate(results):
+                for index in range(len(rules.calls[node].results)):
                     if Value(first, index).name in nodes:
-                        nodes[name] = nodes[Value(first, index).name]
+                        nodes[Value(node, index).name] = nodes[Value(first, index).name]
                 return
         self.graph.enter(self._position, phase, node.name, "temporary")
         if self._zero_padded_copies:
@@ -177,10 +180,10 @@ class ProgramWalk:
             if filled is not operand and zero:
                 self._zero_padded_copies[operand, phase] = filled
                 zero_padded.add(filled)
-        for name, result, zero in zip(results, local.results, local.zeros, strict=True):
+        for index, result in enumerate(local.results):
             if result is not None:
-                nodes[name] = result
-                if zero:
+                nodes[Value(node, index).name] = result
+                if local.zeros[index]:
                     zero_padded.add(result)
 
     def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
@@ -246,28 +249,16 @@ class Recording:
         inputs: its operands, the rank's coordinates and the seed.
         calls: the calls, in order, with operator, arguments, keyword arguments and fake tensor.
         local: the nodes that it leaves; of a reshard, one result.
-        own: True if it is a program that a rule has in place of the operator.
-        reads_rank: True if it reads the rank's coordinates or the seed.
+        stand_for: the calls that are no collectives, if it is a program that a rule has in place of the operator; None
+            if it is the operator itself, or a reshard.
+        reads_rank: True if it reads or returns the rank's coordinates or the seed.
     """
 
     inputs: tuple[fx.Node, ...]
     calls: tuple[tuple[fx.Node, Any, tuple[Any, ...], dict[str, Any], Any], ...]
     local: LocalResults
-    own: bool
+    stand_for: tuple[fx.Node, ...] | None
     reads_rank: bool
-
-    def play(self, given: Sequence[fx.Node], call: Callable[..., fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Add the program to a graph, and return the node of every node of the recording.
-
-        Args:
-            given: the inputs; the operands alone, where it does not read the others.
-            call: adds a call, given its operator, arguments, keyword arguments and fake tensor.
-        """
-        nodes = dict(zip(self.inputs, given, strict=False))
-        for node, op, args, kwargs, val in self.calls:
-            args = _map_arg(args, nodes.__getitem__)
-            nodes[node] = call(op, args, _map_arg(kwargs, nodes.__getitem__) if kwargs else kwargs, val)
-        return nodes
 
 
 class _Recorder(GraphEmitter):
@@ -288,14 +279,12 @@ class _Recorder(GraphEmitter):
         self._seed = self.inputs[-1]
 
     def recording(self, local: LocalResults, own: bool = False) -> Recording:
-        """Return the program; `own` as in `Recording`."""
-        reads_rank = any(node.users for node in self.inputs[len(self.operands) :])
-        calls = [
-            (node, node.target, node.args, node.kwargs, node.meta["val"])
-            for node in self.graph.nodes
-            if node.op == "call_function"
-        ]
-        return Recording(tuple(self.inputs), tuple(calls), local, own, reads_rank)
+        """Return the program; `own` tells if a rule has it in place of the operator."""
+        nodes = [node for node in self.graph.nodes if node.op == "call_function"]
+        calls = tuple((node, node.target, node.args, node.kwargs, node.meta["val"]) for node in nodes)
+        computing = (node for node in nodes if node.target is not _WAIT and node.target not in COLLECTIVE_KINDS)
+        reads_rank = any(node.users or node in local.results for node in self.inputs[len(self.operands) :])
+        return Recording(tuple(self.inputs), calls, local, tuple(computing) if own else None, reads_rank)
 
 
 class LocalPrograms:
