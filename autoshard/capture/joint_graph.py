@@ -158,6 +158,8 @@ class JointGraph:
     def _sources(self, inputs: Sequence[JointInput]) -> dict[fx.Node, frozenset[str]]:
         """Return the names of those of some inputs that a node depends on; nodes that depend on none are left out."""
         sources = {item.node: frozenset([item.name]) for item in inputs}
+        if not sources:
+            return {}
         # Nodes stand in topological order: the sources of all operands are known.
         for node in self.graph.nodes:
             if node.op == "call_function":

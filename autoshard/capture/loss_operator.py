@@ -4,6 +4,11 @@ Logits `[n, v]` of a language model, and what a softmax makes of them, are half 
 operators of this file take the layer's input and weight instead. They make the logits in pieces, of which they keep two
 numbers per row; the backward makes every piece again, and adds up the gradients of input and weight.
 
+A piece of rows with all of their classes could be turned into its gradient at once, where the loss is a mean or a sum.
+But the gradient of the whole weight would get a part of every such piece, and a rank most often has fewer rows than
+classes: to add these up takes longer than to make the logits twice (docs/memory.md has figures). Penalties of
+`logsumexp`, and losses weighted row by row, need the second product in any case.
+
 The loss of a row with logits `z` is `logsumexp(z) * sum(q) - sum(q * z)`, where `q` is what is expected of the row: all
 at its target, or some of it everywhere (label smoothing), times the weights of the classes. So the two numbers are
 enough for every option of `torch.nn.functional.cross_entropy`, and for a penalty of `logsumexp`.
@@ -35,13 +40,22 @@ classes. `is_class`, truth values `[v]`, tells classes from padding, whose weigh
 others have no elements.
 """
 
-PIECE_BYTES = 64 * 2**20
-"""Bytes of a piece of the logits, in the dtype that sums are taken in."""
+LEAST_STEP = 1024
+"""Rows or classes of a piece, of a narrow layer: products of fewer do not use a device well."""
 
 
-def _pieces(rows: int, classes: int, itemsize: int) -> Iterator[tuple[slice, slice]]:
+def piece_step(width: int) -> int:
+    """Return the rows of a piece that has all classes, or the classes of one that has all rows, by the layer's width.
+
+    A gradient that gets a part of every piece has no more elements than a piece then, so that adding up takes no longer
+    than a pass over the logits.
+    """
+    return max(LEAST_STEP, width)
+
+
+def _pieces(rows: int, classes: int, width: int) -> Iterator[tuple[slice, slice]]:
     """Yield the rows and the classes of every piece: the fewer of both are whole, so that products are not narrow."""
-    step = max(1, PIECE_BYTES // itemsize // max(1, min(rows, classes)))
+    step = piece_step(width)
     if rows <= classes:
         yield from ((slice(0, rows), slice(start, min(start + step, classes))) for start in range(0, classes, step))
     else:
@@ -74,7 +88,7 @@ class _Logits:
 
     def pieces(self) -> list[tuple[slice, slice]]:
         """Return the rows and classes of every piece."""
-        return list(_pieces(self.hidden.shape[0], self.weight.shape[0], self.dtype.itemsize))
+        return list(_pieces(self.hidden.shape[0], *self.weight.shape))
 
     def products(self, rows: slice, classes: slice) -> Tensor:
         """Return the logits of a piece before scale and cap."""
@@ -199,6 +213,12 @@ class _Sums:
         else:
             self.value[rows] = part
 
+    def add_product(self, rows: slice, left: Tensor, right: Tensor) -> None:
+        if self.repeated and self.value.dtype == left.dtype:
+            self.value[rows].addmm_(left, right)
+        else:
+            self.add(rows, left @ right)
+
     def result(self) -> Tensor:
         return self.value.to(self.dtype)
 
@@ -231,9 +251,9 @@ def gradients_of_logits(
     for rows, classes in pieces:
         gradient = layer.gradient(rows, classes, sums[rows], of_expected[rows], log[rows])
         if of_hidden is not None:
-            of_hidden.add(rows, gradient @ weight[classes])
+            of_hidden.add_product(rows, gradient, weight[classes])
         if of_weight is not None:
-            of_weight.add(classes, gradient.t() @ layer.hidden[rows])
+            of_weight.add_product(classes, gradient.t(), layer.hidden[rows])
         if of_bias is not None:
             of_bias.add(classes, gradient.sum(0, dtype=layer.dtype))
         del gradient
@@ -275,18 +295,18 @@ def _gradients_workspace(
     narrow = hidden.dtype.itemsize if hidden.dtype.itemsize != wide else 0
     rows = hidden.numel() // max(1, hidden.shape[-1])
     held = elements * ((2 if cap else 1) * wide + narrow)
-    repeated = min(hidden.numel(), weight.numel())  # a gradient gets parts of every piece
-    if elements < rows * weight.shape[0]:
-        held += repeated * hidden.dtype.itemsize + (repeated * wide if narrow else 0)
+    # A gradient gets parts of every piece, which are added up in another dtype.
+    if narrow and elements < rows * weight.shape[0]:
+        held += min(hidden.numel(), weight.numel()) * (narrow + wide)
     return held
 
 
 def _piece_elements(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
     """Return the elements of the largest piece, and the bytes of one in the dtype that sums are taken in."""
-    itemsize = accumulation_dtype(hidden.dtype).itemsize
-    rows, classes = hidden.numel() // max(1, hidden.shape[-1]), weight.shape[0]
-    first = next(_pieces(rows, classes, itemsize), (slice(0, 0), slice(0, 0)))
-    return (first[0].stop - first[0].start) * (first[1].stop - first[1].start), itemsize
+    rows = hidden.numel() // max(1, hidden.shape[-1])
+    first = next(_pieces(rows, *weight.shape), (slice(0, 0), slice(0, 0)))
+    elements = (first[0].stop - first[0].start) * (first[1].stop - first[1].start)
+    return elements, accumulation_dtype(hidden.dtype).itemsize
 
 
 _OPTIONS = "float scale, float cap, float peak, float uniform"

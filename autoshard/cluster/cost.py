@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from autoshard.capture.loss_operator import piece_step
+from autoshard.capture.operators import accumulation_dtype
 from autoshard.cluster._torch import OpOverload
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Link
@@ -305,11 +307,16 @@ def work_of_call(
     if name not in _IN_PIECES:
         return Work(count, dtype, name)
     hidden, bytes = _IN_PIECES[name]
-    rows, width = math.prod(operands[hidden].shape[:-1]), operands[hidden].shape[-1]
-    logits = rows * operands[hidden + 1].shape[0]
+    dtype, width = operands[hidden].dtype, operands[hidden].shape[-1]
+    logits = math.prod(operands[hidden].shape[:-1]) * operands[hidden + 1].shape[0]
+    if not hidden:
+        return Work(count, dtype, name, float(bytes * logits))
+    # A gradient gets a part of every piece. It is read and written, and so is the part if its dtype is another one.
+    wide = accumulation_dtype(dtype).itemsize
+    sums = 2 * wide + (2 * dtype.itemsize if dtype.itemsize != wide else 0)
+    streamed = logits * (bytes + sums * width / piece_step(width))
     # The backward makes the logits a second time.
-    repeated = 2.0 * logits * width if hidden else 0.0
-    return Work(count, operands[hidden].dtype, name, float(bytes * logits), repeated)
+    return Work(count, dtype, name, streamed, repeated=2.0 * logits * width)
 
 
 # Of a loss in pieces: the position of the layer's input, and the bytes that are written and read of every logit. The

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -20,8 +20,7 @@ DescribeMoment = Callable[[int], tuple[str, str, str]]
 _LARGEST = 10  # tensors that a report lists
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Bytes of one device that are in use at the moments `start <= moment < end`.
 
     Attributes:
@@ -42,20 +41,14 @@ class Allocation:
     kind: AllocationKind
     module: str = ""
 
-    def __post_init__(self) -> None:
-        # Assertions, since no user makes allocations.
-        assert self.bytes >= 0, f"allocation {self.name!r} of {self.bytes} bytes"
-        assert self.start <= self.end, f"allocation {self.name!r} ends at {self.end}, before its start {self.start}"
-        assert self.kind in KINDS, f"allocation {self.name!r} of unknown kind {self.kind!r}"
-
 
 def peak(allocations: Iterable[Allocation]) -> tuple[int, int]:
     """Return the most bytes held at one moment and the first such moment; (0, 0) where nothing is held."""
     changes: dict[int, int] = {}
-    for allocation in allocations:
-        if allocation.bytes and allocation.start < allocation.end:
-            changes[allocation.start] = changes.get(allocation.start, 0) + allocation.bytes
-            changes[allocation.end] = changes.get(allocation.end, 0) - allocation.bytes
+    for _, size, start, end, *_ in allocations:
+        if size and start < end:
+            changes[start] = changes.get(start, 0) + size
+            changes[end] = changes.get(end, 0) - size
     if not changes:
         return 0, 0
     moments = sorted(changes)
@@ -84,11 +77,11 @@ def bytes_by_kind(allocations: Iterable[Allocation], moment: int) -> dict[Alloca
 
 def live_bytes(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
     """Return the bytes held at each of the moments `0` to `moments - 1`."""
-    change = np.zeros(moments + 1)  # one entry more, for what is held to the end
-    for allocation in allocations:
-        change[min(allocation.start, moments)] += allocation.bytes
-        change[min(allocation.end, moments)] -= allocation.bytes
-    return np.cumsum(change)[:moments]
+    change = [0] * (moments + 1)  # one entry more, for what is held to the end
+    for _, size, start, end, *_ in allocations:
+        change[min(start, moments)] += size
+        change[min(end, moments)] -= size
+    return np.cumsum(np.array(change, dtype=np.float64))[:moments]
 
 
 def changes_by_kind(allocations: Iterable[Allocation]) -> dict[AllocationKind, np.ndarray]:
@@ -98,11 +91,11 @@ def changes_by_kind(allocations: Iterable[Allocation]) -> dict[AllocationKind, n
         Kind -> an array of shape `(changes, 2)`: moment and bytes, in order.
     """
     changes: dict[AllocationKind, dict[int, int]] = {}
-    for allocation in allocations:
-        if allocation.bytes and allocation.start < allocation.end:
-            change = changes.setdefault(allocation.kind, {})
-            change[allocation.start] = change.get(allocation.start, 0) + allocation.bytes
-            change[allocation.end] = change.get(allocation.end, 0) - allocation.bytes
+    for _, size, start, end, kind, _ in allocations:
+        if size and start < end:
+            change = changes.setdefault(kind, {})
+            change[start] = change.get(start, 0) + size
+            change[end] = change.get(end, 0) - size
     held = {}
     for kind in KINDS:
         moments = sorted(moment for moment, change in changes.get(kind, {}).items() if change)
@@ -175,10 +168,9 @@ class Memory:
     @staticmethod
     def of(allocations: Sequence[Allocation], place: DescribeMoment | None = None) -> Memory:
         """Return the account of a step with these allocations; `place` describes the moment of the peak."""
-
-        def total(kind: AllocationKind) -> int:
-            return sum(allocation.bytes for allocation in allocations if allocation.kind == kind)
-
+        totals = dict.fromkeys(KINDS, 0)
+        for allocation in allocations:
+            totals[allocation.kind] += allocation.bytes
         # Kinds that a step reports as totals: some of them exist throughout the step.
         lasting = ("parameter", "gradient", "optimizer", "buffer")
         most, moment = peak(allocations)
@@ -191,10 +183,10 @@ class Memory:
                 of_module = modules.setdefault(allocation.module, {})
                 of_module[allocation.kind] = of_module.get(allocation.kind, 0) + allocation.bytes
         return Memory(
-            parameters=total("parameter"),
-            gradients=total("gradient"),
-            optimizer=total("optimizer"),
-            buffers=total("buffer"),
+            parameters=totals["parameter"],
+            gradients=totals["gradient"],
+            optimizer=totals["optimizer"],
+            buffers=totals["buffer"],
             # The activations have a peak of their own, which may be at another moment than the whole peak.
             activations=peak(allocation for allocation in allocations if allocation.kind not in lasting)[0],
             peak=most,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,17 +80,47 @@ def phase_of(output: JointOutput) -> str:
     return "backward" if output.kind == "gradient" else "forward"
 
 
-class Flow:
-    """The specs in which every tensor of a joint graph is made and wanted under some decisions."""
+class StrategySpecs:
+    """The specs in which strategies take operands and leave results: made once for all operators that choose alike."""
 
-    def __init__(self, rules: GraphRules, decisions: Decisions, mesh: MeshShape) -> None:
+    def __init__(self, mesh: MeshShape) -> None:
+        self._mesh = mesh
+        # By the identity of rules, which layers share; the values keep them alive.
+        self._known: dict[tuple[int, Choices], tuple[Rule, _SpecsOfOperator]] = {}
+
+    def of(self, rule: Rule, choices: Choices) -> _SpecsOfOperator:
+        """Return the specs of all operands of an operator, and those of all of its results."""
+        known = self._known.get((id(rule), choices))
+        if known is None:
+            operands = (operand_spec(rule, choices, self._mesh, index) for index in range(len(rule.operands)))
+            results = (result_spec(rule, choices, self._mesh, index) for index in range(len(rule.results)))
+            known = self._known[id(rule), choices] = rule, (tuple(operands), tuple(results))
+        return known[1]
+
+
+_SpecsOfOperator = tuple[tuple[Spec, ...], tuple[Spec, ...]]
+
+
+class Flow:
+    """The specs in which every tensor of a joint graph is made and wanted under some decisions.
+
+    Args:
+        rules: the graph and its rules.
+        decisions: the decisions.
+        mesh: the mesh axes.
+        specs: the specs of strategies on this mesh, which flows of graphs with equal layers may share.
+    """
+
+    def __init__(
+        self, rules: GraphRules, decisions: Decisions, mesh: MeshShape, specs: StrategySpecs | None = None
+    ) -> None:
         self.rules = rules
         self.decisions = decisions
         self.mesh = mesh
         self._sources = {source.node: source for source in rules.graph.inputs}
         self._input_nodes = {source.name: source.node.name for source in rules.graph.inputs if source.kind != "tangent"}
-        # Layers share their rules: a spec is made once for all operators that choose alike.
-        self._specs: dict[tuple[int, Choices, int, bool], Spec] = {}
+        self._strategy_specs = specs or StrategySpecs(mesh)
+        self._specs: dict[fx.Node, _SpecsOfOperator] = {}  # by operator
 
     @property
     def graph(self) -> JointGraph:
@@ -128,25 +158,27 @@ class Flow:
 
     def produced_spec(self, value: Value) -> Spec:
         """The spec in which a tensor is made, or lies before the step."""
-        if value.node in self._sources:
-            return self.decisions.rest[value.node.name]
-        return self._operator_spec(value.node, value.result, result_spec)
+        return self._specs_of(value.node)[1][value.result]
 
     def consumed_spec(self, node: fx.Node, operand: int) -> Spec:
         """The spec in which an operator takes an operand."""
-        return self._operator_spec(node, operand, operand_spec)
+        return self._specs_of(node)[0][operand]
 
-    def _operator_spec(
-        self, node: fx.Node, index: int, spec_of: Callable[[Rule, Choices, MeshShape, int], Spec]
-    ) -> Spec:
-        pinned = self.rules.pin_spec(node, self.mesh)
-        if pinned is not None:
-            return pinned
-        rule, choices = self.rules.rules[node], self.decisions.choices[node.name]
-        key = (id(rule), choices, index, spec_of is result_spec)
-        if key not in self._specs:
-            self._specs[key] = spec_of(rule, choices, self.mesh, index)
-        return self._specs[key]
+    def consumed_specs(self, node: fx.Node) -> tuple[Spec, ...]:
+        """The specs in which an operator takes its operands."""
+        return self._specs_of(node)[0]
+
+    def _specs_of(self, node: fx.Node) -> _SpecsOfOperator:
+        specs = self._specs.get(node)
+        if specs is None:
+            if node in self._sources:
+                specs = (), (self.decisions.rest[node.name],)
+            elif (pinned := self.rules.pin_spec(node, self.mesh)) is not None:
+                specs = (pinned,), (pinned,)
+            else:
+                specs = self._strategy_specs.of(self.rules.rules[node], self.decisions.choices[node.name])
+            self._specs[node] = specs
+        return specs
 
     def output_spec(self, output: JointOutput) -> Spec:
         """The spec in which the step hands an output back."""
@@ -156,25 +188,27 @@ class Flow:
 
     def hub(self, value: Value, phase: str) -> tuple[str, Spec] | None:
         """Key and spec of the copy that the uses of a value in a phase share, if there is one."""
-        for key in (value.name, f"{value.name}@{phase}"):
-            if key in self.decisions.hubs:
-                return key, self.decisions.hubs[key]
+        hubs, name = self.decisions.hubs, value.name
+        for key in (name, f"{name}@{phase}"):
+            if key in hubs:
+                return key, hubs[key]
         return None
 
-    def reshards(self, value: Value, phase: str, target: Spec) -> Iterator[tuple[str, Spec, Spec]]:
+    def reshards(self, value: Value, phase: str, target: Spec) -> list[tuple[str, Spec, Spec]]:
         """The reshards from where a value is made to where it is wanted: (key of the copy, from, to).
 
         Equal keys are one reshard, whose result serves every use.
         """
-        spec = self.produced_spec(value)
-        key = value.name
-        hub = self.hub(value, phase)
-        if hub is not None:
-            # Of its phase, where forward and backward make copies of their own.
-            key = hub[0]
-            if hub[1] is not spec:
-                key = f"{hub[0]} {hub[1]}"
-                yield key, spec, hub[1]
-            spec = hub[1]
-        if target is not spec:
-            yield f"{key} -> {target}", spec, target
+        node, index = value
+        spec, hub = self._specs_of(node)[1][index], self.hub(value, phase)
+        if target is spec and (hub is None or hub[1] is spec):
+            return []
+        # The key is of the phase, where forward and backward make copies of their own.
+        key, shared = (value.name, spec) if hub is None else hub
+        reshards = []
+        if shared is not spec:
+            key = f"{key} {shared}"
+            reshards.append((key, spec, shared))
+        if target is not shared:
+            reshards.append((f"{key} -> {target}", shared, target))
+        return reshards

@@ -105,11 +105,13 @@ def zero_padded_results(rule: Rule, padded: Collection[int], zeros: Sequence[boo
         padded: the factors.
         zeros: for every operand, True if all of its padding is zero.
     """
+    if not any(zeros) or (rule.local is not None and not rule.free):  # nothing is known of a program's padding
+        return tuple(
+            dims is not None and not any(factor in padded for dim in dims for factor in dim) for dims in rule.results
+        )
     linear = frozenset().union(*rule.linear)
 
     def is_zero(factor: int) -> bool:
-        if rule.local is not None and not rule.free:
-            return False  # nothing is known of a program's padding
         having = {position for position, dims in enumerate(rule.operands) if any(factor in dim for dim in dims)}
         if not having or not all(zeros[position] for position in having):
             return False

@@ -7,11 +7,13 @@ the decisions lead to: its replay on streams (`timeline`), and the lifetimes of 
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,11 +27,11 @@ from autoshard.memory.footprint import Allocation, AllocationKind
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph_rules import Value, uncast
-from autoshard.patterns.strategy import describe, offered_factors
+from autoshard.patterns.strategy import Choices, describe, offered_factors
 from autoshard.planner.planning_problem import HideableKind
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.plan_data import Collective, Decision
-from autoshard.program.aliasing import makes_view, storage_root
+from autoshard.program.aliasing import makes_view, storage_root, view_source
 from autoshard.program.predicted_program import PredictedProgram
 from autoshard.program.program_replay import KernelPrices, issue_calls, operations
 from autoshard.reshard.collective_schedule import KEEPS_INPUT, waits_of
@@ -243,14 +245,23 @@ class OperatorPrices(KernelPrices):
     def __init__(self, tables: StrategyTables) -> None:
         super().__init__(tables.cost)
         self._tables = tables
+        self._programs: dict[tuple[int, int, Choices, Sequence[bool]], tuple[object, float]] = {}
 
     def seconds(self, node: fx.Node) -> float:
         """Return the time of a call that is no collective."""
         stands_for = node.meta.get("stands_for")
         if stands_for is None:
             return super().seconds(node)
+        if not stands_for:
+            return 0.0
         # The first call of a local program has the time of all its calls.
-        return self._tables.compute_seconds(*stands_for) if stands_for else 0.0
+        call, rule, choices, zeros = stands_for
+        key = id(call), id(rule), choices, zeros
+        known = self._programs.get(key)
+        if known is None:
+            # The entry keeps call and rule alive, so that no others get their ids.
+            known = self._programs[key] = stands_for, self._tables.compute_seconds(*stands_for)
+        return known[1]
 
 
 class SharePrices(KernelPrices):
@@ -335,7 +346,7 @@ def allocations(
     for allocation in memory.run():
         yield allocation
         if under_way > 1 and allocation.kind in _PER_RUN_KINDS and allocation.start < memory.border < allocation.end:
-            yield replace(allocation, bytes=(under_way - 1) * allocation.bytes, start=0, end=memory.end - 1)
+            yield allocation._replace(bytes=(under_way - 1) * allocation.bytes, start=0, end=memory.end - 1)
 
 
 def _owner(name: str) -> str:
@@ -354,6 +365,8 @@ class _ProgramMemory:
         self.end = len(self.operators) + 1
         self.border = sum(self.graph.phase(node) == "forward" for node in self.operators)  # where backward begins
         self.order: list[fx.Node] = []  # every call of the step
+        self.times: dict[fx.Node, int] = {}  # call -> its place in the order
+        self._sizes: dict[int, int] = {}  # identity of a fake tensor -> its bytes
         self.forward = 0  # the number of calls of the forward half
         self.returned: set[fx.Node] = set()  # the roots of outputs
         # By the node that allocates a storage, its root.
@@ -365,12 +378,10 @@ class _ProgramMemory:
         self._find_lifetimes()
         lives = [(root, self._bytes(root), start, self.last_call[root] + 1) for root, start in self.first_call.items()]
         # What an operator allocates and frees inside.
-        lives += [
-            (node, WORKSPACES[node.target](*fx.map_arg(node.args, lambda source: source.meta["val"])), time, time + 1)
-            for time, node in enumerate(self.order)
-            if node.target in WORKSPACES
-        ]
-        positions, calls = self._peak_calls([(held, start, end) for _, held, start, end in lives])
+        for node in self._calls_of(WORKSPACES):
+            held = WORKSPACES[node.target](*fx.map_arg(node.args, lambda source: source.meta["val"]))
+            lives.append((node, held, self.times[node], self.times[node] + 1))
+        positions, calls = self._peak_calls(lives)
         gradients = {
             storage_root(node): name for (kind, name), node in self.program.outputs.items() if kind == "gradient"
         }
@@ -436,73 +447,89 @@ class _ProgramMemory:
 
     def _find_lifetimes(self) -> None:
         """Find the first and the last call of every root, as numbers of calls."""
-        program = self.program
-        forward = [node for node in program.forward.graph.nodes if node.op == "call_function"]
-        backward = [node for node in program.backward.graph.nodes if node.op == "call_function"]
-        self.order, self.forward = forward + backward, len(forward)
-        roots: dict[fx.Node, fx.Node] = {}
-
-        def root(node: fx.Node) -> fx.Node:
-            if node not in roots:
-                allocating = storage_root(node)
-                saved = program.backward.saved.get(allocating)
-                roots[node] = allocating if saved is None else root(saved)
-            return roots[node]
-
-        for time, node in enumerate(self.order):
-            for source in node.all_input_nodes:
-                held = root(source)
-                if held in self.first_call:
-                    self.last_call[held] = time
-            if root(node) is node:
-                self.first_call[node] = self.last_call[node] = time
-                if node.target is operator.getitem:  # allocated with the other results of its operator
-                    self.first_call[node] = self.first_call[node.all_input_nodes[0]]
+        program, first_call, last_call = self.program, self.first_call, self.last_call
+        roots: dict[fx.Node, fx.Node] = {}  # in the order of the program, those of all operands are known
+        for half in (program.forward, program.backward):
+            self.forward = len(self.order)
+            for node in half.graph.nodes:
+                if node.op == "placeholder":
+                    roots[node] = roots[half.saved[node]] if node in half.saved else node
+                elif node.op == "call_function":
+                    time = len(self.order)
+                    self.order.append(node)
+                    for source in node.all_input_nodes:
+                        held = roots[source]
+                        if held in first_call:
+                            last_call[held] = time
+                    viewed = view_source(node)
+                    if viewed is None:
+                        roots[node] = node
+                        first_call[node] = last_call[node] = time
+                        if node.target is operator.getitem:  # allocated with the other results of its operator
+                            first_call[node] = first_call[node.all_input_nodes[0]]
+                    else:
+                        roots[node] = roots[viewed]
+        self.times = times = {node: time for time, node in enumerate(self.order)}
         # A collective reads its input until it is awaited.
-        times = {node: time for time, node in enumerate(self.order)}
-        for node in self.order:
-            if node.target in KEEPS_INPUT:
-                until = min((times[wait] for wait in waits_of(node)), default=times[node])
-                for held in {root(source) for source in node.all_input_nodes} & self.first_call.keys():
-                    self.last_call[held] = max(self.last_call[held], until)
+        for node in self._calls_of(KEEPS_INPUT):
+            until = min((times[wait] for wait in waits_of(node)), default=times[node])
+            for held in {roots[source] for source in node.all_input_nodes} & first_call.keys():
+                last_call[held] = max(last_call[held], until)
         # Backward starts with what forward saved, even what it drops unread.
         for node in program.backward.saved.values():
-            if root(node) in self.first_call:
-                self.last_call[root(node)] = max(self.last_call[root(node)], self.forward)
+            if roots[node] in first_call:
+                last_call[roots[node]] = max(last_call[roots[node]], self.forward)
         former = self.graph.former_values
         for (kind, name), node in program.outputs.items():
-            if root(node) in self.first_call:
+            root = roots[node]
+            if root in first_call:
                 if kind == "output":
-                    self.returned.add(root(node))
+                    self.returned.add(root)
                 # Outputs are held while the optimizer steps. New values are copied to their tensors behind forward; the
                 # former ones, which backward may need, are as large.
                 is_copied = kind == "mutation" and name not in former
                 until = self.forward - 1 if is_copied else len(self.order)
-                self.last_call[root(node)] = max(self.last_call[root(node)], until)
+                last_call[root] = max(last_call[root], until)
 
-    def _peak_calls(self, lives: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
+    def _peak_calls(self, lives: list[tuple[fx.Node, int, int, int]]) -> tuple[list[int], list[int]]:
         """Return the positions at which calls run, and for each position the call at which most is held."""
         changes = [0] * (len(self.order) + 2)  # one moment more, for the optimizer's step, and one end behind it
-        for held, start, end in lives:
+        for _, held, start, end in lives:
             changes[start] += held
             changes[end] -= held
         held_at = list(accumulate(changes))
-        best: dict[int, int] = {}
-        position = 0
+        positions, calls, most, last = [], [], -1, -1
         for time, node in enumerate(self.order):
             # Positions must rise with the calls, for `bisect`: a call that was moved counts to the operator there.
-            position = max(position, node.meta["position"])
-            if position not in best or held_at[time] > held_at[best[position]]:
-                best[position] = time
-        best[self.end - 1] = len(self.order)
-        return list(best), list(best.values())
+            position, held = node.meta["position"], held_at[time]
+            if position > last:
+                positions.append(position)
+                calls.append(time)
+                last, most = position, held
+            elif held > most:
+                calls[-1], most = time, held
+        if last == self.end - 1:
+            calls[-1] = len(self.order)
+        else:
+            positions.append(self.end - 1)
+            calls.append(len(self.order))
+        return positions, calls
 
-    @staticmethod
-    def _bytes(root: fx.Node) -> int:
+    def _calls_of(self, targets: Collection[Any]) -> list[fx.Node]:
+        """Return the calls of some operators, in order."""
+        halves = self.program.forward, self.program.backward
+        calls = (half.graph.find_nodes(op="call_function", target=target) for half in halves for target in targets)
+        return sorted(itertools.chain.from_iterable(calls), key=self.times.__getitem__)
+
+    def _bytes(self, root: fx.Node) -> int:
         """Return the bytes that a call allocates; of several results, those of the results that nothing reads."""
         val = root.meta["val"]
         if isinstance(val, torch.Tensor):
-            return val.untyped_storage().nbytes()
+            # Equal calls share the fake tensor of their result.
+            held = self._sizes.get(id(val))
+            if held is None:
+                held = self._sizes[id(val)] = val.untyped_storage().nbytes()
+            return held
         if makes_view(root.target):
             return 0
         # A result that is read has a root of its own: the `getitem` that reads it.

@@ -46,11 +46,13 @@ class CallTimes:
             operators: the number of operators of the step.
         """
         compute, collectives = [], []
-        for (operation, node), start, end in zip(calls, timeline.starts, timeline.ends, strict=True):
+        # A module that returns what it is given has no operators.
+        moments, last = zip(calls, timeline.starts, timeline.ends, strict=True) if operators else (), operators - 1
+        for (operation, node), start, end in moments:
             # Reshards of outputs belong to the position behind the last operator.
-            moment = min(node.meta["position"], operators - 1)
-            if moment < 0:
-                continue  # a module that returns what it is given has no operators
+            moment = node.meta["position"]
+            if moment > last:
+                moment = last
             if operation.stream == COMPUTE:
                 if end > start:
                     compute.append((moment, start, end))

@@ -32,7 +32,7 @@ from autoshard.memory.footprint import (
 )
 from autoshard.names import group_names
 from autoshard.options.target import Settings
-from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.patterns.decisions import Decisions, Flow, StrategySpecs
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.planner.account import OperatorPrices, StepAccount, allocations, reduction_timeline, step_calls
 from autoshard.planner.boundary_specs import row_outputs
@@ -279,11 +279,12 @@ class PlanningContext(ABC):
         if like is None:
             self.cost = CostModel(cluster, mesh)
             self.resharder = Resharder(mesh, self.cost.collective, self.gradient_price, constraints.shared)
-            self.programs = LocalPrograms(graph, mesh)
+            self.programs, self.specs = LocalPrograms(graph, mesh), StrategySpecs(mesh)
             self.tables = StrategyTables(self.cost, constraints.shared)
             self.prices = OperatorPrices(self.tables)
         else:
-            self.cost, self.resharder, self.programs = like.cost, like.resharder, like.programs
+            self.cost, self.resharder = like.cost, like.resharder
+            self.programs, self.specs = like.programs, like.specs
             self.tables, self.prices = like.tables, like.prices
         with self.time_phase("patterns"):
             self.rules = GraphRules(graph, mesh)
@@ -549,7 +550,7 @@ class PlanningContext(ABC):
         for known in self._candidates:
             if known.decisions == decisions:
                 return replace(known, cost=cost, lower_bound=lower_bound, method=method)
-        estimate = ProgramEstimate(self, Flow(self.rules, decisions, self.mesh))
+        estimate = ProgramEstimate(self, self.flow(decisions))
         self._candidates.append(CandidatePlan(decisions, cost, lower_bound, method, estimate))
         return self._candidates[-1]
 
@@ -581,9 +582,13 @@ class PlanningContext(ABC):
             if known.flow.decisions is decisions:
                 return known
         with self.time_phase("account"):
-            flow = Flow(self.rules, decisions, self.mesh)
+            flow = self.flow(decisions)
             self._accounts.append(StepAccount(flow, self.tables, self.resharder))
         return self._accounts[-1]
+
+    def flow(self, decisions: Decisions) -> Flow:
+        """Return the specs of all tensors under some decisions."""
+        return Flow(self.rules, decisions, self.mesh, self.specs)
 
     def flow_of(self, plan: ShardingPlan) -> Flow:
         """Return the decisions of a plan on the planner's graph, in which the layers that it recomputes run again."""

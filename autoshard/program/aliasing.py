@@ -31,13 +31,13 @@ def makes_view(op: Any) -> bool:
 def storage_root(node: fx.Node) -> fx.Node:
     """Return the node in whose memory a node's tensor lies: the one it is a view of, through any number, or itself."""
     while True:
-        source = _view_source(node)
+        source = view_source(node)
         if source is None:
             return node
         node = source
 
 
-def _view_source(node: fx.Node) -> fx.Node | None:
+def view_source(node: fx.Node) -> fx.Node | None:
     """Return the node that a node's tensor is a view of; None if it has memory of its own."""
     if node.op != "call_function":
         return None

@@ -16,18 +16,22 @@ from torch import fx
 from autoshard.capture import outside_modes
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
-from autoshard.patterns.strategy import resolve_variant
+from autoshard.program._torch import append_node
 from autoshard.program.aliasing import write_in_place
-from autoshard.program.graph_emitter import add_call
-from autoshard.program.program_replay import COLLECTIVE_KINDS
 from autoshard.program.walk import LocalPrograms, LocalResults, ProgramWalk, Recording
 from autoshard.reshard.collective_schedule import propagate_layers, schedule
 from autoshard.reshard.path import Path, Resharder
-from autoshard.reshard.reductions import DeferredReduction, PendingReductions, bucket_reductions, take_reductions
-from autoshard.specs.emitter import collectives
+from autoshard.reshard.reductions import (
+    DeferredReduction,
+    PendingReductions,
+    bucket_reductions,
+    drop_unused,
+    take_reductions,
+)
 from autoshard.specs.layout import local_shape
 
-_WAIT = collectives.wait_tensor.default
+_TAGS = {"forward": "is_forward", "backward": "is_backward"}  # as torch's partitioner has them
+_map_arg = fx.node.map_arg
 
 
 @dataclass(eq=False)
@@ -107,11 +111,12 @@ class _PredictedHalves:
         self.programs = programs
         self.halves = {"forward": Half(), "backward": Half()}
         self._phase = "forward"
+        self._graph = self.halves["forward"].graph
+        self._calls = 0
         self._position = 0
         self._key = ""
         self._kind = "temporary"
         self._rank_inputs: list[fx.Node] = []
-        self._half_of: dict[fx.Node, str] = {}
         self._saved_placeholders: dict[fx.Node, fx.Node] = {}
         # The operator that a rule's own program stands for, and the calls of that program.
         self._local_calls: list[tuple[tuple[Any, ...], list[fx.Node]]] = []
@@ -129,30 +134,28 @@ class _PredictedHalves:
 
     def enter(self, position: int, phase: str, key: str, kind: str) -> None:
         self._position, self._phase, self._key, self._kind = position, phase, key, kind
+        self._graph = self.halves[phase].graph
 
     def add_operator(self, node: fx.Node, operands: Sequence[fx.Node], zeros: Sequence[bool]) -> LocalResults:
         rules, choices = self.flow.rules, self.flow.decisions.choices[node.name]
         call, rule = rules.calls[node], rules.rules[node]
         vals = [operand.meta["val"] for operand in operands]
         recording = self.programs.operator(call, rule, choices, vals, zeros)
-        if resolve_variant(rule, choices)[0].local is None:
-            return self._play(recording, operands, self._call)
-        calls: list[fx.Node] = []
-
-        def call_of_program(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
-            node = self._call(op, args, kwargs, val)
-            if op is not _WAIT and op not in COLLECTIVE_KINDS:
-                node.meta["stands_for"] = ()
-                calls.append(node)
-            return node
-
-        self._local_calls.append(((call, rule, choices, rules.zeros[node]), calls))
-        return self._play(recording, operands, call_of_program)
+        nodes = self._play(recording, operands)
+        if recording.stand_for is not None:
+            calls = [nodes[each] for each in recording.stand_for]
+            for each in calls:
+                each.meta["stands_for"] = ()
+            self._local_calls.append(((call, rule, choices, rules.zeros[node]), calls))
+        local, made = recording.local, nodes.__getitem__
+        return LocalResults(
+            tuple(map(made, local.operands)), local.operand_zeros, tuple(map(made, local.results)), local.zeros
+        )
 
     def add_reshard(self, path: Path, node: fx.Node) -> fx.Node:
-        (result,) = self._play(self.programs.reshard(path, node.meta["val"]), [node], self._call).results
-        assert result is not None
-        return result
+        recording = self.programs.reshard(path, node.meta["val"])
+        (result,) = recording.local.results
+        return self._play(recording, [node])[result]
 
     def add_copy(self, node: fx.Node) -> fx.Node:
         val: torch.Tensor = node.meta["val"]
@@ -162,40 +165,44 @@ class _PredictedHalves:
 
     def local_view(self, node: fx.Node) -> fx.Node:
         """Return the node as this half sees it: a result of the forward half is saved for the backward half."""
-        if self._half_of[node] == self._phase or self._phase == "forward":
+        if self._phase == "forward":
             return node
-        if node not in self._saved_placeholders:
-            graph = self.halves["backward"].graph
-            first = next(iter(graph.nodes), None)
-            with graph.inserting_before(first) if first is not None else graph.inserting_after():
-                # Names of this kind are free: torch looks for a free one behind the last of its kind.
-                self._saved_placeholders[node] = graph.placeholder(f"saved_{node.name}")
-            self._set_meta(self._saved_placeholders[node], "backward", node.meta["val"])
-            self.halves["backward"].saved[self._saved_placeholders[node]] = node
-        return self._saved_placeholders[node]
+        graph = self.halves["backward"].graph
+        if node.graph is graph:
+            return node
+        placeholder = self._saved_placeholders.get(node)
+        if placeholder is None:
+            first, name = next(iter(graph.nodes), None), f"saved_{node.name}"
+            placeholder = self._saved_placeholders[node] = append_node(graph, "placeholder", name, name)
+            if first is not None:
+                first.prepend(placeholder)
+            self._set_meta(placeholder, "backward", node.meta["val"])
+            self.halves["backward"].saved[placeholder] = node
+        return placeholder
 
-    def _play(self, recording: Recording, operands: Sequence[fx.Node], call: Any) -> LocalResults:
-        given = [self.local_view(node) for node in (*operands, *self._rank_inputs)]
-        nodes = recording.play(given, call)
+    def _play(self, recording: Recording, operands: Sequence[fx.Node]) -> dict[fx.Node | None, fx.Node]:
+        """Add a recording to the half, and return the node of every node of it."""
+        given = (*operands, *self._rank_inputs) if recording.reads_rank else operands
+        if self._phase == "backward":
+            given = list(map(self.local_view, given))
+        nodes: dict[fx.Node | None, Any] = dict(zip(recording.inputs, given, strict=False))
+        made = nodes.__getitem__
+        for node, op, args, kwargs, val in recording.calls:
+            nodes[node] = self._call(op, _map_arg(args, made), _map_arg(kwargs, made) if kwargs else kwargs, val)
         # A program that returns an operand returns the node of the half that makes it.
         nodes.update(zip(recording.inputs, operands, strict=False))
-        local = recording.local
-        return LocalResults(
-            tuple(map(nodes.__getitem__, local.operands)),
-            local.operand_zeros,
-            tuple(None if result is None else nodes[result] for result in local.results),
-            local.zeros,
-        )
+        nodes[None] = None  # of results that the operator does not have
+        return nodes
 
     def _call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
-        node = add_call(self.halves[self._phase].graph, op, args, kwargs)
+        self._calls += 1
+        node = append_node(self._graph, "call_function", f"call_{self._calls}", op, args, kwargs)
         self._set_meta(node, self._phase, val)
         return node
 
     def _set_meta(self, node: fx.Node, half: str, val: Any) -> None:
-        node.meta.update(val=val, position=self._position, key=self._key or node.name, kind=self._kind)
-        node.meta["partitioner_tag"] = f"is_{half}"
-        self._half_of[node] = half
+        key, tag = self._key or node.name, _TAGS[half]
+        node.meta.update(val=val, position=self._position, key=key, kind=self._kind, partitioner_tag=tag)
 
     def finish(
         self, outputs: dict[tuple[str, str], fx.Node], reduced: DeferredReduction | None
@@ -205,13 +212,13 @@ class _PredictedHalves:
         self._phase = "backward"
         names = [name for name in outputs if name[0] == "gradient"]
         backward.graph.output(tuple(self.local_view(outputs[name]) for name in names))
-        _drop_unused(backward.graph)
+        drop_unused(backward.graph)
         for placeholder in [saved for saved in backward.saved if not saved.users]:
             backward.graph.erase_node(placeholder)
             del backward.saved[placeholder]
         forward_outputs = [node for name, node in outputs.items() if name[0] != "gradient"]
         forward.graph.output((*forward_outputs, *dict.fromkeys(backward.saved.values())))
-        _drop_unused(forward.graph)
+        drop_unused(forward.graph)
         propagate_layers(forward.graph)
         for placeholder, saved in backward.saved.items():
             if "layer" in saved.meta:
@@ -231,10 +238,3 @@ class _PredictedHalves:
         output: Any = backward.graph.output_node()
         outputs.update(zip(names, output.args[0], strict=True))
         return unreduced
-
-
-def _drop_unused(graph: fx.Graph) -> None:
-    """Drop every call that nothing uses; `eliminate_dead_code` would look through the whole graph first."""
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)

@@ -144,12 +144,13 @@ class KernelPrices:
         val = node.meta.get("val")
         # Equal calls share the fake tensor of their result, so its identity is a cheap key.
         key = node.target, id(val)
-        if key not in self._known:
+        known = self._known.get(key)
+        if known is None:
             operands = [source.meta.get("val") for source in node.all_input_nodes]
             seconds = kernel_seconds(self.cost, node.target, operands, val, node.args)
             # The entry keeps the tensor alive, so that no other tensor gets its id.
-            self._known[key] = val, seconds
-        return self._known[key][1]
+            known = self._known[key] = val, seconds
+        return known[1]
 
     def _fused_seconds(self, node: fx.Node, read: Sequence[fx.Node]) -> float:
         """Return what a call adds to the kernel that it is fused into: the bytes that it reads and writes."""
@@ -225,37 +226,41 @@ class _Issuer:
         """Issue all nodes of a graph."""
         # A collective's node -> its operation.
         started: dict[fx.Node, int] = {}
-        dispatch = self.prices.cost.cluster.device.dispatch
+        dispatch, seconds_of = self.prices.cost.cluster.device.dispatch, self.prices.seconds
         for node in graph.nodes:
-            if node.op != "call_function" or node.target is operator.getitem:
+            target = node.target
+            if node.op != "call_function" or target is operator.getitem:
                 continue
-            if node.target in COLLECTIVE_KINDS:
-                started[node] = self._start(node)
-                # An exchange has no wait in the program: its operator returns when the rows are there.
-                if node.target is exchange_ops.exchange.default:
-                    self._issue(node, f"wait {node.name}", COMPUTE, 0.0, started[node])
-            elif node.target is _WAIT:
+            if target is _WAIT:
                 (start,) = node.all_input_nodes
                 # One of several results.
                 if start.target is operator.getitem:
                     start = start.all_input_nodes[0]
-                self._issue(node, node.name, COMPUTE, 0.0, started.get(start), dispatch=dispatch.view)
+                self._issue(node, node.name, COMPUTE, 0.0, dispatch.view, started.get(start))
+            elif target in COLLECTIVE_KINDS:
+                started[node] = self._start(node)
+                # An exchange has no wait in the program: its operator returns when the rows are there.
+                if target is exchange_ops.exchange.default:
+                    self._issue(node, f"wait {node.name}", COMPUTE, 0.0, 0.0, started[node])
             else:
-                seconds = self.prices.seconds(node)
-                self._issue(node, node.name, COMPUTE, seconds, dispatch=dispatch.kernel if seconds else dispatch.view)
+                seconds = seconds_of(node)
+                self._issue(node, node.name, COMPUTE, seconds, dispatch.kernel if seconds else dispatch.view)
 
     def _start(self, node: fx.Node) -> int:
         sent, cost = collective_call(node, self.groups), self.prices.cost
         seconds = cost.collective(sent.kind, sent.bytes, sent.axis)
         dispatch = cost.cluster.device.dispatch.collective
-        return self._issue(node, node.name, link_stream(cost.spans_hosts(sent.axis)), seconds, dispatch=dispatch)
+        return self._issue(node, node.name, link_stream(cost.spans_hosts(sent.axis)), seconds, dispatch)
 
     def _issue(
-        self, node: fx.Node, name: str, stream: str, seconds: float, *needs: int | None, dispatch: float = 0.0
+        self, node: fx.Node, name: str, stream: str, seconds: float, dispatch: float, awaited: int | None = None
     ) -> int:
-        known = {need for need in (*needs, self.computed) if need is not None}
-        self.issued.append(Operation(name, stream, seconds, tuple(sorted(known)), dispatch))
+        """Issue an operation, which needs the last computation and, if given, the operation that it awaits."""
+        index, needs = len(self.issued), () if self.computed is None else (self.computed,)
+        if awaited is not None:
+            needs = tuple(sorted({awaited, *needs}))
+        self.issued.append(Operation(name, stream, seconds, needs, dispatch))
         self.nodes.append(node)
         if stream == COMPUTE:
-            self.computed = len(self.issued) - 1
-        return len(self.issued) - 1
+            self.computed = index
+        return index

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -21,6 +21,7 @@ from autoshard.patterns.rule import OpCall, Rule
 from autoshard.patterns.strategy import Choices, resolve_variant
 from autoshard.program.aliasing import storage_root
 from autoshard.program.graph_emitter import GraphEmitter
+from autoshard.program.program_replay import COLLECTIVE_KINDS
 from autoshard.reshard.lower import lower
 from autoshard.reshard.path import Path, Resharder, Step
 from autoshard.size import Sizes, at, plain
@@ -31,8 +32,7 @@ from autoshard.specs.spec import Spec
 _WAIT = collectives.wait_tensor.default
 
 
-@dataclass(frozen=True, slots=True)
-class LocalResults:
+class LocalResults(NamedTuple):
     """The nodes that the local program of one operator leaves.
 
     Attributes:
@@ -132,6 +132,9 @@ class ProgramWalk:
         for source in inputs:
             if source.kind != "tangent":
                 self._add_outputs(Value(source.node))
+        handed_back: dict[fx.Node, list[Value]] = {}
+        for value in self.rules.outputs_of:
+            handed_back.setdefault(value.node, []).append(value)
         for position, node in enumerate(self.rules.operators):
             self._position = position
             try:
@@ -140,8 +143,8 @@ class ProgramWalk:
             except RuntimeError as error:
                 place = node_place(node, "has no program on the shards that were planned")
                 raise RuleError(f"{place}: {error}") from error
-            for index in range(len(self.rules.calls[node].results)):
-                self._add_outputs(Value(node, index))
+            for value in sorted(handed_back.get(node, ())):
+                self._add_outputs(value)
         # Tangents that are gradients as they arrive: no backward node may stand before forward ones.
         for source in inputs:
             if source.kind == "tangent":
@@ -149,46 +152,49 @@ class ProgramWalk:
         return self.outputs
 
     def _add_operator(self, node: fx.Node) -> None:
-        phase = self.flow.graph.phase(node)
-        gradient = self.rules.restores_dtype(node)
+        rules, nodes, zero_padded = self.rules, self._nodes, self._zero_padded
+        phase, gradient = self.flow.graph.phase(node), rules.restores_dtype(node)
         operands = [
-            self._read(value, phase, self.flow.consumed_spec(node, operand), gradient)
-            for operand, value in enumerate(self.rules.operands[node])
+            self._read(value, phase, spec, gradient)
+            for value, spec in zip(rules.operands[node], self.flow.consumed_specs(node), strict=True)
         ]
         # `autoshard.shard` is the identity: its operand was read in the pinned spec.
-        if self.rules.pin_spec(node, self.flow.mesh) is not None:
-            self._nodes[Value(node).name] = operands[0]
+        if rules.pin_spec(node, self.flow.mesh) is not None:
+            nodes[Value(node).name] = operands[0]
             return
         # A kernel that draws from the device's own generator would draw new numbers: its first results are used.
-        first = self.rules.original_draw(node)
-        rule, _ = resolve_variant(self.rules.rules[node], self.flow.decisions.choices[node.name])
-        if first is not None and rule.local is None:
-            for index in range(len(self.rules.calls[node].results)):
-                if Value(first, index).name in self._nodes:
-                    self._nodes[Value(node, index).name] = self._nodes[Value(first, index).name]
-            return
+        first = rules.original_draw(node)
+        if first is not None:
+            rule, _ = resolve_variant(rules.rules[node], self.flow.decisions.choices[node.name])
+            if rule.local is None:
+                for index in range(len(rules.calls[node].results)):
+                    if Value(first, index).name in nodes:
+                        nodes[Value(node, index).name] = nodes[Value(first, index).name]
+                return
         self.graph.enter(self._position, phase, node.name, "temporary")
-        operands = [self._zero_padded_copies.get((operand, phase), operand) for operand in operands]
-        local = self.graph.add_operator(node, operands, [operand in self._zero_padded for operand in operands])
+        if self._zero_padded_copies:
+            operands = [self._zero_padded_copies.get((operand, phase), operand) for operand in operands]
+        local = self.graph.add_operator(node, operands, [operand in zero_padded for operand in operands])
         # Operands whose padding was filled with zeros serve later operators, too.
         for operand, filled, zero in zip(operands, local.operands, local.operand_zeros, strict=True):
-            if zero and filled is not operand:
+            if filled is not operand and zero:
                 self._zero_padded_copies[operand, phase] = filled
-                self._zero_padded.add(filled)
+                zero_padded.add(filled)
         for index, result in enumerate(local.results):
             if result is not None:
-                self._nodes[Value(node, index).name] = result
+                nodes[Value(node, index).name] = result
                 if local.zeros[index]:
-                    self._zero_padded.add(result)
+                    zero_padded.add(result)
 
     def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
         """Return the value in spec `target`, for an optimizer or its cast if `gradient`; equal copies are made once."""
-        node = self._nodes[value.name]
+        nodes = self._nodes
+        node = nodes[value.name]
         for key, source, spec in self.flow.reshards(value, phase, target):
-            if key not in self._nodes:
+            if key not in nodes:
                 resharder = self.resharder.gradients if gradient and spec is target else self.resharder
-                self._nodes[key] = self._reshard(value, phase, key, node, self._path(resharder, value, source, spec))
-            node = self._nodes[key]
+                nodes[key] = self._reshard(value, phase, key, node, self._path(resharder, value, source, spec))
+            node = nodes[key]
         return node
 
     def _path(self, resharder: Resharder, value: Value, source: Spec, target: Spec) -> Path:
@@ -241,26 +247,18 @@ class Recording:
 
     Attributes:
         inputs: its operands, the rank's coordinates and the seed.
-        calls: the calls, in order.
+        calls: the calls, in order, with operator, arguments, keyword arguments and fake tensor.
         local: the nodes that it leaves; of a reshard, one result.
+        stand_for: the calls that are no collectives, if it is a program that a rule has in place of the operator; None
+            if it is the operator itself, or a reshard.
+        reads_rank: True if it reads or returns the rank's coordinates or the seed.
     """
 
     inputs: tuple[fx.Node, ...]
-    calls: tuple[fx.Node, ...]
+    calls: tuple[tuple[fx.Node, Any, tuple[Any, ...], dict[str, Any], Any], ...]
     local: LocalResults
-
-    def play(self, given: Sequence[fx.Node], call: Callable[..., fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Add the program to a graph, and return the node of every node of the recording.
-
-        Args:
-            given: the inputs.
-            call: adds a call, given its operator, arguments, keyword arguments and fake tensor.
-        """
-        nodes = dict(zip(self.inputs, given, strict=True))
-        for node in self.calls:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
-            nodes[node] = call(node.target, args, kwargs, node.meta["val"])
-        return nodes
+    stand_for: tuple[fx.Node, ...] | None
+    reads_rank: bool
 
 
 class _Recorder(GraphEmitter):
@@ -280,9 +278,13 @@ class _Recorder(GraphEmitter):
         self._coordinates = self._host_coordinates = self.inputs[len(operands) : -1]
         self._seed = self.inputs[-1]
 
-    def recording(self, local: LocalResults) -> Recording:
-        """Return the program."""
-        return Recording(tuple(self.inputs), tuple(self.graph.nodes)[len(self.inputs) :], local)
+    def recording(self, local: LocalResults, own: bool = False) -> Recording:
+        """Return the program; `own` tells if a rule has it in place of the operator."""
+        nodes = [node for node in self.graph.nodes if node.op == "call_function"]
+        calls = tuple((node, node.target, node.args, node.kwargs, node.meta["val"]) for node in nodes)
+        computing = (node for node in nodes if node.target is not _WAIT and node.target not in COLLECTIVE_KINDS)
+        reads_rank = any(node.users or node in local.results for node in self.inputs[len(self.operands) :])
+        return Recording(tuple(self.inputs), calls, local, tuple(computing) if own else None, reads_rank)
 
 
 class LocalPrograms:
@@ -312,15 +314,17 @@ class LocalPrograms:
     ) -> Recording:
         """Return the local program of an operator on operands that look like these."""
         identity = (id(call), id(rule), choices, tuple(zeros), tuple(map(id, operands)))
-        if identity not in self._by_identity:
+        recording = self._by_identity.get(identity)
+        if recording is None:
             key = (*identity[:-1], tuple(map(_layout, operands)))
             if key not in self._operators:
                 recorder = _Recorder(self, operands)
                 local = LocalCall(call, rule, choices, self.mesh, recorder, recorder.operands, zeros)
-                self._operators[key] = recorder.recording(emit_operator(local))
+                own = resolve_variant(rule, choices)[0].local is not None
+                self._operators[key] = recorder.recording(emit_operator(local), own)
             self._keep_alive += [call, rule, *operands]
-            self._by_identity[identity] = self._operators[key]
-        return self._by_identity[identity]
+            recording = self._by_identity[identity] = self._operators[key]
+        return recording
 
     def reshard(self, path: Path, value: torch.Tensor) -> Recording:
         """Return the steps of a path on a local tensor that looks like this one."""

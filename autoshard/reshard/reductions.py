@@ -97,11 +97,19 @@ def bucket_reductions(graph: fx.Graph, limit: int = GRADIENT_BUCKET_BYTES) -> No
     groups: dict[tuple[object, ...], list[_ReductionChain]] = {}
     for reduction in sorted(chains, key=lambda chain: positions[chain.source]):
         groups.setdefault(reduction.key, []).append(reduction)
+    vals: dict[tuple[object, ...], torch.Tensor] = {}
     for group in groups.values():
         for bucket in _buckets(group, limit):
             if len(bucket) > 1:
-                _join_reductions(graph, bucket)
-    graph.eliminate_dead_code(is_impure_node=is_border)
+                _join_reductions(graph, bucket, vals)
+    drop_unused(graph)
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Drop every node that nothing uses; `eliminate_dead_code` would look through the whole graph first."""
+    for node in reversed(graph.nodes):
+        if not node.users and not is_border(node):
+            graph.erase_node(node)
 
 
 def is_border(node: fx.Node) -> bool:
@@ -161,13 +169,27 @@ def _buckets(reductions: Iterable[_ReductionChain], limit: int) -> list[list[_Re
     return buckets
 
 
-def _join_reductions(graph: fx.Graph, bucket: Sequence[_ReductionChain]) -> None:
-    """Replace the reductions of a bucket by one reduction of a joint buffer."""
+def _join_reductions(
+    graph: fx.Graph, bucket: Sequence[_ReductionChain], vals: dict[tuple[object, ...], torch.Tensor]
+) -> None:
+    """Replace the reductions of a bucket by one reduction of a joint buffer.
+
+    Args:
+        graph: is changed.
+        bucket: the reductions.
+        vals: the tensors without numbers that were made for the graph, by dtype and shape.
+    """
+
+    def val(*shape: int) -> torch.Tensor:
+        key = dtype, *map(plain, shape)
+        if key not in vals:
+            vals[key] = torch.empty(key[1:], dtype=dtype, device="meta")
+        return vals[key]
 
     def call(shape: Sequence[int], op: Any, *args: Any) -> fx.Node:
         node = graph.call_function(op, args)
         node.meta = dict(bucket[-1].result.meta)
-        node.meta["val"] = torch.empty([plain(size) for size in shape], dtype=dtype, device="meta")
+        node.meta["val"] = val(*shape)
         return node
 
     dtype, cuts = bucket[0].source.meta["val"].dtype, bucket[0].pieces
@@ -193,7 +215,7 @@ def _join_reductions(graph: fx.Graph, bucket: Sequence[_ReductionChain]) -> None
             joined = call([row_count, width], _WAIT, call([row_count, width], op, joined, *arguments))
         flat = call([row_count * width], aten.view.default, joined, [-1])
         split = call([row_count * width], aten.split_with_sizes.default, flat, widths)
-        split.meta["val"] = [torch.empty([plain(width)], dtype=dtype, device="meta") for width in widths]
+        split.meta["val"] = [val(width) for width in widths]
         for index, reduction in enumerate(bucket):
             piece = call([widths[index]], operator.getitem, split, index)
             reshaped = call([], aten.view.default, piece, list(reduction.result.meta["val"].shape))
@@ -264,7 +286,7 @@ def take_reductions(graph: fx.Graph, places: Collection[int], reduced: DeferredR
     later.output(tuple(reductions))
     output.args = (tuple(results),)
     # Nothing uses the reductions any more.
-    graph.eliminate_dead_code(is_impure_node=is_border)
+    drop_unused(graph)
     return PendingReductions(later, tuple(chains))
 
 

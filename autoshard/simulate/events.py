@@ -25,8 +25,7 @@ def link_stream(spans_hosts: bool) -> str:
     return "between hosts" if spans_hosts else "inside a host"
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """One kernel or one collective.
 
     Attributes:
@@ -84,14 +83,20 @@ def replay(operations: Sequence[Operation]) -> Timeline:
     issued = 0.0
     starts: list[float] = []
     ends: list[float] = []
-    for index, operation in enumerate(operations):
-        assert all(0 <= need < index for need in operation.needs), f"{operation.name} needs what is issued after it"
-        assert operation.seconds >= 0, f"{operation.name} takes {operation.seconds} seconds"
-        issued += operation.dispatch
-        start = max(free.get(operation.stream, 0.0), *(ends[need] for need in operation.needs), issued)
+    for index, (name, stream, seconds, needs, dispatch) in enumerate(operations):
+        assert seconds >= 0, f"{name} takes {seconds} seconds"
+        issued += dispatch
+        start = free.get(stream, 0.0)
+        for need in needs:
+            assert 0 <= need < index, f"{name} needs what is issued after it"
+            if ends[need] > start:
+                start = ends[need]
+        if issued > start:
+            start = issued
+        end = start + seconds
         starts.append(start)
-        ends.append(start + operation.seconds)
-        free[operation.stream] = ends[-1]
+        ends.append(end)
+        free[stream] = end
     # Communication while nothing computes is exposed: the time when any stream is busy, less the compute.
     computing = [operation.stream == COMPUTE for operation in operations]
     intervals = list(zip(starts, ends, strict=True))
@@ -108,8 +113,9 @@ def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of the intervals."""
     covered, reached = 0.0, 0.0
     for start, end in sorted(intervals):
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
+        if end > reached:
+            covered += end - (start if start > reached else reached)
+            reached = end
     return covered
 
 

@@ -55,7 +55,8 @@ def piecewise_losses(
 @given(
     rows=st.sampled_from([(7,), (2, 5), (13,), (2, 3, 2)]),
     classes=st.sampled_from([5, 11]),
-    piece=st.integers(1, 160),
+    step=st.integers(1, 12),
+    width=st.sampled_from([1, 4]),
     reduction=st.sampled_from(REDUCTIONS),
     label_smoothing=st.sampled_from([0.0, 0.1]),
     ignore_index=st.sampled_from([-100, 2]),
@@ -68,7 +69,8 @@ def piecewise_losses(
 def test_loss_and_gradients_are_those_of_whole_logits(
     rows: tuple[int, ...],
     classes: int,
-    piece: int,
+    step: int,
+    width: int,
     reduction: str,
     label_smoothing: float,
     ignore_index: int,
@@ -86,8 +88,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     target = torch.randint(classes, rows, generator=generator)
     target.view(-1)[0] = ignore_index
     operands = {
-        "hidden": 3 * normal(*rows, 4),
-        "weight": normal(classes, 4),
+        "hidden": 3 * normal(*rows, width),
+        "weight": normal(classes, width),
         "bias": normal(classes) if has_bias else None,
         "target": target,
         "class_weights": normal(classes).abs() if is_weighted else None,
@@ -97,7 +99,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     factor = normal(*rows) if reduction == "none" else normal()
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_operator, "PIECE_BYTES", 8 * piece)
+        patch.setattr(loss_operator, "LEAST_STEP", step)
         for losses in (whole_losses, piecewise_losses):
             loss, logsumexp = losses(operands, options, scale, cap)
             # With a penalty of the logsumexp (z-loss).
@@ -118,7 +120,7 @@ def test_classes_may_be_ruled_out_by_their_bias() -> None:
     operands["bias"][4:] = -torch.inf
     options = {"reduction": "mean", "label_smoothing": 0.0, "ignore_index": -100}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_operator, "PIECE_BYTES", 8 * 6 * 2)
+        patch.setattr(loss_operator, "LEAST_STEP", 2)
         pieces = [losses(operands, options, 1.0, 0.0)[0] for losses in (whole_losses, piecewise_losses)]
         gradients = [torch.autograd.grad(loss, operands["hidden"])[0] for loss in pieces]
     torch.testing.assert_close(*pieces, rtol=1e-9, atol=0)
@@ -128,8 +130,8 @@ def test_classes_may_be_ruled_out_by_their_bias() -> None:
 @pytest.mark.parametrize("shape", [(40, 300), (300, 40)])
 def test_sums_of_pieces_are_not_rounded_to_half_precision(shape: tuple[int, int]) -> None:
     rows, classes = shape
-    hidden = torch.randn(rows, 16).bfloat16().requires_grad_()
-    weight = torch.randn(classes, 16).bfloat16().requires_grad_()
+    hidden = torch.randn(rows, 7).bfloat16().requires_grad_()
+    weight = torch.randn(classes, 7).bfloat16().requires_grad_()
     target = torch.randint(classes, (rows,))
     logits = functional.linear(hidden.double(), weight.double())
     exact = torch.autograd.grad(functional.cross_entropy(logits, target, reduction="sum"), [hidden, weight])
@@ -137,7 +139,7 @@ def test_sums_of_pieces_are_not_rounded_to_half_precision(shape: tuple[int, int]
     logits = functional.linear(hidden, weight).float()
     usual = torch.autograd.grad(functional.cross_entropy(logits, target, reduction="sum"), [hidden, weight])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_operator, "PIECE_BYTES", 4 * 40 * 7)
+        patch.setattr(loss_operator, "LEAST_STEP", 7)
         statistics = statistics_of_logits(hidden, weight, None, target, None, dtype=torch.bfloat16)
         loss = cross_entropy_of_statistics(*statistics, target, reduction=2, classes=len(weight), dtype=torch.float32)
         pieces = torch.autograd.grad(loss, [hidden, weight])
@@ -170,7 +172,7 @@ def test_pieces_bound_the_workspace() -> None:
         hidden, weight = torch.empty(8192, 4096, dtype=torch.bfloat16), torch.empty(128256, 4096, dtype=torch.bfloat16)
         target = torch.empty(8192, dtype=torch.long)
     held = WORKSPACES[operators.logit_statistics.default](hidden, weight, None, target, None, 1.0, 0.0, 1.0, 0.0)
-    assert held == 2048 * 8192 * (2 + 2 * 4)
+    assert held == 4096 * 8192 * (2 + 2 * 4)
 
 
 @pytest.mark.parametrize(("rows", "classes"), [(512, 8192), (8192, 512), (300, 300)])
@@ -179,7 +181,7 @@ def test_pieces_bound_the_workspace() -> None:
 def test_workspace_is_what_the_programs_hold(
     rows: int, classes: int, cap: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_operator, "PIECE_BYTES", 2**20)
+    monkeypatch.setattr(loss_operator, "LEAST_STEP", 512)
     hidden, weight = torch.randn(rows, 16, dtype=dtype), torch.randn(classes, 16, dtype=dtype)
     target, options = torch.randint(classes, (rows,)), (1.0, cap, 1.0, 0.01)
     forward = (hidden, weight, None, target, None, *options)

@@ -206,4 +206,9 @@ def test_losses_in_pieces_make_their_logits_twice_and_stream_them() -> None:
         backward = work_of_call(losses.logit_statistics_backward.default, operands, gradients)
         assert (backward.flops, backward.repeated) == (products * product, product)
         assert backward.streamed > forward.streamed > 0
+    # Sums of a gradient in single precision, once for a piece: as much as a pass over logits, if a piece is as wide.
+    hidden, weight = (torch.empty(size, 4096, dtype=torch.bfloat16, device="meta") for size in (rows, classes))
+    operands = [of_rows, of_rows, hidden, weight, of_rows, of_rows]
+    wide = work_of_call(losses.logit_statistics_backward.default, operands, [hidden, weight, absent])
+    assert wide.streamed - backward.streamed == pytest.approx(rows * classes * (4 + 2 * 4) * (1 - width / 1024))
     assert model({"x": 1}).compute(1000.0, 10.0, torch.float32, streamed=20.0) == pytest.approx(10.5 + 2.5)

@@ -6,8 +6,9 @@ import pytest
 from torch.distributed.tensor import Shard
 
 from autoshard.errors import PlanError
-from autoshard.patterns.decisions import Decisions, Flow, phase_of
+from autoshard.patterns.decisions import Decisions, Flow, StrategySpecs, phase_of
 from autoshard.patterns.graph_rules import Value
+from autoshard.patterns.strategy import operand_spec, result_spec
 from autoshard.planner.planning_problem import Constraints
 from autoshard.specs.spec import Spec
 from tests.planner.steps import every_parameter, flow_of, joint_graph, planner_of, regather_all
@@ -54,6 +55,20 @@ def test_data_of_another_form_is_refused(harm: object) -> None:
 def test_gradients_are_made_in_the_backward_half() -> None:
     kinds = {output.kind: phase_of(output) for output in joint_graph("gpt").outputs}
     assert kinds == {"output": "forward", "gradient": "backward"}
+
+
+def test_flows_may_share_the_specs_of_strategies() -> None:
+    flow = _flow()
+    rules, choices, mesh = flow.rules, flow.decisions.choices, flow.mesh
+    specs = StrategySpecs(mesh)
+    for each in (Flow(rules, flow.decisions, mesh, specs), Flow(rules, flow.decisions, mesh, specs)):
+        for node in rules.operators:
+            strategy = rules.rules[node], choices[node.name], mesh
+            assert each.consumed_specs(node) == tuple(
+                operand_spec(*strategy, index) for index in range(len(rules.operands[node]))
+            )
+            for index in range(len(rules.calls[node].results)):
+                assert each.produced_spec(Value(node, index)) is result_spec(*strategy, index)
 
 
 def test_legs_lead_from_where_a_value_is_made_to_where_it_is_wanted() -> None:

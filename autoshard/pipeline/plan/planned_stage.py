@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -269,7 +269,7 @@ def _allocations_within(held: Sequence[Allocation], start: int, end: int) -> Ite
     for item in held:
         first, last = max(item.start, start), min(item.end, end)
         if first < last:
-            yield replace(item, start=first, end=last)
+            yield item._replace(start=first, end=last)
 
 
 def _local_bytes(

@@ -34,7 +34,7 @@ def test_statistics_and_gradients(
     cap: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loss_operator, "PIECE_BYTES", 8 * 20)
+    monkeypatch.setattr(loss_operator, "LEAST_STEP", 4)
     operands, options = _operands(rows, classes, bias, weighted), (0.7, cap, 0.9, 0.1 / classes)
     assert_sound(operators.logit_statistics.default, *operands, *options, shards=shards)
     logsumexp, expected = operators.logit_statistics(*operands, *options)

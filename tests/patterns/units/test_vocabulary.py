@@ -104,7 +104,7 @@ def test_loss_in_pieces_is_that_of_one_device(
     mesh: dict[str, int], factor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_in_pieces, "LARGE_LOGITS", 1)
-    monkeypatch.setattr(loss_operator, "PIECE_BYTES", 8 * 100)
+    monkeypatch.setattr(loss_operator, "LEAST_STEP", 8)
     plan = plan_with(loss_alone, mesh, "logit_statistics", factor)
     strategies = [choice.strategy for choice in plan.choices if "logit_statistics" in choice.node]
     assert len(strategies) == 2, "forward and backward"
