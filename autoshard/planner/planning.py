@@ -18,6 +18,7 @@ from torch import nn
 
 from autoshard.capture.depth import capture_repeated
 from autoshard.capture.joint import JointGraph, Tangents, capture
+from autoshard.capture.offloading import offload_values
 from autoshard.capture.recomputation import Recomputable, recomputable, recompute_layers
 from autoshard.errors import BudgetError
 from autoshard.options.target import Target
@@ -142,7 +143,9 @@ class CapturedCall:
         """
         key = tuple(loops), parts
         if key not in self._in_parts:
-            self._in_parts[key] = with_unequal_loops(self.graph, self.mesh, loops, parts)
+            captured = self.graph if self.graph.unmoved is None else self.graph.unmoved
+            split = with_unequal_loops(captured, self.mesh, loops, parts)
+            self._in_parts[key] = offload_values(split, self.graph.offloaded)
         return self._in_parts[key]
 
     def planner_of(self, target: Target, graph: JointGraph | None = None) -> Planner:

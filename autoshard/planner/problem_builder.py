@@ -12,6 +12,7 @@ import numpy as np
 from torch import fx
 from torch.distributed.tensor import Placement
 
+from autoshard.capture.host_copies import TO_HOST
 from autoshard.capture.joint import JointInput
 from autoshard.capture.recomputation import RECOMPUTES
 from autoshard.patterns.decisions import Decisions, phase_of
@@ -283,7 +284,8 @@ class _Build:
         variable = Variable("operator", node.name, options.choices, seconds, options.results)
         if node in self.optional:
             variable = self.builder.with_absence(variable)
-        if self.memory_counts and not rule.free:
+        # What lies on the host takes nothing of the device.
+        if self.memory_counts and not rule.free and node.target is not TO_HOST:
             variable.usage = tables.result_bytes(call, options)
             if node in self.optional:
                 variable.usage = self.builder.with_zero(variable.usage)

@@ -311,5 +311,5 @@ class ProgramMaker:
 
 def _digest(plan: ShardingPlan) -> str:
     """Return a digest of the decisions of a plan; the time and place of planning have no part in it."""
-    decided = json.dumps([plan.decisions, plan.recomputed], sort_keys=True, default=str)
+    decided = json.dumps([plan.decisions, plan.recomputed, plan.offloaded], sort_keys=True, default=str)
     return hashlib.blake2b(decided.encode(), digest_size=6).hexdigest()
