@@ -26,6 +26,7 @@ from autoshard.patterns.graph_rules import value_of
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.budget_search import BudgetSearch, ShortfallError
+from autoshard.planner.offload_search import check_host
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, show_progress
@@ -241,6 +242,7 @@ def run_planner(
     """
     with show_progress(target.options.search.verbose) as planner.progress:
         plan = plan_with_recompute(planner, unlimited, explained=explained)
+    check_host(plan.memory.host, planner)
     return with_provenance(plan, planner, capture_seconds, target)
 
 

@@ -34,7 +34,14 @@ from autoshard.names import group_names
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules, Value
-from autoshard.planner.account import OperatorPrices, StepAccount, allocations, reduction_timeline, step_calls
+from autoshard.planner.account import (
+    OperatorPrices,
+    StepAccount,
+    allocations,
+    host_bytes,
+    reduction_timeline,
+    step_calls,
+)
 from autoshard.planner.boundary_specs import row_outputs
 from autoshard.planner.call_times import CallTimes
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount

@@ -18,7 +18,7 @@ from autoshard.capture.host_copies import AWAIT_COPY, START_TO_DEVICE, START_TO_
 COPIED_BYTES = 512 * 2**20
 """Most bytes on a device that copies of one direction hold at once."""
 
-_AHEAD = 4  # copies of the largest size that are under way, at most: small programs hold little more than their largest
+_AHEAD = 2  # copies of the largest size that are under way, at most: small programs hold little more than their largest
 
 
 def schedule_copies(graph: fx.Graph, limit: int = COPIED_BYTES) -> None:
