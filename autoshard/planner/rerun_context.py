@@ -1,37 +1,58 @@
-"""The problem in which every operator of a layer may run again, and the plans that its solutions stand for.
+"""The problem in which operators may run again and values may move, and the plans that its solutions stand for.
 
 Whether an operator runs again is decided together with how all operators are split. The graph of this problem has all
 operators that can run again twice: the second one, in the backward half, may be absent. The hub of a value in the
 backward half takes the value from the forward half, kept or gathered again, or from the operator that runs again; or
-nothing reads it there. What a solution costs and holds is that of the graph in which only the chosen operators run
-again, so that every prediction is that of a program that can run.
+nothing reads it there; or from the host, if it was moved. What a solution costs and holds is that of the graph in which only the chosen operators run
+again and the chosen values are moved, so that every prediction is that of a program that can run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
+from torch import fx
 
+from autoshard.capture.host_copies import TO_DEVICE, TO_HOST
+from autoshard.capture.offloading import DEVICE_NAME, movable_values, offload_values
 from autoshard.capture.recomputation import RECOMPUTES, recompute_layers, rerunnable
-from autoshard.patterns.decisions import Decisions
-from autoshard.patterns.strategy import ABSENT
+from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.patterns.graph_rules import Value, value_of
+from autoshard.patterns.strategy import ABSENT, Choices
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
+from autoshard.planner.regather import MOVED
+from autoshard.specs.layout import local_shape
+from autoshard.specs.spec import Spec
 
 
 class RerunContext(Planner):
-    """Solves the problem in which operators may run again.
+    """Solves the problem in which operators may run again, and values may be moved to the host.
 
     Args:
         planner: the planner of the graph in which none does; its tables are shared.
+        reruns: False if no operator may run again.
+        copy_price: the price of a second of copies, as in `Constraints`; None if no value may be moved.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, reruns: bool = True, copy_price: float | None = None) -> None:
         self.without = planner
-        graph = recompute_layers(planner.graph, rerunnable(planner.graph))
-        constraints = replace(planner.constraints, optional_reruns=True)
+        graph = recompute_layers(planner.graph, rerunnable(planner.graph)) if reruns else planner.graph
+        # Values that may be moved, by the names of their copies back.
+        self.moves: dict[str, fx.Node] = {}
+        if copy_price is not None:
+            values = movable_values(planner.graph)
+            self.moves = {DEVICE_NAME.format(name): node for name, node in values.items()}
+        constraints = replace(
+            planner.constraints,
+            optional_reruns=True,
+            movable=frozenset(value_of(node).name for node in self.moves.values()),
+            copy_price=copy_price or 0.0,
+        )
         super().__init__(
             graph, planner.mesh, planner.cluster, constraints, planner.settings, planner.progress, like=planner
         )
@@ -41,16 +62,17 @@ class RerunContext(Planner):
         self._settled: dict[frozenset[str], Planner] = {frozenset(): planner}
 
     def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
-        """Return the plan in which the operators run again that these decisions of the whole problem choose."""
-        return self.evaluate_reruns(self._names_to_rerun(decisions), decisions, cost, lower_bound, method)
+        """Return the plan in which what these decisions of the whole problem choose runs again, or is moved."""
+        names = self._names_to_rerun(decisions) | self._names_to_move(decisions)
+        return self.evaluate_reruns(names, decisions, cost, lower_bound, method)
 
     def evaluate_reruns(
         self, names: Collection[str], decisions: Decisions, cost: float, lower_bound: float, method: str
     ) -> CandidatePlan:
-        """Return the plan in which the operators of these names run again.
+        """Return the plan in which the operators of these names run again, and values are moved.
 
         Args:
-            names: the names of the operators.
+            names: the names of the operators, and of the copies that bring values back.
             decisions: decisions for at least all that the plan's graph has.
             cost, lower_bound, method: as in `CandidatePlan`.
         """
@@ -61,24 +83,69 @@ class RerunContext(Planner):
         """Return the decisions for a planner's graph among those for more than that."""
         operators = {node.name for node in planner.rules.operators}
         values = {value.name for value in planner.rules.values()}
-        return Decisions(
+        hubs = decisions.hubs.items()
+        settled = Decisions(
             {name: choices for name, choices in decisions.choices.items() if name in operators},
             decisions.rest,
             decisions.outputs,
-            {key: spec for key, spec in decisions.hubs.items() if key.partition("@")[0] in values},
+            {key: spec for key, spec in hubs if key.partition("@")[0] in values and not key.endswith(MOVED)},
         )
+        self._split_copies(settled, planner, {key: spec for key, spec in hubs if key.endswith(MOVED)})
+        return settled
+
+    def _split_copies(self, settled: Decisions, planner: Planner, wanted: Mapping[str, Spec]) -> None:
+        """Decide how copies to the host and back, and views of what comes back, are split, as far as that is open.
+
+        Args:
+            settled: the decisions, which get these choices.
+            planner: of the graph that they are for.
+            wanted: key of a moved value, as `MOVED` ends it -> the spec in which the backward half reads it.
+        """
+        flow = Flow(planner.rules, settled, planner.mesh)
+        for node in planner.rules.operators:
+            choices = settled.choices.get(node.name)
+            if choices is not None and ABSENT not in choices:
+                continue
+            if node.target in (TO_HOST, TO_DEVICE):
+                (value,) = planner.rules.operands[node]
+                spec = flow.produced_spec(value)
+                if node.target is TO_DEVICE:
+                    (moved,) = planner.rules.operands[value.node]
+                    spec = wanted.get(moved.name + MOVED, spec)
+                settled.choices[node.name] = self._choices_for(node, value, spec, planner)
+            else:
+                settled.choices[node.name] = settled.choices[node.meta[RECOMPUTES]]  # a view, taken again
+
+    def _choices_for(self, node: fx.Node, value: Value, spec: Spec, planner: Planner) -> Choices:
+        """Return how a copy is split to be taken in a spec, or in the one to which that is brought fastest."""
+        options = planner.tables.options(planner.rules.rules[node])
+        specs = options.operands[0]
+        places = [place for place, each in enumerate(specs.distinct) if each is spec]
+        if not places:
+            meta = value.meta
+            seconds = planner.resharder.seconds(meta.shape, meta.dtype.itemsize, (spec,), specs.distinct)
+            places = [int(np.argmin(seconds[0]))]
+        return options.choices[int(np.flatnonzero(specs.index == places[0])[0])]
 
     def planner_with(self, names: Collection[str]) -> Planner:
-        """Return the planner of the graph in which the operators of these names run again."""
+        """Return the planner of the graph in which the operators of these names run again, and values are moved."""
         key = frozenset(names)
         if key not in self._settled:
             with self.time_phase("patterns"):
-                graph = recompute_layers(self.without.graph, key)
+                moved = [self.moves[name].name for name in key & self.moves.keys()]
+                graph = recompute_layers(self.without.graph, key - self.moves.keys(), moved)
+                graph = offload_values(graph, moved)
                 like = self.without
                 planner = Planner(graph, like.mesh, like.cluster, like.constraints, like.settings, like=like)
             planner.deadline, planner.timings = self.deadline, self.timings
             self._settled[key] = planner
         return self._settled[key]
+
+    def names_of(self, plan: CandidatePlan) -> list[str]:
+        """Return the names that `evaluate_reruns` takes for a plan."""
+        graph, given = plan.estimate.context.graph, self.without.graph.offloaded
+        moved = [DEVICE_NAME.format(name) for name in graph.offloaded if name not in given]
+        return [*graph.recomputed, *moved]
 
     def moments_of(self, plan: CandidatePlan) -> np.ndarray:
         """Return the bytes that a plan holds at every moment of the whole problem.
@@ -92,6 +159,26 @@ class RerunContext(Planner):
         for moment in range(len(self.rules.operators) - 1, -1, -1):
             places[moment] = position.get(self.rules.operators[moment].name, places[moment + 1])
         return held[places]
+
+    def _names_to_move(self, decisions: Decisions) -> set[str]:
+        """Return the names of the copies back of the values that are moved, as many as the host has room for."""
+        flow, room = Flow(self.rules, decisions, self.mesh), self.settings.host_memory
+        chosen, held = set[str](), 0
+        # The earlier a value is made, the longer the device holds it otherwise.
+        for name, node in self.moves.items():
+            made = value_of(node)
+            value = Value(self._by_name[made.node.name], made.result)
+            if value.name + MOVED in decisions.hubs:
+                shape = local_shape(value.meta.shape, flow.produced_spec(value), self.mesh)
+                size = self.settings.under_way * math.prod(shape) * value.meta.dtype.itemsize
+                if room is None or held + size <= room:
+                    chosen.add(name)
+                    held += size
+        return chosen
+
+    @cached_property
+    def _by_name(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.graph.graph.nodes}
 
     def _names_to_rerun(self, decisions: Decisions) -> set[str]:
         """Return the names of the operators whose second run is not absent, and has a reader."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from autoshard.capture.offloading import HOST_NAME
 from autoshard.capture.recomputation import rerun_name
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph_rules import value_of
@@ -183,6 +184,10 @@ class LayerMix:
         for name in context.reruns:
             if name in placed:
                 self._layer_of[rerun_name(name)] = placed[name]
+        for name, node in context.moves.items():
+            layer = placed.get(value_of(node).node.name)
+            if layer is not None:
+                self._layer_of |= {name: layer, HOST_NAME.format(node.name): layer}
 
     def plan(self, count: int) -> CandidatePlan:
         """Return the plan in which so many layers are as in the lean plan."""
@@ -206,7 +211,7 @@ class LayerMix:
         reruns = [
             name
             for plan, wanted in ((self.lean, True), (self.fast, False))
-            for name in plan.estimate.context.graph.recomputed
+            for name in self.context.names_of(plan)
             if is_lean(name) == wanted
         ]
         planner = self.context.planner_with(reruns)

@@ -320,6 +320,7 @@ class EdgeTables:
         self._regather_edges: dict[tuple[object, ...], RegatherEdge] = {}
         self._rerun_edges: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
         self._with_absence: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._moves: dict[tuple[object, ...], np.ndarray] = {}
         self.tie_costs = cache(tie_costs)
 
     def reshard_seconds(
@@ -351,6 +352,7 @@ class EdgeTables:
         origins: tuple[Origin, ...] = MADE_ONCE,
         *,
         allocated: bool,
+        moves: np.ndarray | None = None,
     ) -> RegatherEdge:
         """Return the edge from a tensor to the hub of the backward half.
 
@@ -361,16 +363,26 @@ class EdgeTables:
             mesh: the mesh axes.
             origins: the origins of the options of the hub of the backward half.
             allocated: True if the step allocates memory for the tensor, held for the backward half alone.
+            moves: seconds of its copies to the host and back, as for `regather.regather_edge`; of equal tensors one array.
         """
-        key = (meta.shape, meta.dtype.itemsize, sources, hub, origins, allocated)
+        key = (meta.shape, meta.dtype.itemsize, sources, hub, origins, allocated, id(moves))
         if key not in self._regather_edges:
             self._regather_edges[key] = regather_edge(
                 self.reshard_seconds(meta, sources, hub),
                 self.copy_bytes(meta, sources, hub, mesh),
                 sources.bytes(meta, mesh) * allocated,
                 origins,
+                moves,
             )
         return self._regather_edges[key]
+
+    def move_seconds(self, meta: TensorMeta, specs: SpecList, cost: CostModel, price: float) -> np.ndarray:
+        """Return the seconds of a tensor's copies to the host and back under every spec, each counted `price` times."""
+        key = (meta.shape, meta.dtype.itemsize, specs, price)
+        if key not in self._moves:
+            seconds = [2 * price * cost.host_copy(int(held)) for held in specs.bytes(meta, cost.mesh)]
+            self._moves[key] = np.array(seconds)
+        return self._moves[key]
 
     def rerun_edge(
         self, meta: TensorMeta, sources: SpecList, hub: SpecList, mesh: MeshShape, origins: tuple[Origin, ...]
