@@ -2,9 +2,80 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import BudgetError
 from autoshard.planner.planner import Planner
+from autoshard.planner.planning_context import CandidatePlan
+from autoshard.planner.rerun_context import RerunContext
+from autoshard.planner.rerun_search import RerunSearch
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.units import format_bytes
+
+# Prices of a second of copies, in seconds of the step. Compute hides most of them, up to what the link carries beside
+# it, which no sum knows: the replay judges the plans that both prices lead to.
+_COPY_PRICES = (0.1, 1.0)
+
+
+def fastest_with_moves(planner: Planner, plan_without: Callable[[], ShardingPlan]) -> ShardingPlan:
+    """Return the fastest plan that keeps the limit, in which values are moved to the host if the settings allow.
+
+    Args:
+        planner: the planner of the graph.
+        plan_without: returns the plan that moves nothing but what hints name.
+
+    Raises:
+        BudgetError: no plan that was found fits the memory limit.
+    """
+    limit = planner.settings.memory_limit
+    if planner.settings.offload == "none" or limit is None:
+        return plan_without()
+    shortfall: BudgetError | None = None
+    best: ShardingPlan | None = None
+    try:
+        best = plan_without()
+    except BudgetError as error:
+        shortfall = error
+    unlimited = planner.unlimited or planner.solve(planner.constraints)
+    if best is not None and planner.fastest(unlimited).memory.peak <= limit:
+        return best
+    for price in _COPY_PRICES:
+        try:
+            plan = _search(planner, limit, unlimited, price)
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            planner.warn_of_interruption(best.cost)
+            break
+        if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
+            found = replace(plan, lower_bound=min(unlimited.lower_bound, plan.cost))
+            best = plan.estimate.context.describe(found)
+    return _checked(best, shortfall)
+
+
+def _checked(best: ShardingPlan | None, shortfall: BudgetError | None) -> ShardingPlan:
+    """Return the best plan; raise the error of the search without moves if there is none."""
+    if best is None:
+        assert shortfall is not None
+        raise shortfall
+    return best
+
+
+def _search(planner: Planner, limit: int, unlimited: CandidatePlan, price: float) -> CandidatePlan | None:
+    """Return the fastest plan met within the limit, at a price of copies; None if none fits."""
+    recompute = planner.settings.recompute
+    if recompute == "full":
+        graph = recompute_layers(planner.graph, [layer.name for layer in recomputable(planner.graph)])
+        again = Planner(graph, planner.mesh, planner.cluster, planner.constraints, planner.settings, like=planner)
+        again.deadline, again.timings = planner.deadline, planner.timings
+        planner, unlimited = again, again.solve(again.constraints)
+    context = RerunContext(planner, recompute in ("auto", "selective"), price)
+    with contextlib.suppress(BudgetError):
+        return RerunSearch(context, limit, [unlimited, planner.fastest(unlimited)]).run()
+    return None
 
 
 def check_host(moved: int, planner: Planner) -> None:

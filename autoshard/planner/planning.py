@@ -26,7 +26,7 @@ from autoshard.patterns.graph_rules import value_of
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.budget_search import BudgetSearch, ShortfallError
-from autoshard.planner.offload_search import check_host
+from autoshard.planner.offload_search import check_host, fastest_with_moves
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, show_progress
@@ -295,7 +295,7 @@ def plan_with_recompute(
             make it smaller.
     """
     try:
-        return _plan_with_recompute(planner, unlimited)
+        return fastest_with_moves(planner, lambda: _plan_with_recompute(planner, unlimited))
     except ShortfallError as shortfall:
         if not explained:
             raise

@@ -35,13 +35,17 @@ class RerunContext(Planner):
 
     Args:
         planner: the planner of the graph in which none does; its tables are shared.
-        reruns: False if no operator may run again.
+        reruns: False if no operator may run again. Views may be taken again in any case: what they are of may be moved.
         copy_price: the price of a second of copies, as in `Constraints`; None if no value may be moved.
     """
 
     def __init__(self, planner: Planner, reruns: bool = True, copy_price: float | None = None) -> None:
         self.without = planner
-        graph = recompute_layers(planner.graph, rerunnable(planner.graph)) if reruns else planner.graph
+        again = rerunnable(planner.graph)
+        rules = planner.rules.rules
+        self._only_views = not reruns
+        names = [name for name, nodes in again.items() if reruns or all(rules[n].free for n in nodes if n in rules)]
+        graph = recompute_layers(planner.graph, names)
         # Values that may be moved, by the names of their copies back.
         self.moves: dict[str, fx.Node] = {}
         if copy_price is not None:
@@ -143,9 +147,9 @@ class RerunContext(Planner):
 
     def names_of(self, plan: CandidatePlan) -> list[str]:
         """Return the names that `evaluate_reruns` takes for a plan."""
-        graph, given = plan.estimate.context.graph, self.without.graph.offloaded
-        moved = [DEVICE_NAME.format(name) for name in graph.offloaded if name not in given]
-        return [*graph.recomputed, *moved]
+        graph, given = plan.estimate.context.graph, self.without.graph
+        moved = [DEVICE_NAME.format(name) for name in graph.offloaded if name not in given.offloaded]
+        return [*(name for name in graph.recomputed if name not in given.recomputed), *moved]
 
     def moments_of(self, plan: CandidatePlan) -> np.ndarray:
         """Return the bytes that a plan holds at every moment of the whole problem.
@@ -182,6 +186,9 @@ class RerunContext(Planner):
 
     def _names_to_rerun(self, decisions: Decisions) -> set[str]:
         """Return the names of the operators whose second run is not absent, and has a reader."""
+        # A view of what is moved is taken again by itself.
+        if self._only_views:
+            return set()
         read = {key.partition("@")[0].partition(":")[0] for key in decisions.hubs}
         return {
             name

@@ -71,11 +71,12 @@ def _limit(copies: Sequence[fx.Node], limit: int) -> int:
 def _await(copy: fx.Node, place: fx.Node) -> fx.Node:
     """Await a copy before a call, for all that reads it."""
     arguments = tuple(copy.all_input_nodes) if copy.target is START_TO_HOST else ()
+    meta = _meta_at(copy, place)
     with copy.graph.inserting_before(place):
         # Its source is held until the copy has ended.
         wait = copy.graph.call_function(AWAIT_COPY, (copy, *arguments))
     copy.replace_all_uses_with(wait, delete_user_cb=lambda user: user is not wait)
-    wait.meta = _meta_at(copy, place)
+    wait.meta = meta
     return wait
 
 
