@@ -17,7 +17,7 @@ from autoshard.units import format_bytes
 
 # Prices of a second of copies, in seconds of the step. Compute hides most of them, up to what the link carries beside
 # it, which no sum knows: the replay judges the plans that both prices lead to.
-_COPY_PRICES = (0.1, 1.0)
+_COPY_PRICES = (0.1, 0.2)
 
 
 def fastest_with_moves(planner: Planner, plan_without: Callable[[], ShardingPlan]) -> ShardingPlan:
