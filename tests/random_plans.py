@@ -68,7 +68,9 @@ def random_plan(
     axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
     decisions: Decisions | None = None
     for block in [axes[:2], *([axis] for axis in axes[2:])]:
-        built = builder.build(frozenset(block), decisions, reuse="all" if forced or recompute or rerun or offload else "none")
+        built = builder.build(
+            frozenset(block), decisions, reuse="all" if forced or recompute or rerun or offload else "none"
+        )
         decisions = built.decode(random_assignment(built.problem, generator))
     assert decisions is not None
     return plan_of(graph, mesh, decisions)

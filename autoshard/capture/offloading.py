@@ -7,7 +7,7 @@ accounted for like all others. Between them the device holds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
@@ -49,8 +49,8 @@ def offload_values(graph: JointGraph, names: Collection[str]) -> JointGraph:
     unknown = sorted(set(names) - movable.keys())
     if unknown:
         raise PlanError(
-            f"the plan moves {unknown[0]!r} to the host, which is no value of this model that can be moved: it was made "
-            "for another model, or by another version of autoshard. Make the plan again."
+            f"the plan moves {unknown[0]!r} to the host, which is no value of this model that can be moved: it was "
+            "made for another model, or by another version of autoshard. Make the plan again."
         )
     asked = {*names, *graph.offloaded}
     # A copy, since a search compares graphs with and without moves.
@@ -133,8 +133,10 @@ def _move(graph: JointGraph, node: fx.Node) -> None:
         reader.replace_input_with(node, copy)
 
 
-def values_of_modules(graph: JointGraph, nodes: Collection[fx.Node]) -> tuple[str, ...]:
+def values_of_modules(graph: JointGraph, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     """Return the names of the values that are worth a move among those that some nodes save for the backward half."""
-    chosen = {name: node for name, node in movable_values(graph).items() if node in nodes}
-    sizes: Mapping[str, int] = {name: node.meta["val"].numel() * node.meta["val"].itemsize for name, node in chosen.items()}
+    # By name: the nodes may be of the graph with moves.
+    names = {node.name for node in nodes}
+    chosen = {name: node.meta["val"] for name, node in movable_values(graph).items() if name in names}
+    sizes = {name: value.numel() * value.element_size() for name, value in chosen.items()}
     return tuple(name for name, size in sizes.items() if size * _SMALL_FACTOR >= max(sizes.values()))

@@ -125,7 +125,9 @@ def offload_hinted(graph: JointGraph, hints: Mapping[str, HintValue] | None, mod
     for glob in globs:
         paths = set(matching(str(glob), modules))
         if not paths:
-            raise HintError(f"the hint {glob!r}: offload() matches no module. {suggestion(str(glob), set(modules) - {''})}")
+            raise HintError(
+                f"the hint {glob!r}: offload() matches no module. {suggestion(str(glob), set(modules) - {''})}"
+            )
         below = {
             node
             for node in graph.graph.nodes

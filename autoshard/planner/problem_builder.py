@@ -418,7 +418,9 @@ class _Build:
         tables = self.builder.edge_tables
         # The storage of a view is not held for the copy of its operator, so that to keep the view is to keep it all.
         allocated = rerun is not None or not self.lifetimes.is_view(value)
-        edge = tables.regather_edge(value.meta, source.specs, copies, self.mesh, origins, allocated=allocated, moves=moves)
+        edge = tables.regather_edge(
+            value.meta, source.specs, copies, self.mesh, origins, allocated=allocated, moves=moves
+        )
         self.edge_live_ranges[len(self.edges)] = (
             LiveRange(edge.between, held[0], first_use),
             LiveRange(edge.after, first_use, end),

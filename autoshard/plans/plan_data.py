@@ -267,7 +267,9 @@ _SHARDING = record(
 )
 
 # Files that older versions wrote lack them.
-_SHARDING["required"] = [name for name in _SHARDING["required"] if name not in ("update_seconds", "offloaded", "step_replay")]
+_SHARDING["required"] = [
+    name for name in _SHARDING["required"] if name not in ("update_seconds", "offloaded", "step_replay")
+]
 for _name in ("modules", "saved", "host"):
     _SHARDING["properties"]["memory"]["required"].remove(_name)
 _SHARDING["properties"]["collectives"]["items"]["required"].remove("gradient")

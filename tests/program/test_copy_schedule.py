@@ -83,7 +83,9 @@ def test_copies_begin_as_early_and_end_as_late_as_the_limit_allows() -> None:
     for graph in (forward, backward):
         schedule_copies(graph, 2 * one)
     order = {
-        graph: [node.target for node in graph.nodes if node.op == "call_function" and node.target is not aten.sin.default]
+        graph: [
+            node.target for node in graph.nodes if node.op == "call_function" and node.target is not aten.sin.default
+        ]
         for graph in (forward, backward)
     }
     start, back, wait, read = START_TO_HOST, START_TO_DEVICE, AWAIT_COPY, aten.cos.default

@@ -177,7 +177,7 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
 
 
 def _flow(planned: PlannedStage) -> tuple[Flow, Planner]:
-    """Return the decisions of a plan on the graph that they were made for, with what it runs again and moves to the host."""
+    """Return the decisions of a plan on the graph that they were made for, with its reruns and moves."""
     planner, plan = planned.planner, planned.plan
     graph = graph_of_plan(planner.graph, plan.recomputed, plan.offloaded)
     if graph is not planner.graph:

@@ -1,0 +1,118 @@
+"""Plans under a limit that move values to the host: never slower than without, as lean as they say, and refused in words."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.errors import BudgetError, HintError, PlanError
+from autoshard.plans.sharding_plan import ShardingPlan
+from tests import models
+from tests.memory_models import build
+from tests.training import fast_links
+
+MESH = {"x": 2}
+
+
+@cache
+def _plan(limit: int | None, recompute: str = "none", offload: str = "none", **options: Any) -> ShardingPlan:
+    module, inputs = build("GPT")
+    options |= {"memory_limit": limit, "recompute": recompute, "offload": offload, "cluster": fast_links()}
+    return autoshard.plan(module, MESH, (), inputs, optimizer="sgd", **options)
+
+
+def _least(recompute: str) -> int:
+    """Return the smallest peak without moves."""
+    with pytest.raises(BudgetError) as caught:
+        _plan(1, recompute)
+    assert caught.value.peak is not None
+    return caught.value.peak
+
+
+@pytest.mark.parametrize(
+    "recompute", ["none", "selective", *(pytest.param(each, marks=pytest.mark.slow) for each in ("auto", "full"))]
+)
+def test_a_plan_that_may_move_values_is_never_slower(recompute: str) -> None:
+    without = _plan(None, recompute)
+    limit = (without.memory.peak + _least(recompute)) // 2
+    plans = [_plan(limit, recompute, offload) for offload in ("none", "auto")]
+    assert plans[1].step_seconds <= plans[0].step_seconds * (1 + 1e-9)
+    assert all(plan.memory.peak <= limit for plan in plans)
+
+
+def test_values_are_moved_where_nothing_else_keeps_the_limit() -> None:
+    limit = _least("none") * 9 // 10
+    plan = _plan(limit, "none", "auto")
+    assert plan.memory.peak <= limit
+    assert plan.offloaded
+    assert not plan.recomputed
+    assert plan.memory.host > 0
+    assert f"{len(plan.offloaded)} tensors, " in str(plan)
+    again = ShardingPlan.from_json(plan.to_json())
+    assert (again.offloaded, again.memory.host) == (plan.offloaded, plan.memory.host)
+
+
+def test_the_host_is_filled_as_far_as_it_has_room() -> None:
+    limit = _least("none") * 95 // 100
+    free = _plan(limit, "none", "auto")
+    room = free.memory.host * 3 // 4
+    try:
+        plan = _plan(limit, "none", "auto", host_memory=room)
+    except BudgetError as error:
+        assert error.peak is not None
+    else:
+        assert plan.memory.host <= room
+    module, inputs = build("GPT")
+    options: dict[str, Any] = {"hints": {"*": autoshard.offload()}, "cluster": fast_links()}
+    moved = autoshard.plan(module, MESH, (), inputs, **options).memory.host
+    assert autoshard.plan(module, MESH, (), inputs, **options, host_memory=moved).memory.host == moved
+    with pytest.raises(BudgetError, match=r"moves .* of every device to its host, which has .* for it \(host_memory"):
+        autoshard.plan(module, MESH, (), inputs, **options, host_memory=moved - 1)
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
+        self.norm = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x).square().mean()
+
+
+def test_a_hint_moves_what_its_modules_save() -> None:
+    x = torch.randn(8, 16)
+
+    def plan(hints: dict[str, Any], **options: Any) -> ShardingPlan:
+        return autoshard.plan(_Twice(), MESH, (x,), hints=hints, cluster=fast_links(), **options)
+
+    second = plan({"layers.1*": autoshard.offload()})
+    both = plan({"layers.*": autoshard.offload()})
+    assert set(second.offloaded) < set(both.offloaded)
+    assert second.hints == {"layers.1*": "offload()"}
+    paths = {choice.node: choice.module for choice in second.choices}
+    assert {paths[name].split(".")[1] for name in second.offloaded} == {"1"}
+    with pytest.raises(HintError, match="matches no module"):
+        plan({"blocks.*": autoshard.offload()})
+    with pytest.raises(HintError, match="moves nothing"):
+        plan({"norm": autoshard.offload()})
+    # Evaluation saves nothing: there is nothing to move.
+    with torch.no_grad():
+        module, inputs = models.mlp()
+        assert not autoshard.plan(module.eval(), MESH, (), inputs, hints={"*": autoshard.offload()}).offloaded
+
+
+def test_pipelines_move_nothing() -> None:
+    x = torch.randn(8, 16)
+    for options in ({"offload": "auto"}, {"hints": {"layers.*": autoshard.offload()}}):
+        with pytest.raises(PlanError, match="its stages keep their tensors on the device"):
+            autoshard.plan(_Twice(), {"pp": 2}, (x,), cluster=fast_links(), **options)
+    with pytest.raises(PlanError, match="offload='all' is unknown: choose one of none, auto"):
+        autoshard.plan(_Twice(), MESH, (x,), offload="all")  # type: ignore[arg-type]
