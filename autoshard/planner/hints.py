@@ -136,8 +136,8 @@ def offload_hinted(graph: JointGraph, hints: Mapping[str, HintValue] | None, mod
         if graph.gradients and not values_of_modules(graph, below):
             raise HintError(
                 f"the hint {glob!r}: offload() moves nothing: the backward half reads no tensor that the forward half "
-                f"makes in {', '.join(sorted(paths)[:3]) or 'the root module'}, but for what the step returns. Drop the "
-                "hint, or match the modules whose activations are large."
+                f"makes in {', '.join(sorted(paths)[:3]) or 'the root module'}, but for what the step returns. Drop "
+                "the hint, or match the modules whose activations are large."
             )
         nodes |= below
     return offload_values(graph, values_of_modules(graph, nodes)) if nodes else graph
@@ -179,8 +179,8 @@ def parse_value(text: str) -> HintValue:
 
     Args:
         text: `"S(0)"`, for every mesh axis; `"R S(0) -"`, one for each, `-` where the planner chooses; `"tp: S(0)"`,
-            by names of axes; or primitives, `"split('tp')"` or `"replicate(4)"`; or `"offload()"`. Blanks and quotes may
-            be left out.
+            by names of axes; or primitives, `"split('tp')"` or `"replicate(4)"`; or `"offload()"`. Blanks and quotes
+            may be left out.
 
     Raises:
         HintError: the text is none of these.

@@ -2,9 +2,10 @@
 
 Whether an operator runs again is decided together with how all operators are split. The graph of this problem has all
 operators that can run again twice: the second one, in the backward half, may be absent. The hub of a value in the
-backward half takes the value from the forward half, kept or gathered again, or from the operator that runs again; or
-nothing reads it there; or from the host, if it was moved. What a solution costs and holds is that of the graph in which only the chosen operators run
-again and the chosen values are moved, so that every prediction is that of a program that can run.
+backward half takes the value from the forward half, kept or gathered again; from the operator that runs again; or from
+the host, if the value was moved there; or nothing reads it there. What a solution costs and holds is that of the graph
+in which only the chosen operators run again and only the chosen values are moved, so that every prediction is that of a
+program that can run.
 """
 
 from __future__ import annotations

@@ -363,7 +363,8 @@ class EdgeTables:
             mesh: the mesh axes.
             origins: the origins of the options of the hub of the backward half.
             allocated: True if the step allocates memory for the tensor, held for the backward half alone.
-            moves: seconds of its copies to the host and back, as for `regather.regather_edge`; of equal tensors one array.
+            moves: seconds of its copies to the host and back, as for `regather.regather_edge`; one array for equal
+                tensors.
         """
         key = (meta.shape, meta.dtype.itemsize, sources, hub, origins, allocated, id(moves))
         if key not in self._regather_edges:

@@ -72,7 +72,7 @@ class _Streams:
 def test_a_copy_waits_for_compute_and_compute_for_the_copy_where_it_is_awaited() -> None:
     streams, tensor = _Streams(), torch.randn(4)
     device = torch.device("cuda", 0)
-    with mock.patch.object(torch, "get_device_module", lambda _: streams):
+    with mock.patch.object(torch, "get_device_module", return_value=streams):
         host_copies._stream.cache_clear()
         copy = host_copies._copy_aside(torch.empty(4), tensor, device, "to host")
         again = host_copies._copy_aside(torch.empty(4), tensor, device, "to host")

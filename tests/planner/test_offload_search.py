@@ -1,4 +1,4 @@
-"""Plans under a limit that move values to the host: never slower than without, as lean as they say, and refused in words."""
+"""Plans under a limit that move values to the host: never slower than without, and refused in words."""
 
 from __future__ import annotations
 
@@ -61,12 +61,8 @@ def test_the_host_is_filled_as_far_as_it_has_room() -> None:
     limit = _least("none") * 95 // 100
     free = _plan(limit, "none", "auto")
     room = free.memory.host * 3 // 4
-    try:
-        plan = _plan(limit, "none", "auto", host_memory=room)
-    except BudgetError as error:
-        assert error.peak is not None
-    else:
-        assert plan.memory.host <= room
+    plan = _plan(limit, "selective", "auto", host_memory=room)
+    assert plan.memory.host <= room
     module, inputs = build("GPT")
     options: dict[str, Any] = {"hints": {"*": autoshard.offload()}, "cluster": fast_links()}
     moved = autoshard.plan(module, MESH, (), inputs, **options).memory.host
