@@ -189,6 +189,12 @@ class ShortfallError(BudgetError):
         self._constraints, self._prices, self._late = constraints, prices, late
         super().__init__(self._message(()), least.peak)
 
+    def with_least(self, least: Memory) -> ShortfallError:
+        """Return the error of a search that knows also plans of another kind, the leanest of which has this memory."""
+        if least.peak >= self._least.peak:
+            return self
+        return ShortfallError(self._planner, self._limit, least, self._constraints, self._prices, self._late)
+
     def with_remedies(self) -> BudgetError:
         """Return the error that also names the remedies, each tried once."""
         # If time is up, so is the time for remedies.

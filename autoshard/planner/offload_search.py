@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import BudgetError
+from autoshard.memory.footprint import Memory
+from autoshard.planner.budget_search import ShortfallError
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.rerun_context import RerunContext
@@ -33,30 +34,32 @@ def fastest_with_moves(planner: Planner, plan_without: Callable[[], ShardingPlan
     limit = planner.settings.memory_limit
     if planner.settings.offload == "none" or limit is None:
         return plan_without()
-    shortfall: BudgetError | None = None
+    shortfall: ShortfallError | None = None
     best: ShardingPlan | None = None
     try:
         best = plan_without()
-    except BudgetError as error:
+    except ShortfallError as error:
         shortfall = error
     unlimited = planner.unlimited or planner.solve(planner.constraints)
     if best is not None and planner.fastest(unlimited).memory.peak <= limit:
         return best
     for price in _COPY_PRICES:
         try:
-            plan = _search(planner, limit, unlimited, price)
+            plan, leanest = _search(planner, limit, unlimited, price)
         except KeyboardInterrupt:
             if best is None:
                 raise
             planner.warn_of_interruption(best.cost)
             break
+        if shortfall is not None:
+            shortfall = shortfall.with_least(leanest)
         if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
             found = replace(plan, lower_bound=min(unlimited.lower_bound, plan.cost))
             best = plan.estimate.context.describe(found)
     return _checked(best, shortfall)
 
 
-def _checked(best: ShardingPlan | None, shortfall: BudgetError | None) -> ShardingPlan:
+def _checked(best: ShardingPlan | None, shortfall: ShortfallError | None) -> ShardingPlan:
     """Return the best plan; raise the error of the search without moves if there is none."""
     if best is None:
         assert shortfall is not None
@@ -64,8 +67,10 @@ def _checked(best: ShardingPlan | None, shortfall: BudgetError | None) -> Shardi
     return best
 
 
-def _search(planner: Planner, limit: int, unlimited: CandidatePlan, price: float) -> CandidatePlan | None:
-    """Return the fastest plan met within the limit, at a price of copies; None if none fits."""
+def _search(
+    planner: Planner, limit: int, unlimited: CandidatePlan, price: float
+) -> tuple[CandidatePlan | None, Memory]:
+    """Return the fastest plan met within the limit at a price of copies, if any, and the memory of the leanest."""
     recompute = planner.settings.recompute
     if recompute == "full":
         graph = recompute_layers(planner.graph, [layer.name for layer in recomputable(planner.graph)])
@@ -73,9 +78,8 @@ def _search(planner: Planner, limit: int, unlimited: CandidatePlan, price: float
         again.deadline, again.timings = planner.deadline, planner.timings
         planner, unlimited = again, again.solve(again.constraints)
     context = RerunContext(planner, recompute in ("auto", "selective"), price)
-    with contextlib.suppress(BudgetError):
-        return RerunSearch(context, limit, [unlimited, planner.fastest(unlimited)]).run()
-    return None
+    search = RerunSearch(context, limit, [unlimited, planner.fastest(unlimited)])
+    return search.run(), search.leanest.memory
 
 
 def check_host(moved: int, planner: Planner) -> None:

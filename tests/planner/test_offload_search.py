@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 import autoshard
 from autoshard.errors import BudgetError, HintError, PlanError
@@ -57,6 +58,16 @@ def test_values_are_moved_where_nothing_else_keeps_the_limit() -> None:
     assert (again.offloaded, again.memory.host) == (plan.offloaded, plan.memory.host)
 
 
+def test_what_is_too_little_is_said_with_the_leanest_plan_met() -> None:
+    with pytest.raises(BudgetError, match="the smallest peak found is") as caught:
+        _plan(1_000_000, "none", "auto")
+    assert caught.value.peak is not None
+    assert caught.value.peak < _least("none")
+    assert "offload" not in str(caught.value)
+    with pytest.raises(BudgetError, match=r"move tensors to the host \(offload=\"auto\" needs"):
+        _plan(1_000_000, "none")
+
+
 def test_the_host_is_filled_as_far_as_it_has_room() -> None:
     limit = _least("none") * 95 // 100
     free = _plan(limit, "none", "auto")
@@ -95,6 +106,11 @@ def test_a_hint_moves_what_its_modules_save() -> None:
     assert second.hints == {"layers.1*": "offload()"}
     paths = {choice.node: choice.module for choice in second.choices}
     assert {paths[name].split(".")[1] for name in second.offloaded} == {"1"}
+    # What moves would cost, asked of a plan without them, and of one that has them.
+    cost = plan({"layers.0.0.weight": (Replicate(),)}).why_not({"layers.*": autoshard.offload()})
+    assert cost.plan is not None
+    assert set(cost.plan.offloaded) == set(both.offloaded)
+    assert both.why_not({"layers.1*": autoshard.offload()}).plan is both
     with pytest.raises(HintError, match="matches no module"):
         plan({"blocks.*": autoshard.offload()})
     with pytest.raises(HintError, match="moves nothing"):
