@@ -68,7 +68,8 @@ class RerunContext(Planner):
 
     def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
         """Return the plan in which what these decisions of the whole problem choose runs again, or is moved."""
-        names = self._names_to_rerun(decisions) | self._names_to_move(decisions)
+        moved = {name for name in self.moves if self._value(name).name + MOVED in decisions.hubs}
+        names = self._names_to_rerun(decisions) | moved
         return self.evaluate_reruns(names, decisions, cost, lower_bound, method)
 
     def evaluate_reruns(
@@ -77,11 +78,12 @@ class RerunContext(Planner):
         """Return the plan in which the operators of these names run again, and values are moved.
 
         Args:
-            names: the names of the operators, and of the copies that bring values back.
+            names: the names of the operators, and of the copies that bring values back; of these as many as the host
+                has room for.
             decisions: decisions for at least all that the plan's graph has.
             cost, lower_bound, method: as in `CandidatePlan`.
         """
-        planner = self.planner_with(names)
+        planner = self.planner_with(self._within_host(names, decisions))
         return planner.evaluate(self.settle(decisions, planner), cost, lower_bound, method)
 
     def settle(self, decisions: Decisions, planner: Planner) -> Decisions:
@@ -165,21 +167,30 @@ class RerunContext(Planner):
             places[moment] = position.get(self.rules.operators[moment].name, places[moment + 1])
         return held[places]
 
-    def _names_to_move(self, decisions: Decisions) -> set[str]:
-        """Return the names of the copies back of the values that are moved, as many as the host has room for."""
-        flow, room = Flow(self.rules, decisions, self.mesh), self.settings.host_memory
-        chosen, held = set[str](), 0
+    def _within_host(self, names: Collection[str], decisions: Decisions) -> set[str]:
+        """Return these names without those of copies for which the host has no room."""
+        room, flow = self.settings.host_memory, Flow(self.rules, decisions, self.mesh)
+        if room is None:
+            return set(names)
+
+        def size(name: str) -> int:
+            value = self._value(name)
+            shape = local_shape(value.meta.shape, flow.produced_spec(value), self.mesh)
+            return self.settings.under_way * math.prod(shape) * value.meta.dtype.itemsize
+
+        left = room - sum(size(DEVICE_NAME.format(name)) for name in self.without.graph.offloaded)
+        kept = set(names) - self.moves.keys()
         # The earlier a value is made, the longer the device holds it otherwise.
-        for name, node in self.moves.items():
-            made = value_of(node)
-            value = Value(self._by_name[made.node.name], made.result)
-            if value.name + MOVED in decisions.hubs:
-                shape = local_shape(value.meta.shape, flow.produced_spec(value), self.mesh)
-                size = self.settings.under_way * math.prod(shape) * value.meta.dtype.itemsize
-                if room is None or held + size <= room:
-                    chosen.add(name)
-                    held += size
-        return chosen
+        for name in self.moves:
+            if name in names and size(name) <= left:
+                kept.add(name)
+                left -= size(name)
+        return kept
+
+    def _value(self, name: str) -> Value:
+        """Return the value that a copy of this name brings back."""
+        made = value_of(self.moves[name])
+        return Value(self._by_name[made.node.name], made.result)
 
     @cached_property
     def _by_name(self) -> dict[str, fx.Node]:
