@@ -69,6 +69,11 @@ class _Streams:
         yield
 
 
+def _note(copy: torch.Tensor, source: torch.Tensor, device: torch.device, direction: str) -> torch.Tensor:
+    setattr(copy, host_copies._COPIED, direction)
+    return copy
+
+
 def test_a_copy_waits_for_compute_and_compute_for_the_copy_where_it_is_awaited() -> None:
     streams, tensor = _Streams(), torch.randn(4)
     device = torch.device("cuda", 0)
@@ -80,6 +85,10 @@ def test_a_copy_waits_for_compute_and_compute_for_the_copy_where_it_is_awaited()
         awaited = AWAIT_COPY(copy, tensor)
         AWAIT_COPY(copy, tensor)
         host_copies._stream.cache_clear()
+    # What a kernel notes on its result is on the tensor that its caller gets.
+    with mock.patch.object(host_copies, "_copy_aside", side_effect=_note):
+        assert getattr(START_TO_HOST(tensor), host_copies._COPIED) == "to host"
+        assert getattr(START_TO_DEVICE(tensor), host_copies._COPIED) == "from host"
     issued = ["aside waits for compute", "copies on aside", "event on aside"]
     assert streams.log == [*issued, *issued, "compute waits for event of aside"]
     assert awaited.equal(tensor)
