@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -119,6 +120,28 @@ def test_a_hint_moves_what_its_modules_save() -> None:
     with torch.no_grad():
         module, inputs = models.mlp()
         assert not autoshard.plan(module.eval(), MESH, (), inputs, hints={"*": autoshard.offload()}).offloaded
+
+
+def test_copies_hide_beside_compute_as_far_as_the_link_carries_them() -> None:
+    x = torch.randn(64, 16)
+
+    def plan(bandwidth: float, hints: dict[str, Any] | None = None, **options: Any) -> ShardingPlan:
+        cluster = fast_links()
+        cluster = replace(cluster, device=replace(cluster.device, host_bandwidth=bandwidth, kernel_overhead=1e-9))
+        return autoshard.plan(_Twice(), {"x": 1}, (x,), hints=hints, cluster=cluster, **options)
+
+    hints = {"layers.*": autoshard.offload()}
+    without, fast, slow = plan(1e15), plan(1e15, hints), plan(1e6, hints)
+    assert fast.step_seconds == pytest.approx(without.step_seconds, rel=1e-2)
+    one_way = slow.memory.host / 1e6
+    # Both directions at once would not do: what comes back was there before.
+    assert 2 * one_way < slow.step_seconds < 2 * one_way + without.step_seconds
+    assert slow.step_replay.exposed > 1.5 * one_way
+    # A compiled program waits for every copy.
+    medium = one_way * 1e6 / without.step_seconds * 4
+    beside, waiting = (plan(medium, hints, compile=compiled) for compiled in (False, True))
+    assert beside.step_seconds < without.step_seconds * 1.4
+    assert waiting.step_seconds > plan(medium, compile=True).step_seconds + 2 * waiting.memory.host / medium
 
 
 def test_pipelines_move_nothing() -> None:
