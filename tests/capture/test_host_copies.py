@@ -9,10 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoshard.capture import host_copies
 from autoshard.capture.host_copies import AWAIT_COPY, START_TO_DEVICE, START_TO_HOST, TO_DEVICE, TO_HOST
+from autoshard.patterns import check
+from autoshard.patterns.registry import op_call, rule_for
+from autoshard.patterns.strategy import axis_choices, fitting_choices, operand_specs
+from autoshard.specs.axes import MeshShape
 
 LAYOUTS = {
     "rows": torch.randn(3, 4),
@@ -93,3 +98,21 @@ def test_a_copy_waits_for_compute_and_compute_for_the_copy_where_it_is_awaited()
     assert streams.log == [*issued, *issued, "compute waits for event of aside"]
     assert awaited.equal(tensor)
     assert again.equal(tensor)
+
+
+@pytest.mark.parametrize("op", [TO_HOST, TO_DEVICE], ids=["to host", "to device"])
+def test_any_placement_passes(op: Any) -> None:
+    for shape in ((12, 12), (12, 5), (7,), (1, 12, 3)):
+        tensor = torch.randn(shape, dtype=torch.float64)
+        assert check(op, (tensor,)) == []
+        graph = fx.Graph()
+        node = graph.call_function(op, (graph.placeholder("x"),))
+        node.args[0].meta["val"] = node.meta["val"] = tensor  # type: ignore[union-attr]
+        rule = rule_for(op_call(node))
+        assert rule is not None
+        mesh = MeshShape.of({"x": 2, "y": 2})
+        choices = fitting_choices(rule, [axis_choices(rule, size) for size in mesh.sizes], mesh)
+        specs = {str(spec) for spec in operand_specs(rule, choices, mesh, 0)}
+        # Whole, sums, and shards of every dim that an axis splits.
+        assert {"R R", "P(sum) R", "R P(sum)"} <= specs
+        assert {f"S({dim}) R" for dim, size in enumerate(shape) if size > 1} <= specs
