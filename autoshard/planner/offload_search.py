@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import BudgetError
-from autoshard.memory.footprint import Memory
 from autoshard.planner.budget_search import ShortfallError
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
@@ -45,32 +44,38 @@ def fastest_with_moves(planner: Planner, plan_without: Callable[[], ShardingPlan
         return best
     for price in _COPY_PRICES:
         try:
-            plan, leanest = _search(planner, limit, unlimited, price)
+            plan, _ = _search(planner, limit, unlimited, price)
         except KeyboardInterrupt:
             if best is None:
                 raise
             planner.warn_of_interruption(best.cost)
             break
-        if shortfall is not None:
-            shortfall = shortfall.with_least(leanest)
         if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
             found = replace(plan, lower_bound=min(unlimited.lower_bound, plan.cost))
             best = plan.estimate.context.describe(found)
-    return _checked(best, shortfall)
+    if best is not None:
+        return best
+    assert shortfall is not None
+    return _leanest(planner, limit, unlimited, shortfall)
 
 
-def _checked(best: ShardingPlan | None, shortfall: ShortfallError | None) -> ShardingPlan:
-    """Return the best plan; raise the error of the search without moves if there is none."""
-    if best is None:
-        assert shortfall is not None
-        raise shortfall
-    return best
+def _leanest(planner: Planner, limit: int, unlimited: CandidatePlan, shortfall: ShortfallError) -> ShardingPlan:
+    """Return the plan with the smallest peak, which does not depend on the limit; raise the error if it does not fit.
+
+    A limit that an error names is one within which a plan is found.
+    """
+    met = [_search(planner, 1, unlimited, price)[1] for price in _COPY_PRICES]
+    leanest = min(met, key=lambda plan: plan.memory.peak)
+    if leanest.memory.peak > limit:
+        raise shortfall.with_least(leanest.memory)
+    found = replace(leanest, lower_bound=min(unlimited.lower_bound, leanest.cost))
+    return leanest.estimate.context.describe(found)
 
 
 def _search(
     planner: Planner, limit: int, unlimited: CandidatePlan, price: float
-) -> tuple[CandidatePlan | None, Memory]:
-    """Return the fastest plan met within the limit at a price of copies, if any, and the memory of the leanest."""
+) -> tuple[CandidatePlan | None, CandidatePlan]:
+    """Return the fastest plan met within the limit at a price of copies, if any, and the leanest one."""
     recompute = planner.settings.recompute
     if recompute == "full":
         graph = recompute_layers(planner.graph, [layer.name for layer in recomputable(planner.graph)])
@@ -79,7 +84,7 @@ def _search(
         planner, unlimited = again, again.solve(again.constraints)
     context = RerunContext(planner, recompute in ("auto", "selective"), price)
     search = RerunSearch(context, limit, [unlimited, planner.fastest(unlimited)])
-    return search.run(), search.leanest.memory
+    return search.run(), search.leanest
 
 
 def check_host(moved: int, planner: Planner) -> None:

@@ -64,6 +64,8 @@ def test_what_is_too_little_is_said_with_the_leanest_plan_met() -> None:
         _plan(1_000_000, "none", "auto")
     assert caught.value.peak is not None
     assert caught.value.peak < _least("none")
+    # The limit that is named is one within which there is a plan.
+    assert _plan(caught.value.peak, "none", "auto").memory.peak <= caught.value.peak
     assert "offload" not in str(caught.value)
     with pytest.raises(BudgetError, match=r"move tensors to the host \(offload=\"auto\" needs"):
         _plan(1_000_000, "none")
