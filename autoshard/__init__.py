@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         sampler_arguments,
         shard_dataloader,
     )
-    from autoshard.capture.marks import replicate, set_default_strategy, shard, split
+    from autoshard.capture.marks import offload, replicate, set_default_strategy, shard, split
     from autoshard.cluster.calibrate import calibrate
     from autoshard.cluster.cluster import Cluster
     from autoshard.compare.compare import compare
@@ -94,6 +94,7 @@ __all__ = [
     "load_safetensors",
     "materialize",
     "no_sync",
+    "offload",
     "parallelize",
     "plan",
     "plan_of",
@@ -127,7 +128,7 @@ _NAMES = {
         "sampler_arguments",
         "shard_dataloader",
     ),
-    "autoshard.capture.marks": ("replicate", "set_default_strategy", "shard", "split"),
+    "autoshard.capture.marks": ("offload", "replicate", "set_default_strategy", "shard", "split"),
     "autoshard.cluster.calibrate": ("calibrate",),
     "autoshard.cluster.cluster": ("Cluster",),
     "autoshard.compare.compare": ("compare",),

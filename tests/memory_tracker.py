@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoshard.capture.host_copies import AWAIT_COPY, HOST_TENSORS
 from autoshard.reshard.collective_schedule import KEEPS_INPUT
 from autoshard.runtime.shards import local_of
 from autoshard.specs.axes import MeshShape
@@ -89,7 +90,9 @@ class Tracker(TorchDispatchMode):
             self._kept |= {_memory(one): keeps for one in pytree.tree_leaves(result)}
         elif func is collectives.wait_tensor.default:
             self._kept.pop(_memory(args[0]), []).clear()
-        self.track(pytree.tree_leaves(result), str(func))
+        # What lies on the host takes nothing of the device.
+        if func not in HOST_TENSORS and func is not AWAIT_COPY:
+            self.track(pytree.tree_leaves(result), str(func))
         return result
 
     def track(self, values: Iterable[Any], maker: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention_operator import operators
+from autoshard.capture.host_copies import HOST_COPIES
 from autoshard.capture.joint_graph import JointGraph
 from autoshard.patterns.ops.random import draws
 from autoshard.runtime.step import RunnableStep
@@ -127,7 +128,9 @@ def _reads(node: fx.Node, host: set[fx.Node]) -> Iterator[str]:
     if _moves_to_host(node):
         yield "copies from the device to the host"
     made = next(_tensors(node), None)
-    if node.all_input_nodes and made is not None and node.kwargs.get("device", made.device) != made.device:
+    moves = node.all_input_nodes and made is not None and node.kwargs.get("device", made.device) != made.device
+    # What comes back from the host goes to the device at hand.
+    if moves and op not in HOST_COPIES:
         yield "moves a tensor to another device"
 
 

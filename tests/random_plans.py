@@ -8,6 +8,7 @@ import numpy as np
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.offloading import movable_values, offload_values
 from autoshard.capture.recomputation import recomputable, recompute_layers, rerunnable
 from autoshard.cluster.cluster import Cluster
 from autoshard.options.target import Settings
@@ -33,6 +34,7 @@ def random_plan(
     uneven: float = 0.0,
     recompute: float = 0.0,
     rerun: float = 0.0,
+    offload: float = 0.0,
     planned_outputs: bool = False,
 ) -> ShardingPlan:
     """A plan with a random feasible strategy for every operator.
@@ -45,6 +47,7 @@ def random_plan(
         uneven: share of the parameters that are cut along random dims, whether the axes divide these or not.
         recompute: share of the layers that the backward half runs again.
         rerun: share of the single operators of layers that it runs again.
+        offload: share of the values that are moved to the host in between.
         planned_outputs: outputs may stay sharded.
     """
     generator = np.random.default_rng(seed)
@@ -52,7 +55,8 @@ def random_plan(
     names = [layer.name for layer in layers if generator.random() < recompute]
     if rerun:
         names += [name for name in rerunnable(graph) if generator.random() < rerun]
-    graph = recompute_layers(graph, names)
+    moved = [name for name in movable_values(graph) if generator.random() < offload] if offload else []
+    graph = recompute_layers(offload_values(graph, moved), names)
     shapes = {source.name: Value(source.node).meta.shape for source in graph.inputs if source.kind == "parameter"}
     constraints = Constraints(
         pinned={name: _cut(shape, mesh, generator) for name, shape in shapes.items() if generator.random() < uneven},
@@ -64,7 +68,9 @@ def random_plan(
     axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
     decisions: Decisions | None = None
     for block in [axes[:2], *([axis] for axis in axes[2:])]:
-        built = builder.build(frozenset(block), decisions, reuse="all" if forced or recompute or rerun else "none")
+        built = builder.build(
+            frozenset(block), decisions, reuse="all" if forced or recompute or rerun or offload else "none"
+        )
         decisions = built.decode(random_assignment(built.problem, generator))
     assert decisions is not None
     return plan_of(graph, mesh, decisions)
@@ -95,6 +101,7 @@ def plan_of(graph: JointGraph, mesh: MeshShape, decisions: Decisions) -> Shardin
         decisions=decisions.to_data(),
         method="random",
         recomputed=graph.recomputed,
+        offloaded=graph.offloaded,
     )
 
 

@@ -88,6 +88,8 @@ class JointGraph:
         call: makes the tensors of a call, in the order of the inputs of kind "input".
         result: makes the value of `forward`, from tensors in the order of the outputs of kind "output".
         recomputed: names of the layers that the backward half runs again (see `capture.recomputation`).
+        offloaded: names of the values that are moved to the host between the halves (see `capture.offloading`).
+        unmoved: the same step without these moves; None if there are none.
         state: the flags, numbers, submodules and hooks that the graph depends on, the changes of these by a call, and
             the conditions on the numbers in inputs.
         histories: the autograd state that one device gives to the outputs.
@@ -104,6 +106,8 @@ class JointGraph:
     result: ResultLayout
     dynamic: DynamicSizes | None = None
     recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    unmoved: JointGraph | None = None
     state: PythonState = field(default_factory=PythonState)
     histories: OutputHistories = field(default_factory=OutputHistories)
     model: str = ""

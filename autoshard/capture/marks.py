@@ -1,7 +1,7 @@
 """Marks that a user writes into `forward`, and that a captured graph keeps.
 
 `shard` pins the placements of an activation, by an identity operator. `replicate` and `split` mark stretches of
-`forward` with how they are to be parallelised (Whale 3.1).
+`forward` with how they are to be parallelised (Whale 3.1), `offload` those whose saved tensors are moved to the host.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
@@ -132,6 +132,7 @@ pin.register_autograd(_backward, setup_context=_setup_context)
 Rest = Literal["whole", "batch", "sequence"]
 
 _MARK = "autoshard_task_graph"  # the key, in `node.meta["custom"]`, of the mark of operators under a primitive
+_OFFLOAD = "autoshard_offload"  # likewise of those under `offload`
 _DEFAULT = "_autoshard_default_strategy"  # the attribute of a module that `set_default_strategy` makes
 
 # A stack, since one primitive may be entered several times, also inside of itself.
@@ -163,21 +164,63 @@ class Primitive:
         return f"{self.kind}({', '.join(filter(None, (*arguments, *rest)))})"
 
     def __enter__(self) -> Primitive:
-        # Dynamo, which reads the code of branches and loops, would have to follow what stands here.
-        numbers = None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
-        if numbers is not None:
-            stack = contextlib.ExitStack()
-            stack.enter_context(annotate_nodes({_MARK: TaskGraph((self,), next(numbers))}))
-            _entered.set((*_entered.get(), stack))
+        _enter(lambda numbers: {_MARK: TaskGraph((self,), next(numbers))})
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not torch.compiler.is_dynamo_compiling() and CAPTURE.get() is not None:
-            *others, stack = _entered.get()
-            _entered.set(tuple(others))
-            stack.close()
+        _leave()
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The mark of operators whose tensors are moved to the host for the backward half, as `offload` returns it."""
+
+    def __str__(self) -> str:
+        return "offload()"
+
+    def __enter__(self) -> Offload:
+        _enter(lambda _: {_OFFLOAD: True})
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _leave()
+
+
+def offload() -> Offload:
+    """Return the mark that has tensors moved to the host: `with autoshard.offload():` in `forward`, or a hint.
+
+    Tensors that operators under it make and the backward half reads are copied to the host once they exist, and back
+    before they are read; between, the device does not hold them. Tensors that are 64 times smaller than the largest of
+    them stay. As a hint, it is of modules, with all below them: `hints={"layers.*": autoshard.offload()}`. Outside of a
+    capture by autoshard, the context does nothing.
+    """
+    return Offload()
+
+
+def is_offloaded(node: fx.Node) -> bool:
+    """Return True if a node was traced under `offload`."""
+    return _OFFLOAD in (node.meta.get("custom") or {})
+
+
+def _enter(mark: Callable[[Iterator[int]], dict[str, object]]) -> None:
+    """Mark the operators that are captured from now on, until `_leave`; `mark` is given numbers of task graphs."""
+    # Dynamo, which reads the code of branches and loops, would have to follow what stands here.
+    numbers = None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
+    if numbers is not None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(annotate_nodes(mark(numbers)))
+        _entered.set((*_entered.get(), stack))
+
+
+def _leave() -> None:
+    if not torch.compiler.is_dynamo_compiling() and CAPTURE.get() is not None:
+        *others, stack = _entered.get()
+        _entered.set(tuple(others))
+        stack.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +334,7 @@ def _check_devices(kind: str, devices: object) -> int | tuple[str, ...] | None:
 def keeping_marks(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
     """Context in which the nodes traced from a graph, derivatives included, have the marks of its nodes."""
     # Annotations of all nodes take time to keep: only where there is a mark.
-    is_marked = any(_mark_of(node) is not None for node in graph.nodes)
+    is_marked = any(_mark_of(node) is not None or is_offloaded(node) for node in graph.nodes)
     return tracing_annotations() if is_marked else contextlib.nullcontext()
 
 

@@ -19,9 +19,14 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from autoshard.capture._torch import lazy_graph_module
+from autoshard.capture.backward_copies import RECOMPUTES as RECOMPUTES
+from autoshard.capture.backward_copies import STATISTICS, pending_nodes, run_again
+from autoshard.capture.backward_copies import copy_graph as copy_graph
+from autoshard.capture.backward_copies import rerun_name as rerun_name
+from autoshard.capture.host_copies import TO_HOST
 from autoshard.capture.joint_graph import JointGraph
-from autoshard.capture.nodes import closure, is_view
+from autoshard.capture.nodes import is_view
+from autoshard.capture.offloading import offload_values
 from autoshard.errors import PlanError
 from autoshard.names import ancestors
 
@@ -74,7 +79,12 @@ def layers(graph: JointGraph) -> tuple[Layer, ...]:
     model. If these show no layers (a module called many times, a sequence of single operators), the forward half is cut
     into about as many parts as a part has operators, at places where few bytes cross.
     """
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and graph.phase(node) == "forward"]
+    # Copies to the host are no work of the model: its layers, and their names, are those of the graph without them.
+    nodes = [
+        node
+        for node in graph.graph.nodes
+        if node.op == "call_function" and graph.phase(node) == "forward" and node.target is not TO_HOST
+    ]
     # The results of an operator belong to the module of the operator.
     callers = {node: node.all_input_nodes[0] if node.target is operator.getitem else node for node in nodes}
     groups = group_by_list_element({node: graph.module_path(caller) for node, caller in callers.items()})
@@ -205,16 +215,6 @@ def _order(path: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in path.split(".")]
 
 
-RECOMPUTES = "recomputes"
-"""Key of the name, in `node.meta`, of the forward node that a node of the backward half runs again."""
-
-_AGAIN = "_again"  # end of the names of such nodes
-
-# Operators whose results, except for the new running statistics, do not depend on the old statistics.
-_STATISTICS = frozenset(
-    {aten._native_batch_norm_legit_functional.default, aten._batch_norm_with_update_functional.default}
-)
-
 # Operators of two tensors whose results a rounding may change: the gradient of `amax` goes where `input == result`.
 _COMPARISONS = frozenset(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 
@@ -234,24 +234,28 @@ class Recomputable:
     rerun: tuple[fx.Node, ...]
 
 
-def recompute_layers(graph: JointGraph, names: Collection[str]) -> JointGraph:
+def recompute_layers(graph: JointGraph, names: Collection[str], kept: Collection[str] = ()) -> JointGraph:
     """Return the graph in which the backward half runs some layers, or single operators, again.
 
     The inputs and outputs of these layers are kept; all other tensors that the backward half reads of them are computed
     again. A view of a tensor that is kept is taken again. Operators that read an input which the step changes are not
     run again: its old value is gone. Tensors that are compared with others are not computed again: computed from other
-    shards they may be rounded differently, and no longer equal what they equalled.
+    shards they may be rounded differently, and no longer equal what they equalled. Values that are moved to the host
+    are not computed again, and what runs again reads them there.
 
     Args:
         graph: the captured step; it stays as it is.
         names: of the layers, as `layers` names them, or of operators, as `rerunnable` does; without names, the graph
             itself is returned.
+        kept: names of values that are not computed again.
 
     Raises:
         PlanError: the model has no such layer, and no such operator that can run again.
     """
     if not names:
         return graph
+    if graph.unmoved is not None:
+        return offload_values(recompute_layers(graph.unmoved, names, graph.offloaded), graph.offloaded)
     asked = set(names)
     known = {layer.name: layer for layer in layers(graph)}
     made_again: set[fx.Node] = set()
@@ -270,11 +274,29 @@ def recompute_layers(graph: JointGraph, names: Collection[str]) -> JointGraph:
             made_again |= again[name]
     # A copy, since a search compares graphs with and without recomputation.
     copy, at = copy_graph(graph)
-    _insert_recomputation(copy, {at[node] for node in made_again})
+    run_again(copy, {at[node] for node in made_again if node.name not in kept})
     copy.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     copy.graph.lint()
     order = [*known, *(node.name for node in graph.graph.nodes if node.name in single)]
     return replace(copy, recomputed=tuple(name for name in order if name in asked))
+
+
+def graph_of_plan(graph: JointGraph, recomputed: Collection[str], offloaded: Collection[str]) -> JointGraph:
+    """Return the graph that a plan's decisions are of.
+
+    Args:
+        graph: the captured step, whatever runs again or is moved in it.
+        recomputed: what the backward half of the plan runs again, as for `recompute_layers`.
+        offloaded: the values that the plan moves to the host, as for `offload_values`.
+
+    Raises:
+        PlanError: the model has no such layer, operator or value.
+    """
+    if {*recomputed} == {*graph.recomputed} and {*offloaded} == {*graph.offloaded}:
+        return graph
+    assert not graph.recomputed, "what runs again cannot be taken back"
+    captured = graph if graph.unmoved is None else graph.unmoved
+    return offload_values(recompute_layers(captured, recomputed, offloaded), offloaded)
 
 
 def rerunnable(graph: JointGraph) -> dict[str, set[fx.Node]]:
@@ -284,18 +306,13 @@ def rerunnable(graph: JointGraph) -> dict[str, set[fx.Node]]:
     is longer than a layer.
     """
     found: dict[str, set[fx.Node]] = {}
+    known = None if graph.unmoved is None else rerunnable(graph.unmoved)
     for layer in layers(graph):
         again = _nodes_to_recompute(graph, layer)
         for node in layer.nodes:
-            if node in again and node.target is not operator.getitem:
+            if node in again and node.target is not operator.getitem and (known is None or node.name in known):
                 found[node.name] = {node, *(user for user in node.users if user.target is operator.getitem)} & again
     return found
-
-
-def rerun_name(name: str) -> str:
-    """Return the name of what an operator, or the value of this name, is in the backward half where it runs again."""
-    operator_name, separator, result = name.partition(":")
-    return f"{operator_name}{_AGAIN}{separator}{result}"
 
 
 def recomputable(graph: JointGraph) -> tuple[Recomputable, ...]:
@@ -308,7 +325,7 @@ def recomputable(graph: JointGraph) -> tuple[Recomputable, ...]:
         ]
         bases = dict.fromkeys(_base(node, again) for node in read)
         freed = tuple(node for node in bases if node in again)
-        rerun = _pending_nodes(read, again)
+        rerun = pending_nodes(read, again)
         if freed:
             results.append(Recomputable(layer.name, freed, tuple(node for node in layer.nodes if node in rerun)))
     return tuple(results)
@@ -323,24 +340,6 @@ def _base(node: fx.Node, again: Collection[fx.Node]) -> fx.Node:
     while is_view(node) and not _is_tuple(node.all_input_nodes[0]) and node.all_input_nodes[0] in again:
         node = node.all_input_nodes[0]
     return node
-
-
-def copy_graph(graph: JointGraph) -> tuple[JointGraph, dict[fx.Node, fx.Node]]:
-    """Return a copy of a joint graph whose nodes have the same names, and the copy of every node."""
-    new, at = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.graph.nodes:
-        # Plans and constraints name nodes: the names have to stay.
-        at[node] = new.node_copy(node, at.__getitem__)
-        assert at[node].name == node.name, f"{node.name} became {at[node].name}"
-    copy = replace(
-        graph,
-        graph_module=lazy_graph_module(graph.graph_module, new),
-        inputs=tuple(replace(source, node=at[source.node]) for source in graph.inputs),
-        outputs=tuple(
-            output if output.node is None else replace(output, node=at[output.node]) for output in graph.outputs
-        ),
-    )
-    return copy, at
 
 
 def _nodes_to_recompute(graph: JointGraph, layer: Layer) -> set[fx.Node]:
@@ -366,7 +365,7 @@ def _old_state_readers(graph: JointGraph, layer: Layer) -> set[fx.Node]:
     readers: set[fx.Node] = set()
     for node in layer.nodes:
         sources = node.all_input_nodes
-        if node.target not in _STATISTICS and any(
+        if node.target not in STATISTICS and any(
             source in old or (source in readers and is_view(source)) for source in sources
         ):
             readers.add(node)
@@ -393,60 +392,3 @@ def _is_tuple(node: fx.Node) -> bool:
 
 def _forward(graph: JointGraph, node: fx.Node) -> bool:
     return graph.phase(node) == "forward"
-
-
-def _insert_recomputation(graph: JointGraph, made_again: Collection[fx.Node]) -> None:
-    """Replace these nodes, in the backward half, by copies that are computed just before they are first needed."""
-    position = {node: place for place, node in enumerate(graph.graph.nodes)}
-    renewed = _updated_inputs(graph)
-    copies: dict[fx.Node, fx.Node] = {}
-    missing = set(made_again)
-    for node in list(graph.graph.nodes):
-        if node.op != "call_function" or _forward(graph, node):
-            continue
-        read = [source for source in node.all_input_nodes if source in made_again]
-        # At the first reader, so that what is made again lives as briefly as it can.
-        for source in sorted(_pending_nodes(read, missing), key=position.__getitem__):
-            with graph.graph.inserting_before(node):
-                copies[source] = _copy(graph.graph, source, copies, renewed)
-            missing.discard(source)
-        for source in read:
-            node.replace_input_with(source, copies[source])
-
-
-def _updated_inputs(graph: JointGraph) -> dict[fx.Node, fx.Node]:
-    """Return the new value of every input that the step changes."""
-    inputs = {source.name: source.node for source in graph.inputs if source.kind != "tangent"}
-    return {
-        inputs[output.name]: output.node
-        for output in graph.outputs
-        if output.kind == "mutation" and output.node is not None
-    }
-
-
-def _pending_nodes(read: Iterable[fx.Node], missing: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the missing nodes that have to be computed so that these nodes can be read."""
-    return closure(
-        (node for node in read if node in missing),
-        lambda node: (source for source in node.all_input_nodes if source in missing),
-    )
-
-
-def _copy(
-    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], renewed: Mapping[fx.Node, fx.Node]
-) -> fx.Node:
-    """Return a node of the backward half that computes what a forward node does, from kept or recomputed tensors."""
-
-    def source(argument: fx.Node) -> fx.Node:
-        if node.target in _STATISTICS and argument in renewed:
-            return renewed[argument]  # the old value is gone, and no result that is read depends on it
-        return copies.get(argument, argument)
-
-    copy = graph.create_node(
-        node.op,
-        node.target,
-        *fx.node.map_arg((node.args, node.kwargs), source),
-        name=rerun_name(node.name),
-    )
-    copy.meta = {**node.meta, "partitioner_tag": "is_backward", RECOMPUTES: node.name}
-    return copy

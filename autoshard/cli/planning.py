@@ -28,7 +28,7 @@ from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.cluster.cluster import Cluster
 from autoshard.compare.compare import compare
 from autoshard.errors import AutoshardError, BudgetError
-from autoshard.options import EFFORTS, RECOMPUTE, Pipeline, Search, collect_options
+from autoshard.options import EFFORTS, OFFLOAD, RECOMPUTE, Pipeline, Search, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
@@ -65,6 +65,7 @@ def add_plan(verbs: Verbs) -> None:
     add_options(parser)
     add_dtypes(parser)
     _add_accumulate(parser)
+    _add_offload(parser)
     add_pipeline(parser)
     _add_files(parser, "the plan")
 
@@ -86,6 +87,7 @@ def add_fits(verbs: Verbs) -> None:
     add_options(parser)
     add_dtypes(parser)
     _add_accumulate(parser)
+    _add_offload(parser)
     add_pipeline(parser)
 
 
@@ -183,6 +185,14 @@ def add_memory(parser: argparse.ArgumentParser, *, required: bool = False) -> No
     parser.add_argument("--memory", dest="memory_limit", required=required, metavar="BYTES", help=text)
 
 
+def _add_offload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--offload", choices=OFFLOAD, help="tensors that are moved to the host for the backward pass; default: none"
+    )
+    text = "bytes of the host that a device may fill, such as 200GiB; by default those of the cluster"
+    parser.add_argument("--host-memory", metavar="BYTES", help=text)
+
+
 def _add_files(parser: argparse.ArgumentParser, content: str) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of the plan to write")
     parser.add_argument("--html", type=Path, metavar="OUT.html", help=f"web page of {content} to write")
@@ -266,7 +276,7 @@ def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, A
     with usage_errors():
         search_options = Search(effort=options.effort, time_limit=options.time_limit)
         keywords: dict[str, Any] = {"cluster": options.cluster, "search": search_options}
-        for name in ("recompute", "optimizer", "memory_limit", "accumulate"):
+        for name in ("recompute", "offload", "host_memory", "optimizer", "memory_limit", "accumulate"):
             if getattr(options, name, None) is not None:
                 keywords[name] = getattr(options, name)
         if options.output_placements is not None:

@@ -406,13 +406,14 @@ def _device(operators: dict[tuple[str, str, str], Curve], device: torch.device, 
     # Which the device may lack, and the schema of a cluster asks for.
     for dtype in ("bfloat16", "float64"):
         rates.setdefault(dtype, rates["float32"])
+    # The processes of a host share its memory.
+    host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // per_host
     if device.type == "cuda":
         name = torch.cuda.get_device_name()
         memory = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:
-        # The processes of a host share its memory.
         name = f"one {device.type} process"
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // per_host
+        memory = host_memory
     adds = operators["add", "float32", BYTES]
     return Device(
         name=name,
@@ -422,6 +423,7 @@ def _device(operators: dict[tuple[str, str, str], Curve], device: torch.device, 
         memory_bandwidth=adds.amounts[-1] / adds.seconds[-1],
         # The smallest add is all overhead.
         kernel_overhead=adds.seconds[0],
+        host_memory=host_memory,
     )
 
 

@@ -56,7 +56,7 @@ _LINK = _record(
 )
 # Three rates are required, since every other dtype is priced by one of them.
 _RATES = {"type": "object", "additionalProperties": _POSITIVE, "required": ["float32", "bfloat16", "float64"]}
-_OPTIONAL_FIELDS = ("multiprocessors", "capability", "compiled", "sources")
+_OPTIONAL_FIELDS = ("multiprocessors", "capability", "compiled", "host_bandwidth", "host_memory", "sources")
 _DEVICE = _record(
     {
         "name": _NAME,
@@ -70,6 +70,8 @@ _DEVICE = _record(
         "multiprocessors": {"type": "integer", "minimum": 0},
         "capability": _NOT_NEGATIVE,
         "compiled": {"type": "boolean"},
+        "host_bandwidth": _POSITIVE,
+        "host_memory": {"type": "integer", "minimum": 0},
         "sources": _SOURCES,
     },
     ("dispatch", "compiled_dispatch", "operators", *_OPTIONAL_FIELDS),

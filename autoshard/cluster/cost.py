@@ -233,6 +233,11 @@ class CostModel:
             return seconds
         return max(flops / device.peak(dtype), bytes / device.memory_bandwidth) + device.kernel_overhead
 
+    def host_copy(self, bytes: int) -> float:
+        """Return the time of one copy between a device and its host: launch, and bytes over the link."""
+        device = self.cluster.device
+        return device.kernel_overhead + bytes / device.host_bandwidth
+
     def view(self) -> float:
         """Return the time of an operator that makes a view: that of a call on a measured cluster, else zero."""
         if self.cluster.measured is None:

@@ -20,6 +20,13 @@ _RUNS_AS = {
 }
 
 
+HOST_BANDWIDTH = 28.6e9
+"""Bytes per second and direction over the link to the host, where nothing else is known: PCIe 4.0 with 16 lanes.
+
+Source: PCI Express Base Specification 4.0: 16 GT/s, 128 of 130 bits, and 256 of the 282 bytes of a packet, are data.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Seconds that the host spends on one call of a program before it goes on to the next.
@@ -61,6 +68,9 @@ class Device:
         capability: CUDA compute capability of an accelerator, such as 9.0; 0 where it is not known.
         compiled: True if programs are compiled: `dispatch` is then theirs, and operators that a compiler fuses are one
             kernel.
+        host_bandwidth: bytes per second and direction over the link to the host, by `HOST_BANDWIDTH` where it is not
+            known.
+        host_memory: bytes of the host that one device may fill; 0 where that is not known.
         sources: name of a figure -> its source.
     """
 
@@ -75,6 +85,8 @@ class Device:
     multiprocessors: int = 0
     capability: float = 0.0
     compiled: bool = False
+    host_bandwidth: float = HOST_BANDWIDTH
+    host_memory: int = 0
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def peak(self, dtype: torch.dtype) -> float:
@@ -113,6 +125,8 @@ class Device:
             operators=slowest_curves([device.operators for device in kinds]),
             dispatch=Dispatch.slowest([device.dispatch for device in kinds]),
             compiled_dispatch=Dispatch.slowest([device.compiled_dispatch for device in kinds]),
+            host_bandwidth=min(device.host_bandwidth for device in kinds),
+            host_memory=min(device.host_memory for device in kinds),
             # All devices of a cluster are compiled for, or none.
             compiled=kinds[0].compiled,
         )

@@ -149,6 +149,7 @@ class Memory:
         largest: the largest tensors that are held at the peak.
         modules: path of a module -> bytes of its own at the moment of the peak, by kind.
         saved: the saved tensors at the moment of the peak, by the operators that make them.
+        host: bytes that are kept on the host of the device, between the halves of the step; no part of the others.
     """
 
     parameters: int = 0
@@ -164,6 +165,7 @@ class Memory:
     largest: tuple[LiveTensor, ...] = ()
     modules: dict[str, dict[str, int]] = field(default_factory=dict)
     saved: tuple[SavedTensors, ...] = ()
+    host: int = 0
 
     @staticmethod
     def of(allocations: Sequence[Allocation], place: DescribeMoment | None = None) -> Memory:

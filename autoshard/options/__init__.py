@@ -3,6 +3,7 @@
 from autoshard.options.options import (
     EFFORTS,
     METHODS,
+    OFFLOAD,
     RECOMPUTE,
     Hints,
     MeshKeywords,
@@ -18,6 +19,7 @@ from autoshard.options.options import (
 __all__ = [
     "EFFORTS",
     "METHODS",
+    "OFFLOAD",
     "RECOMPUTE",
     "Hints",
     "MeshKeywords",

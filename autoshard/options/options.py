@@ -23,12 +23,14 @@ Shares = Mapping[str, Sequence[int]]
 OptimizerOption = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None
 
 Recompute = Literal["auto", "none", "full", "selective"]
+Offload = Literal["none", "auto"]
 Boundary = Literal["global", "local"]
 """The tensors that a rank passes, or is given: those of the whole batch, or its own rows."""
 Method = Literal["auto", "eliminate", "alternate", "ilp", "force"]
 Effort = Literal["fast", "full"]
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+OFFLOAD: tuple[Offload, ...] = get_args(Offload)
 METHODS: tuple[Method, ...] = get_args(Method)
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 
@@ -115,7 +117,7 @@ class Options:
 
     Attributes:
         hints: globs of parameter or module paths -> placements that the planner must keep; or, of module paths,
-            `autoshard.replicate(n)` or `autoshard.split(n)`. See docs/hints.md.
+            `autoshard.replicate(n)`, `autoshard.split(n)` or `autoshard.offload()`. See docs/hints.md.
         memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach. Not for `frontier`.
         optimizer: the optimizer that will train the model: an optimizer, its class, or a name such as `"adamw"` (the
             default), `"sgd"`, `"momentum"` or `"adafactor"` (`autoshard.Adafactor`: torch's takes whole parameters
@@ -134,6 +136,12 @@ class Options:
             limit asks for, and none without a limit. `"none"`: nothing. `"full"`: every layer, so that only what
             enters and leaves layers is kept. A frontier has `"none"` by default. Random numbers are never drawn anew;
             collectives that run again are part of the price.
+        offload: the tensors that are moved to the host between the halves of the step. `"none"`: those that hints and
+            `autoshard.offload()` in the model's code name. `"auto"`: besides, under a memory limit, those that make the
+            step faster than other ways to keep the limit. Copies run beside compute, unless the program is compiled.
+            Not for pipelines, whose stages keep their tensors.
+        host_memory: bytes of the host that one device may fill (or `"100GiB"`); by default those that the cluster
+            tells, or any number where it tells none.
         dynamic: sizes that calls may change: for inputs by name, `{dim: name}`, such as
             `{"input_ids": {0: "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}`; dims of one name have one size.
             In place of a name, a `torch.export.Dim` may limit the size, or make it a multiple (`8 * Dim("batch")`).
@@ -194,6 +202,8 @@ class Options:
     cluster: str | Cluster | None = None
     mp_policy: MixedPrecisionPolicy | None = None
     recompute: Recompute = "auto"
+    offload: Offload = "none"
+    host_memory: int | str | None = None
     dynamic: Dynamic | None = None
     shares: Shares | Literal["auto"] | None = "auto"
     inputs: Boundary = "global"
@@ -209,6 +219,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, RECOMPUTE)
+        _check_choice("offload", self.offload, OFFLOAD)
         _check_boundary(self)
         # A dict in place of an object is a likely mistake, and would fail late, in the planner.
         for name, group in (("search", Search), ("pipeline", Pipeline)):
@@ -223,8 +234,9 @@ class Options:
                 "whole number from 1 up."
             )
         # Parsed for its errors: a wrong unit is reported before the module is captured.
-        if self.memory_limit is not None:
-            parse_bytes(self.memory_limit)
+        for size in (self.memory_limit, self.host_memory):
+            if size is not None:
+                parse_bytes(size)
         _check_policy(self.mp_policy)
         _check_shares(self)
 
@@ -232,6 +244,11 @@ class Options:
     def memory_bytes(self) -> int | None:
         """The memory limit in bytes; None without one."""
         return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The bytes of the host that one device may fill; None where they are not given."""
+        return None if self.host_memory is None else parse_bytes(self.host_memory)
 
 
 class MeshKeywords(TypedDict, total=False):
@@ -244,6 +261,8 @@ class MeshKeywords(TypedDict, total=False):
     cluster: str | Cluster | None
     mp_policy: MixedPrecisionPolicy | None
     recompute: Recompute
+    offload: Offload
+    host_memory: int | str | None
     dynamic: Dynamic | None
     shares: Shares | Literal["auto"] | None
     inputs: Boundary
@@ -306,7 +325,7 @@ _ENTRY_POINTS = {
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
-        frozenset({"memory_limit", "shares", "accumulate", "compile", "pipeline"}),
+        frozenset({"memory_limit", "offload", "host_memory", "shares", "accumulate", "compile", "pipeline"}),
     ),
     "search": _EntryPoint(
         120.0,
@@ -314,7 +333,7 @@ _ENTRY_POINTS = {
         frozenset(
             {
                 *("inputs", "outputs", "data_axes", "example_inputs", "input_placements"),
-                *("dynamic", "shares", "accumulate", "compile"),
+                *("dynamic", "shares", "accumulate", "compile", "offload", "host_memory"),
             }
         ),
     ),

@@ -30,6 +30,8 @@ class Settings:
             the largest parameters to be sharded (Rhino 4.4).
         time_limit: seconds for the whole search.
         recompute: what the backward half may run again, one of `autoshard.options.RECOMPUTE`.
+        offload: what is moved to the host beside what hints name, one of `autoshard.options.OFFLOAD`.
+        host_memory: bytes of the host that one device may fill; None where no number is known.
         effort: one of `autoshard.options.EFFORTS`; "fast" takes the first result of messages or segments on tied
             layers.
         work_limit: the solver's work limit for every problem, in its units of work, under which equal runs give equal
@@ -48,6 +50,8 @@ class Settings:
     method: str = "auto"
     time_limit: float = 30.0
     recompute: str = "auto"
+    offload: str = "none"
+    host_memory: int | None = None
     effort: str = "full"
     work_limit: int | None = None
     gradient_steps: int = 1
@@ -123,6 +127,8 @@ class Target:
                 method=search.method,
                 time_limit=search.time_limit,
                 recompute=options.recompute,
+                offload=options.offload,
+                host_memory=cluster.device.host_memory or None if options.host_bytes is None else options.host_bytes,
                 effort=search.effort,
                 work_limit=search.work_limit,
                 gradient_steps=options.accumulate,

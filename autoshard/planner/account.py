@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.capture.host_copies import HOST_COPIES, HOST_TENSORS
 from autoshard.capture.joint import JointOutput
 from autoshard.capture.operators import WORKSPACES
 from autoshard.cluster.cluster import Cluster
@@ -33,7 +34,7 @@ from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.plan_data import Collective, Decision
 from autoshard.program.aliasing import makes_view, storage_root, view_source
 from autoshard.program.predicted_program import PredictedProgram
-from autoshard.program.program_replay import KernelPrices, issue_calls, operations
+from autoshard.program.program_replay import KernelPrices, bytes_of, issue_calls, operations
 from autoshard.reshard.collective_schedule import KEEPS_INPUT, waits_of
 from autoshard.reshard.path import Path, Resharder
 from autoshard.simulate.events import Operation, Timeline, replay
@@ -219,7 +220,7 @@ class StepAccount:
 
     def compute_seconds(self, node: fx.Node) -> float:
         """Return the seconds of an operator's compute alone."""
-        if self._is_pinned(node):
+        if self._is_pinned(node) or node.target in HOST_COPIES:
             return 0.0
         # The tables keep the seconds of both; few operators have collectives inside.
         inner = self.tables.exchanges(self.rules.rules[node], self._choices(node))
@@ -349,6 +350,12 @@ def allocations(
             yield allocation._replace(bytes=(under_way - 1) * allocation.bytes, start=0, end=memory.end - 1)
 
 
+def host_bytes(program: PredictedProgram) -> int:
+    """Return the bytes that a run of a program keeps on the host of one device between its halves."""
+    # They are there at once when the backward half begins.
+    return sum(bytes_of(node.meta["val"]) for node in program.forward.graph.nodes if node.target in HOST_TENSORS)
+
+
 def _owner(name: str) -> str:
     """Return the path of the module that has a parameter or buffer."""
     return name.rpartition(".")[0]
@@ -464,9 +471,11 @@ class _ProgramMemory:
                     viewed = view_source(node)
                     if viewed is None:
                         roots[node] = node
-                        first_call[node] = last_call[node] = time
-                        if node.target is operator.getitem:  # allocated with the other results of its operator
-                            first_call[node] = first_call[node.all_input_nodes[0]]
+                        # What lies on the host takes nothing of the device.
+                        if node.target not in HOST_TENSORS:
+                            first_call[node] = last_call[node] = time
+                            if node.target is operator.getitem:  # allocated with the other results of its operator
+                                first_call[node] = first_call[node.all_input_nodes[0]]
                     else:
                         roots[node] = roots[viewed]
         self.times = times = {node: time for time, node in enumerate(self.order)}

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate
 
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.loss_in_pieces import returns_large_logits
+from autoshard.capture.offloading import offload_values, values_of_modules
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.patterns.graph_rules import Value
@@ -116,9 +117,15 @@ class ShortfallError(BudgetError):
             yield "return the loss without its logits (it is then computed in pieces)"
         if planner.settings.recompute == "none" and not planner.graph.recomputed:
             layers = recomputable(planner.graph)
-            peak = _recompute_peak(planner, [layer.name for layer in layers], constraints) if layers else float("inf")
+            graph = recompute_layers(planner.graph, [layer.name for layer in layers])
+            peak = _changed_peak(planner, graph, constraints) if layers else float("inf")
             if peak < least:
                 yield f'allow recomputation (recompute="full" needs {format_bytes(peak)})'
+        if planner.settings.offload == "none" and planner.graph.gradients:
+            graph = offload_values(planner.graph, values_of_modules(planner.graph, planner.graph.graph.nodes))
+            peak = _changed_peak(planner, graph, constraints)
+            if peak < least:
+                yield f'move tensors to the host (offload="auto" needs {format_bytes(peak)} or less)'
         mesh = planner.mesh
         longest = max(range(mesh.ndim), key=lambda axis: mesh.sizes[axis])
         sizes = [size * 2 if axis == longest else size for axis, size in enumerate(mesh.sizes)]
@@ -134,18 +141,17 @@ class ShortfallError(BudgetError):
         yield f"add devices ({mesh} needs {format_bytes(peak)})" if peak < least else "add devices"
 
 
-def _recompute_peak(planner: PlanningContext, layers: Sequence[str], constraints: Constraints) -> float:
-    """Return the peak if all layers run again, with memory priced where the fastest such plan holds most."""
-    graph = recompute_layers(planner.graph, layers)
-    recomputing = type(planner)(graph, planner.mesh, planner.cluster, planner.constraints, planner.settings)
-    recomputing.deadline = planner.deadline
+def _changed_peak(planner: PlanningContext, graph: JointGraph, constraints: Constraints) -> float:
+    """Return the peak of a changed graph, with memory priced where its fastest plan holds most."""
+    changed = type(planner)(graph, planner.mesh, planner.cluster, planner.constraints, planner.settings)
+    changed.deadline = planner.deadline
     try:
-        fastest = recomputing.solve(recomputing.constraints)
+        fastest = changed.solve(changed.constraints)
     except AutoshardError:
         return float("inf")
     peak = fastest.memory.peak
     prices = memory_prices(peak_weights(fastest.held_bytes), MEMORY_ONLY, fastest.cost, peak)
-    return min(peak, _smallest_peak(recomputing, constraints, prices))
+    return min(peak, _smallest_peak(changed, constraints, prices))
 
 
 def _smallest_peak(planner: PlanningContext, constraints: Constraints, prices: np.ndarray) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.capture.recomputation import recomputable
+from autoshard.errors import BudgetError
 from autoshard.planner.budget_search import ShortfallError, solve_with_memory_rows
 from autoshard.planner.limit_search import LimitSearch
 from autoshard.planner.planner import Planner
@@ -15,6 +16,11 @@ from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.rerun_context import RerunContext
 from autoshard.plans.frontier import pareto_front
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.units import format_bytes
+
+# Prices of a second of copies to the host and back, in seconds of the step. Compute hides most of them, up to what the
+# link carries beside it, which no sum knows: the replay judges the plans that both prices lead to.
+_COPY_PRICES = (0.1, 0.2)
 
 _SMALL_GAP = 1e-4  # part of memory times part of time that a gap may leave
 
@@ -72,7 +78,7 @@ class Explorer:
             searches: the most limits.
         """
         context, pool = self._context(), [*known]
-        if context.reruns:
+        if context.may_rerun:
             pool.append(context.whole_layers)
         lean = LimitSearch(context, 1, pool)
         lean.run()
@@ -90,9 +96,10 @@ class Explorer:
             pool = search.met
         return pareto_front(pool, _peak_and_step)
 
-    def _context(self) -> RerunContext:
+    def _context(self, copy_price: float | None = None) -> RerunContext:
         # A graph whose layers have nothing to run again has no second operators either.
-        return RerunContext(self.planner, None if self.may_rerun and recomputable(self.planner.graph) else ())
+        may_rerun = self.may_rerun and bool(recomputable(self.planner.graph))
+        return RerunContext(self.planner, may_rerun, copy_price)
 
     def _fastest_that_fits(self, unlimited: CandidatePlan | None) -> CandidatePlan:
         planner, limit = self.planner, self.planner.settings.memory_limit
@@ -106,11 +113,16 @@ class Explorer:
     def _within(self, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> CandidatePlan:
         planner, known = self.planner, [cheapest, fastest]
         forces = planner.settings.method == "force"
-        context = RerunContext(planner, ()) if forces else self._context()
-        if context.reruns and not context.is_past_deadline:
+        context = RerunContext(planner, may_rerun=False) if forces else self._context()
+        if context.may_rerun and not context.is_past_deadline:
             known.append(context.whole_layers)
         self._search = LimitSearch(context, limit, known)
         plan = self._search.run_forced() if forces else self._search.run()
+        for price in _COPY_PRICES if planner.settings.offload == "auto" else ():
+            if not planner.is_past_deadline:
+                # What was met without moves stays in the search.
+                self._search = LimitSearch(self._context(price), limit, [cheapest, *self._search.met])
+                plan = self._search.run()
         rows = solve_with_memory_rows(planner, limit) if planner.settings.method == "ilp" else None
         if rows is not None and (plan is None or rows.step_seconds < plan.step_seconds):
             return rows
@@ -137,3 +149,14 @@ def _middle(lean: CandidatePlan, fast: CandidatePlan) -> int:
 def _gap_area(lean: CandidatePlan, fast: CandidatePlan) -> float:
     """Return the area between the frontier as it is known and as it may be, relative to the ends of the gap."""
     return (fast.memory.peak / lean.memory.peak - 1.0) * (lean.step_seconds / fast.step_seconds - 1.0)
+
+
+def check_host(moved: int, planner: Planner) -> None:
+    """Raise a `BudgetError` if the host has less room for one device than the bytes that a plan moves there."""
+    room = planner.settings.host_memory
+    if room is not None and moved > room:
+        raise BudgetError(
+            f"the plan moves {format_bytes(moved)} of every device to its host, which has {format_bytes(room)} for it "
+            "(host_memory, or that of the cluster). Move less: take autoshard.offload() from some modules, use more "
+            "devices, or raise host_memory."
+        )

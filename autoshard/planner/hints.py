@@ -9,17 +9,20 @@ from typing import cast
 
 from torch.distributed.tensor import Placement
 
-from autoshard.capture.marks import Primitive, TaskGraph, replicate, split
+from autoshard.capture.joint_graph import JointGraph
+from autoshard.capture.marks import Offload, Primitive, TaskGraph, is_offloaded, offload, replicate, split
+from autoshard.capture.offloading import offload_values, values_of_modules
 from autoshard.errors import HintError
 from autoshard.names import ancestors, matching, suggestion
 from autoshard.options.placements import InfeasibleHintError, Pin, Pins, PlacementOption, PlacementValue
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import is_shard, parse_placement, placement_text, split_factor_of
 
-HintValue = PlacementValue | Primitive | Sequence[Primitive]
+HintValue = PlacementValue | Primitive | Sequence[Primitive] | Offload
 _HINTS = PlacementOption(
     "the hint {}",
-    "; of a module also autoshard.replicate(n), autoshard.split(n), or several of them for different axes",
+    "; of a module also autoshard.replicate(n), autoshard.split(n), or several of them for different axes; or "
+    "autoshard.offload()",
 )
 
 _PRIMITIVE = re.compile(
@@ -42,7 +45,8 @@ def resolve(
         hints: glob -> placements. A glob is matched against parameter names and module paths (`*` matches dots too); a
             module stands for every parameter below it. Placements are one placement, for every mesh axis; a sequence of
             one for each mesh axis, None where the planner may choose; or a mapping from names of axes, which leaves
-            other axes to the planner. Primitives, and sequences of them, are ignored; they are for `task_graphs`.
+            other axes to the planner. Primitives, and sequences of them, are ignored; they are for `task_graphs`. So is
+            `autoshard.offload()`, for `offload_hinted`.
         parameters: name -> global shape.
         aliases: name -> every name of the same (tied) parameter; a hint may use any of them.
         modules: paths of the modules.
@@ -63,7 +67,7 @@ def resolve(
         )
     # A tied parameter is pinned once, under its first name.
     names = {alias: name for name in parameters for alias in (name, *aliases.get(name, ()))}
-    placements = {glob: value for glob, value in (hints or {}).items() if not _primitives_of(value)}
+    placements = {glob: value for glob, value in (hints or {}).items() if not _says_no_placement(value)}
     pinned = _HINTS.resolve(placements, lambda glob: _parameters_of(glob, names, modules), parameters, mesh)
     for name, pins in pinned.items():
         _check_sizes(name, parameters[name], pins, mesh)
@@ -105,6 +109,40 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     return graphs
 
 
+def offload_hinted(graph: JointGraph, hints: Mapping[str, HintValue] | None, modules: Collection[str]) -> JointGraph:
+    """Return a step in which the values are moved to the host that hints and marks in the model's code ask for.
+
+    Args:
+        graph: the captured step; itself is returned where nothing asks for moves, or there is no backward half.
+        hints: as for `resolve`; those with another value than `autoshard.offload()` are ignored.
+        modules: paths of the modules.
+
+    Raises:
+        HintError: a glob matches no module, or the backward half reads nothing that these modules make.
+    """
+    globs = [glob for glob, value in hints.items() if isinstance(value, Offload)] if isinstance(hints, Mapping) else []
+    nodes = {node for node in graph.graph.nodes if is_offloaded(node)}
+    for glob in globs:
+        paths = set(matching(str(glob), modules))
+        if not paths:
+            raise HintError(
+                f"the hint {glob!r}: offload() matches no module. {suggestion(str(glob), set(modules) - {''})}"
+            )
+        below = {
+            node
+            for node in graph.graph.nodes
+            if not paths.isdisjoint((graph.module_path(node), *ancestors(graph.module_path(node)), ""))
+        }
+        if graph.gradients and not values_of_modules(graph, below):
+            raise HintError(
+                f"the hint {glob!r}: offload() moves nothing: the backward half reads no tensor that the forward half "
+                f"makes in {', '.join(sorted(paths)[:3]) or 'the root module'}, but for what the step returns. Drop "
+                "the hint, or match the modules whose activations are large."
+            )
+        nodes |= below
+    return offload_values(graph, values_of_modules(graph, nodes)) if nodes else graph
+
+
 def describe(hints: Mapping[str, HintValue] | None) -> dict[str, str]:
     """Return every hint as text, such as `{"layers.*.mlp": "tp: S(0)"}`, for the record in a plan."""
     return {glob: _value_text(value) for glob, value in (hints or {}).items()}
@@ -118,9 +156,15 @@ def _primitives_of(value: object) -> tuple[Primitive, ...]:
     return tuple(values) if all(isinstance(each, Primitive) for each in values) else ()
 
 
+def _says_no_placement(value: object) -> bool:
+    return isinstance(value, Offload) or bool(_primitives_of(value))
+
+
 def _value_text(value: HintValue) -> str:
     if isinstance(value, Placement):
         return placement_text(value)
+    if isinstance(value, Offload):
+        return str(value)
     primitives = _primitives_of(value)
     if primitives:
         return ", ".join(map(str, primitives))
@@ -135,11 +179,14 @@ def parse_value(text: str) -> HintValue:
 
     Args:
         text: `"S(0)"`, for every mesh axis; `"R S(0) -"`, one for each, `-` where the planner chooses; `"tp: S(0)"`,
-            by names of axes; or primitives, `"split('tp')"` or `"replicate(4)"`. Blanks and quotes may be left out.
+            by names of axes; or primitives, `"split('tp')"` or `"replicate(4)"`; or `"offload()"`. Blanks and quotes
+            may be left out.
 
     Raises:
         HintError: the text is none of these.
     """
+    if text.strip() in ("offload", "offload()"):
+        return offload()
     parts = _SEPARATOR.split(text.strip())
     primitives = [_PRIMITIVE.fullmatch(part) for part in parts]
     try:
@@ -158,7 +205,7 @@ def parse_value(text: str) -> HintValue:
     except ValueError as error:
         raise HintError(
             f"{text!r} is no placement: write S(0) or R for every mesh axis, tp:S(0) for one of them, R,S(0) for each "
-            "in turn, or split(tp) or replicate(4)."
+            "in turn, or split(tp), replicate(4) or offload()."
         ) from error
     if len(placements) == 1 and placements[0] is not None:
         return placements[0]

@@ -89,9 +89,9 @@ class LimitSearch:
         if self.best is None:
             # The smallest peak is the same at every limit, so that a limit of that size can be met.
             self._meet(self.leanest)
-        if self.best is None and self.context.reruns:
+        if self.best is None and self.context.may_rerun:
             # Where all layers run again, less is left to decide.
-            context = RerunContext(self.context.planner_with(self.context.reruns), ())
+            context = RerunContext(self.context.planner_with(self.context.reruns), may_rerun=False)
             self._meet(LimitSearch(context, self.limit, [self.context.whole_layers]).leanest)
         if self.best is None:
             return None
@@ -140,7 +140,7 @@ class LimitSearch:
 
     @cached_property
     def _without_reruns(self) -> RerunContext:
-        return RerunContext(self.context.without, ()) if self.context.reruns else self.context
+        return RerunContext(self.context.without, may_rerun=False) if self.context.proposes else self.context
 
     @cached_property
     def _forceable(self) -> dict[str, int]:

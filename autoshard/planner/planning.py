@@ -18,12 +18,13 @@ from torch import nn
 
 from autoshard.capture.depth import capture_repeated
 from autoshard.capture.joint import JointGraph, Tangents, capture
+from autoshard.capture.offloading import offload_values
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.budget_search import ShortfallError
-from autoshard.planner.explorer import Explorer
+from autoshard.planner.explorer import Explorer, check_host
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, show_progress
@@ -138,7 +139,9 @@ class CapturedCall:
         """
         key = tuple(loops), parts
         if key not in self._in_parts:
-            self._in_parts[key] = with_unequal_loops(self.graph, self.mesh, loops, parts)
+            captured = self.graph if self.graph.unmoved is None else self.graph.unmoved
+            split = with_unequal_loops(captured, self.mesh, loops, parts)
+            self._in_parts[key] = offload_values(split, self.graph.offloaded)
         return self._in_parts[key]
 
     def planner_of(self, target: Target, graph: JointGraph | None = None) -> Planner:
@@ -234,6 +237,7 @@ def run_planner(
     """
     with show_progress(target.options.search.verbose) as planner.progress:
         plan = plan_with_recompute(planner, unlimited, explained=explained)
+    check_host(plan.memory.host, planner)
     return with_provenance(plan, planner, capture_seconds, target)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement
 
 from autoshard.capture.capture_errors import node_line
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.recomputation import recompute_layers
+from autoshard.capture.recomputation import graph_of_plan
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError, warn_caller
@@ -34,7 +34,14 @@ from autoshard.names import group_names
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow, StrategySpecs
 from autoshard.patterns.graph_rules import GraphRules, Value
-from autoshard.planner.account import OperatorPrices, StepAccount, allocations, reduction_timeline, step_calls
+from autoshard.planner.account import (
+    OperatorPrices,
+    StepAccount,
+    allocations,
+    host_bytes,
+    reduction_timeline,
+    step_calls,
+)
 from autoshard.planner.boundary_specs import row_outputs
 from autoshard.planner.call_times import CallTimes
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
@@ -117,6 +124,7 @@ class ProgramEstimate:
             )
             held = live_bytes(allocated, len(context.rules.operators) + 1)
             memory = Memory.of(allocated, context.operation_at)
+            memory = replace(memory, host=settings.under_way * host_bytes(program))
             return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated))
 
     def step_replay(self) -> StepReplay:
@@ -519,8 +527,8 @@ class PlanningContext(ABC):
     def program(self, flow: Flow, reduced: DeferredReduction | None = None) -> PredictedProgram:
         """Return the calls of the program of some decisions; `reduced` as for `predict_program`."""
         with self.time_phase("account"):
-            in_place = not self.cluster.device.compiled
-            return predict_program(flow, self.resharder, self.programs, reduced, in_place)
+            eager = not self.cluster.device.compiled
+            return predict_program(flow, self.resharder, self.programs, reduced, eager, eager)
 
     def replay(self, program: PredictedProgram, prices: KernelPrices) -> ReplayedStep:
         """Return the replay of a step of a program."""
@@ -591,10 +599,9 @@ class PlanningContext(ABC):
         return Flow(self.rules, decisions, self.mesh, self.specs)
 
     def flow_of(self, plan: ShardingPlan) -> Flow:
-        """Return the decisions of a plan on the planner's graph, in which the layers that it recomputes run again."""
-        rules = self.rules
-        if plan.recomputed:
-            rules = GraphRules(recompute_layers(self.graph, plan.recomputed), self.mesh)
+        """Return the decisions of a plan on the planner's graph, with what it runs again and moves to the host."""
+        graph = graph_of_plan(self.graph, plan.recomputed, plan.offloaded)
+        rules = self.rules if graph is self.graph else GraphRules(graph, self.mesh)
         return Flow(rules, Decisions.from_data(plan.decisions), self.mesh)
 
     def describe(self, plan: CandidatePlan) -> ShardingPlan:
@@ -633,5 +640,6 @@ class PlanningContext(ABC):
             choices=tuple(account.decisions()),
             gathered=dict(account.gathered_parameters()),
             recomputed=self.graph.recomputed,
+            offloaded=self.graph.offloaded,
             step_replay=plan.estimate.step_replay(),
         )

@@ -50,6 +50,8 @@ class Constraints:
             takes for every byte of the gradient on a device.
         optional_reruns: True if every operator of the backward half that runs one of the forward half again may be
             left out.
+        movable: names of values that may be moved to the host between the halves.
+        copy_price: of a second of their copies, which compute may hide, in seconds of the step.
     """
 
     pinned: Mapping[str, Pins] = field(default_factory=dict)
@@ -63,6 +65,8 @@ class Constraints:
     task_graphs: Mapping[Primitive, tuple[int, ...]] = field(default_factory=dict)
     summed: Mapping[str, float] = field(default_factory=dict)
     optional_reruns: bool = False
+    movable: frozenset[str] = frozenset()
+    copy_price: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

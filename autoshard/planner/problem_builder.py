@@ -12,6 +12,7 @@ import numpy as np
 from torch import fx
 from torch.distributed.tensor import Placement
 
+from autoshard.capture.host_copies import TO_HOST
 from autoshard.capture.joint import JointInput
 from autoshard.capture.recomputation import RECOMPUTES
 from autoshard.patterns.decisions import Decisions, phase_of
@@ -283,7 +284,8 @@ class _Build:
         variable = Variable("operator", node.name, options.choices, seconds, options.results)
         if node in self.optional:
             variable = self.builder.with_absence(variable)
-        if self.memory_counts and not rule.free:
+        # What lies on the host takes nothing of the device.
+        if self.memory_counts and not rule.free and node.target is not TO_HOST:
             variable.usage = tables.result_bytes(call, options)
             if node in self.optional:
                 variable.usage = self.builder.with_zero(variable.usage)
@@ -393,6 +395,11 @@ class _Build:
             elif not self.lifetimes.may_keep_copy(value):
                 origins = ("kept",)
             origins = (*origins, "rerun")
+        moves = None
+        if value.name in self.builder.constraints.movable:
+            origins = (*origins, "moved")
+            cost, price = self.builder.tables.cost, self.builder.constraints.copy_price
+            moves = self.builder.edge_tables.move_seconds(value.meta, source.specs, cost, price)
         if all(use.optional for use in backward):
             origins = (*origins, "absent")
         options = regather_choices(specs, origins)
@@ -411,7 +418,9 @@ class _Build:
         tables = self.builder.edge_tables
         # The storage of a view is not held for the copy of its operator, so that to keep the view is to keep it all.
         allocated = rerun is not None or not self.lifetimes.is_view(value)
-        edge = tables.regather_edge(value.meta, source.specs, copies, self.mesh, origins, allocated=allocated)
+        edge = tables.regather_edge(
+            value.meta, source.specs, copies, self.mesh, origins, allocated=allocated, moves=moves
+        )
         self.edge_live_ranges[len(self.edges)] = (
             LiveRange(edge.between, held[0], first_use),
             LiveRange(edge.after, first_use, end),

@@ -1,4 +1,4 @@
-"""Values that both halves of a step use: kept, gathered again, or made again in the backward half.
+"""Values that both halves of a step use: kept, gathered again, made again, or moved to the host in between.
 
 A tensor that is gathered for its uses in the forward half is often needed gathered in the backward half too. The copy
 may be kept in between, which takes memory, or freed and made again from the shards, which takes the time of a second
@@ -31,9 +31,12 @@ Reuse = Literal["none", "inputs", "all"]
 _SMALL_FACTOR = 64  # a gathered activation so many times smaller than the largest tensor of the step is always kept
 
 
-Origin = Literal["gathered", "kept", "rerun", "absent"]
+Origin = Literal["gathered", "kept", "rerun", "moved", "absent"]
 """Where the backward half has a value from: gathered again from the kept tensor; the copy of the forward half; its
-operator, which runs again; or nowhere, since nothing reads it there."""
+operator, which runs again; the host, where the tensor was moved; or nowhere, since nothing reads it there."""
+
+MOVED = "@moved"
+"""End of the key, among hubs, of the spec in which the backward half reads a value that was moved."""
 
 MADE_ONCE: tuple[Origin, ...] = ("gathered", "kept")
 """The origins of a value whose operator does not run again, and which the backward half needs."""
@@ -91,7 +94,11 @@ class RegatherEdge:
 
 
 def regather_edge(
-    seconds: np.ndarray, copied: np.ndarray, held: np.ndarray, origins: Sequence[Origin] = MADE_ONCE
+    seconds: np.ndarray,
+    copied: np.ndarray,
+    held: np.ndarray,
+    origins: Sequence[Origin] = MADE_ONCE,
+    moves: np.ndarray | None = None,
 ) -> RegatherEdge:
     """Return the edge from a tensor to the hub of the backward half.
 
@@ -101,6 +108,7 @@ def regather_edge(
         held: bytes of the tensor itself under every spec, if it is held only for the backward half; zeros if it is
             held in any case, as inputs of the step are.
         origins: the origins of the hub's options.
+        moves: seconds of the copies of the tensor to the host and back under every spec of its own, where it may move.
     """
     read = (copied == 0) * held[:, None]  # the tensor itself is read: there is no copy
     source = (copied > 0) * held[:, None]  # kept to make the copy again
@@ -108,6 +116,9 @@ def regather_edge(
         "gathered": (seconds, read + source, read + copied),
         "kept": (np.zeros_like(seconds), read + copied, read + copied),
     }
+    if moves is not None:
+        # The device holds nothing between, and then what comes back, in the spec that is read.
+        parts["moved"] = seconds + moves[:, None], np.zeros_like(seconds), read + copied
     rows, specs = seconds.shape
     tables = [parts.get(origin) or (_nothing(rows, specs, origin),) * 3 for origin in origins]
     return RegatherEdge(*(np.hstack(columns) for columns in zip(*tables, strict=True)))
@@ -148,6 +159,8 @@ def hubs_from_choices(hubs: Mapping[str, Spec], choices: Mapping[str, RegatherCh
             merged[f"{name}@backward"] = choice.spec
         elif choice.origin == "rerun":
             merged[rerun_name(name)] = choice.spec
+        elif choice.origin == "moved":
+            merged[name + MOVED] = choice.spec
     return merged
 
 

@@ -15,7 +15,7 @@ from autoshard.errors import BudgetError, HintError, PlanError
 from autoshard.options.placements import InfeasibleHintError
 from autoshard.options.target import Target
 from autoshard.patterns.decisions import Decisions
-from autoshard.planner.hints import HintValue
+from autoshard.planner.hints import HintValue, offload_hinted
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import CapturedCall, PlannerCache
 from autoshard.planner.shares import plan_shares
@@ -67,9 +67,10 @@ class Replanner:
         target = replace(self.target, hints={**(self.target.hints or {}), **asked})
         # The graph still has the task graphs of earlier questions.
         assign_task_graphs(self.graph.graph, defaults_of(module))
-        call = CapturedCall(self.graph, self.capture_seconds, self.mesh, target, PlannerCache(module, self.mesh))
+        graph = offload_hinted(self.graph, asked, [name for name, _ in module.named_modules()])
+        call = CapturedCall(graph, self.capture_seconds, self.mesh, target, PlannerCache(module, self.mesh))
         try:
-            if _has_all(call.planner_of(target), plan):
+            if {*graph.offloaded} <= {*plan.offloaded} and _has_all(call.planner_of(target), plan):
                 return Alternative.same(plan)
             other = plan_shares(call)
         except InfeasibleHintError as error:
@@ -77,7 +78,7 @@ class Replanner:
         except BudgetError as error:
             assert target.settings.memory_limit is not None, "without a limit, every plan fits"
             return Alternative.too_large(target.settings.memory_limit, error.peak)
-        return Alternative.possible(plan, replace(self, target=target).remember(other))
+        return Alternative.possible(plan, replace(self, graph=graph, target=target).remember(other))
 
 
 def existing_module(module: weakref.ref[nn.Module]) -> nn.Module:

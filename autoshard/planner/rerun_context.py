@@ -1,67 +1,101 @@
-"""The problem in which every operator of a layer may run again, and the plans that its solutions stand for.
+"""The problem in which operators may run again and values may move, and the plans that its solutions stand for.
 
 Whether an operator runs again is decided together with how all operators are split. The graph of this problem has all
 operators that can run again twice: the second one, in the backward half, may be absent. The hub of a value in the
-backward half takes the value from the forward half, kept or gathered again, or from the operator that runs again; or
-nothing reads it there. What a solution costs and holds is that of the graph in which only the chosen operators run
-again, so that every prediction is that of a program that can run.
+backward half takes the value from the forward half, kept or gathered again; from the operator that runs again; or from
+the host, if the value was moved there; or nothing reads it there. What a solution costs and holds is that of the graph
+in which only the chosen operators run again and only the chosen values are moved, so that every prediction is that of a
+program that can run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
+from torch import fx
 
+from autoshard.capture.host_copies import TO_DEVICE, TO_HOST
+from autoshard.capture.offloading import DEVICE_NAME, HOST_NAME, movable_values, offload_values
 from autoshard.capture.recomputation import RECOMPUTES, recompute_layers, rerunnable
-from autoshard.patterns.decisions import Decisions
-from autoshard.patterns.graph_rules import Value
-from autoshard.patterns.strategy import ABSENT
+from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.patterns.graph_rules import Value, value_of
+from autoshard.patterns.strategy import ABSENT, Choices
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
+from autoshard.planner.regather import MOVED
+from autoshard.specs.layout import local_shape
+from autoshard.specs.spec import Spec
 
 
 class RerunContext(Planner):
-    """Solves the problem in which operators may run again, at prices of memory.
+    """Solves the problem in which operators may run again, and values may be moved to the host, at prices of memory.
 
     Args:
         planner: the planner of the graph in which none does; its tables are shared.
-        names: the operators that may run again; by default all that can.
+        may_rerun: False if no operator may run again. Where values may be moved, views may be taken again in any case:
+            what they are of may be moved.
+        copy_price: the price of a second of copies, as in `Constraints`; None if no value may be moved.
+
+    Attributes:
+        without: the planner.
+        reruns: the second operators, by the names of the first.
+        moves: the values that may be moved, by the names of their copies back.
+        may_rerun: True if an operator may run again.
     """
 
-    proposes = True  # plans are judged by their accounts, and many are made
-
-    def __init__(self, planner: Planner, names: Collection[str] | None = None) -> None:
+    def __init__(self, planner: Planner, may_rerun: bool = True, copy_price: float | None = None) -> None:
         self.without = planner
-        names = rerunnable(planner.graph) if names is None else names
+        again, rules = rerunnable(planner.graph), planner.rules.rules
+        self.may_rerun = may_rerun and bool(again)
+        names = list(again) if may_rerun else []
+        self.moves: dict[str, fx.Node] = {}
+        if copy_price is not None:
+            names = [name for name in again if may_rerun or all(rules[n].free for n in again[name] if n in rules)]
+            values = movable_values(planner.graph)
+            self.moves = {DEVICE_NAME.format(name): node for name, node in values.items()}
+        # Where something else than strategies is open, plans are judged by their accounts, and many are made.
+        self.proposes = bool(names) or bool(self.moves)
         graph = recompute_layers(planner.graph, names)
-        constraints = replace(planner.constraints, optional_reruns=bool(names))
+        constraints = replace(
+            planner.constraints,
+            optional_reruns=bool(names),
+            movable=frozenset(value_of(node).name for node in self.moves.values()),
+            copy_price=copy_price or 0.0,
+        )
         super().__init__(
             graph, planner.mesh, planner.cluster, constraints, planner.settings, planner.progress, like=planner
         )
         self.deadline, self.timings = planner.deadline, planner.timings
         # Second operators, by the name of the first.
-        again = {node.meta[RECOMPUTES]: node for node in self.rules.operators if RECOMPUTES in node.meta}
-        self.reruns = again if names else {}
+        again_nodes = {node.meta[RECOMPUTES]: node for node in self.rules.operators if RECOMPUTES in node.meta}
+        self.reruns = again_nodes if names else {}
         self._settled: dict[frozenset[str], Planner] = {frozenset(): planner}
 
+    def _update_best(self, plan: CandidatePlan) -> None:
+        """Keep no plan: those met are the search's, and their decisions leave out what is absent."""
+
     def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
-        """Return the plan in which the operators run again that these decisions of the whole problem choose."""
-        return self.evaluate_reruns(self._names_to_rerun(decisions), decisions, cost, lower_bound, method)
+        """Return the plan in which what these decisions of the whole problem choose runs again, or is moved."""
+        moved = {name for name in self.moves if self._value(name).name + MOVED in decisions.hubs}
+        names = self._names_to_rerun(decisions) | moved
+        return self.evaluate_reruns(names, decisions, cost, lower_bound, method)
 
     def evaluate_reruns(
         self, names: Collection[str], decisions: Decisions, cost: float, lower_bound: float, method: str
     ) -> CandidatePlan:
-        """Return the plan in which the operators of these names run again.
+        """Return the plan in which the operators of these names run again, and values are moved.
 
         Args:
-            names: the names of the operators.
+            names: the names of the operators, and of the copies that bring values back; of these as many as the host
+                has room for.
             decisions: decisions for at least all that the plan's graph has.
             cost, lower_bound, method: as in `CandidatePlan`.
         """
-        planner = self.planner_with(names)
+        planner = self.planner_with(self._within_host(names, decisions))
         return planner.evaluate(self.settle(decisions, planner), cost, lower_bound, method)
 
     @cached_property
@@ -92,6 +126,10 @@ class RerunContext(Planner):
             known = [each for each in read if each is not None]
             if known:
                 places[node.name] = min(known)
+        for name, node in self.moves.items():
+            made = value_of(node).node.name
+            if made in places:
+                places[name] = places[HOST_NAME.format(node.name)] = places[made]
         for source in rules.graph.inputs:
             uses = rules.uses.get(Value(source.node), ())
             known = [places[use.node.name] for use in uses if use.node.name in places]
@@ -109,19 +147,58 @@ class RerunContext(Planner):
         """Return the decisions for a planner's graph among those for more than that."""
         operators = {node.name for node in planner.rules.operators}
         values = {value.name for value in planner.rules.values()}
-        return Decisions(
+        hubs = decisions.hubs.items()
+        settled = Decisions(
             {name: choices for name, choices in decisions.choices.items() if name in operators},
             decisions.rest,
             decisions.outputs,
-            {key: spec for key, spec in decisions.hubs.items() if key.partition("@")[0] in values},
+            {key: spec for key, spec in hubs if key.partition("@")[0] in values and not key.endswith(MOVED)},
         )
+        self._split_copies(settled, planner, {key: spec for key, spec in hubs if key.endswith(MOVED)})
+        return settled
+
+    def _split_copies(self, settled: Decisions, planner: Planner, wanted: Mapping[str, Spec]) -> None:
+        """Decide how copies to the host and back, and views of what comes back, are split, as far as that is open.
+
+        Args:
+            settled: the decisions, which get these choices.
+            planner: of the graph that they are for.
+            wanted: key of a moved value, as `MOVED` ends it -> the spec in which the backward half reads it.
+        """
+        flow = Flow(planner.rules, settled, planner.mesh)
+        for node in planner.rules.operators:
+            choices = settled.choices.get(node.name)
+            if choices is not None and ABSENT not in choices:
+                continue
+            if node.target in (TO_HOST, TO_DEVICE):
+                (value,) = planner.rules.operands[node]
+                spec = flow.produced_spec(value)
+                if node.target is TO_DEVICE:
+                    (moved,) = planner.rules.operands[value.node]
+                    spec = wanted.get(moved.name + MOVED, spec)
+                settled.choices[node.name] = self._choices_for(node, value, spec, planner)
+            else:
+                settled.choices[node.name] = settled.choices[node.meta[RECOMPUTES]]  # a view, taken again
+
+    def _choices_for(self, node: fx.Node, value: Value, spec: Spec, planner: Planner) -> Choices:
+        """Return how a copy is split to be taken in a spec, or in the one to which that is brought fastest."""
+        options = planner.tables.options(planner.rules.rules[node])
+        specs = options.operands[0]
+        places = [place for place, each in enumerate(specs.distinct) if each is spec]
+        if not places:
+            meta = value.meta
+            seconds = planner.resharder.seconds(meta.shape, meta.dtype.itemsize, (spec,), specs.distinct)
+            places = [int(np.argmin(seconds[0]))]
+        return options.choices[int(np.flatnonzero(specs.index == places[0])[0])]
 
     def planner_with(self, names: Collection[str]) -> Planner:
-        """Return the planner of the graph in which the operators of these names run again."""
+        """Return the planner of the graph in which the operators of these names run again, and values are moved."""
         key = frozenset(names)
         if key not in self._settled:
             with self.time_phase("patterns"):
-                graph = recompute_layers(self.without.graph, key)
+                moved = [self.moves[name].name for name in key & self.moves.keys()]
+                graph = recompute_layers(self.without.graph, key - self.moves.keys(), moved)
+                graph = offload_values(graph, moved)
                 like = self.without
                 planner = Planner(graph, like.mesh, like.cluster, like.constraints, like.settings, like=like)
             planner.deadline, planner.timings = self.deadline, self.timings
@@ -130,8 +207,9 @@ class RerunContext(Planner):
 
     def names_of(self, plan: CandidatePlan) -> list[str]:
         """Return the names that `evaluate_reruns` takes for a plan."""
-        given = self.without.graph.recomputed
-        return [name for name in plan.estimate.context.graph.recomputed if name not in given]
+        graph, given = plan.estimate.context.graph, self.without.graph
+        moved = [DEVICE_NAME.format(name) for name in graph.offloaded if name not in given.offloaded]
+        return [*(name for name in graph.recomputed if name not in given.recomputed), *moved]
 
     def moments_of(self, plan: CandidatePlan) -> np.ndarray:
         """Return the bytes that a plan holds at every moment of the whole problem.
@@ -146,8 +224,40 @@ class RerunContext(Planner):
             places[moment] = position.get(self.rules.operators[moment].name, places[moment + 1])
         return held[places]
 
+    def _within_host(self, names: Collection[str], decisions: Decisions) -> set[str]:
+        """Return these names without those of copies for which the host has no room."""
+        room, flow = self.settings.host_memory, Flow(self.rules, decisions, self.mesh)
+        if room is None:
+            return set(names)
+
+        def size(name: str) -> int:
+            value = self._value(name)
+            shape = local_shape(value.meta.shape, flow.produced_spec(value), self.mesh)
+            return self.settings.under_way * math.prod(shape) * value.meta.dtype.itemsize
+
+        left = room - sum(size(DEVICE_NAME.format(name)) for name in self.without.graph.offloaded)
+        kept = set(names) - self.moves.keys()
+        # The earlier a value is made, the longer the device holds it otherwise.
+        for name in self.moves:
+            if name in names and size(name) <= left:
+                kept.add(name)
+                left -= size(name)
+        return kept
+
+    def _value(self, name: str) -> Value:
+        """Return the value that a copy of this name brings back."""
+        made = value_of(self.moves[name])
+        return Value(self._by_name[made.node.name], made.result)
+
+    @cached_property
+    def _by_name(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.graph.graph.nodes}
+
     def _names_to_rerun(self, decisions: Decisions) -> set[str]:
         """Return the names of the operators whose second run is not absent, and has a reader."""
+        # A view of what is moved is taken again by itself.
+        if not self.may_rerun:
+            return set()
         read = {key.partition("@")[0].partition(":")[0] for key in decisions.hubs}
         return {
             name

@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 
+from autoshard.capture.host_copies import HOST_COPIES, TO_HOST
 from autoshard.cluster.cost import CostModel, Work, work_of_call
 from autoshard.patterns.padding import MASK_VECTOR_OPS, masks
 from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
@@ -187,7 +188,7 @@ class StrategyTables:
         # Strategies without padding and exchanges are priced together, since many have equal work and bytes.
         simple = np.zeros(len(table), dtype=np.bool_)
         seconds = np.zeros(len(table))
-        if is_plain(rule) and not any(factor.exchanges for factor in rule.factors):
+        if is_plain(rule) and not any(factor.exchanges for factor in rule.factors) and call.op not in HOST_COPIES:
             simple = is_evenly_split(rule, table, self.mesh)
             seconds[simple] = self._even_seconds(call, rule, table[simple])
         for place in np.flatnonzero(~simple):
@@ -234,13 +235,14 @@ class StrategyTables:
             self._keep_alive += [call, rule]
             sent = Counter(self.exchanges(rule, choices))  # a recurrence has many equal ones
             inner = sum(times * self.cost.collective(kind, bytes, axis) for (kind, axis, bytes), times in sent.items())
+            inner += self._copy_seconds(call, rule, choices)
             self._single[key] = inner + self.compute_seconds(call, rule, choices, zeros)
         return self._single[key]
 
     def compute_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
         """Return the compute seconds of one rank: its share of the work, or the time to move its bytes; and masks."""
         rule, choices = resolve_variant(rule, choices)
-        if rule.free:
+        if rule.free or call.op in HOST_COPIES:
             return 0.0
         moved = 0
         for dims, meta in _tensors(call, rule):
@@ -249,6 +251,16 @@ class StrategyTables:
         work, parts = _work(call), work_split(rule, choices, self.mesh)
         seconds = self.cost.compute(work.flops / parts, moved, work.dtype, work.operator, work.streamed / parts)
         return seconds + self._mask_seconds(call, rule, choices, zeros)
+
+    def _copy_seconds(self, call: OpCall, rule: Rule, choices: Choices) -> float:
+        """Return the seconds of the copies of a value to the host and back, as if compute hid nothing of them."""
+        if call.op is not TO_HOST:
+            return 0.0  # what is copied back is what was copied there, wherever it goes from there
+        dims, meta = rule.results[0], call.results[0]
+        assert dims is not None
+        assert meta is not None
+        held = math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
+        return 2 * self.cost.host_copy(held)
 
     def _mask_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool]) -> float:
         """Return the seconds of the masks that replace the padding of operands before the operator runs."""
@@ -308,6 +320,7 @@ class EdgeTables:
         self._regather_edges: dict[tuple[object, ...], RegatherEdge] = {}
         self._rerun_edges: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
         self._with_absence: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._moves: dict[tuple[object, ...], np.ndarray] = {}
         self.tie_costs = cache(tie_costs)
 
     def reshard_seconds(
@@ -339,6 +352,7 @@ class EdgeTables:
         origins: tuple[Origin, ...] = MADE_ONCE,
         *,
         allocated: bool,
+        moves: np.ndarray | None = None,
     ) -> RegatherEdge:
         """Return the edge from a tensor to the hub of the backward half.
 
@@ -349,16 +363,27 @@ class EdgeTables:
             mesh: the mesh axes.
             origins: the origins of the options of the hub of the backward half.
             allocated: True if the step allocates memory for the tensor, held for the backward half alone.
+            moves: seconds of its copies to the host and back, as for `regather.regather_edge`; one array for equal
+                tensors.
         """
-        key = (meta.shape, meta.dtype.itemsize, sources, hub, origins, allocated)
+        key = (meta.shape, meta.dtype.itemsize, sources, hub, origins, allocated, id(moves))
         if key not in self._regather_edges:
             self._regather_edges[key] = regather_edge(
                 self.reshard_seconds(meta, sources, hub),
                 self.copy_bytes(meta, sources, hub, mesh),
                 sources.bytes(meta, mesh) * allocated,
                 origins,
+                moves,
             )
         return self._regather_edges[key]
+
+    def move_seconds(self, meta: TensorMeta, specs: SpecList, cost: CostModel, price: float) -> np.ndarray:
+        """Return the seconds of a tensor's copies to the host and back under every spec, each counted `price` times."""
+        key = (meta.shape, meta.dtype.itemsize, specs, price)
+        if key not in self._moves:
+            seconds = [2 * price * cost.host_copy(int(held)) for held in specs.bytes(meta, cost.mesh)]
+            self._moves[key] = np.array(seconds)
+        return self._moves[key]
 
     def rerun_edge(
         self, meta: TensorMeta, sources: SpecList, hub: SpecList, mesh: MeshShape, origins: tuple[Origin, ...]

@@ -95,6 +95,7 @@ class PlanContents:
     options: dict[str, Any] = field(default_factory=dict)
     gathered: dict[str, str] = field(default_factory=dict)
     recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     step_replay: StepReplay = field(default_factory=StepReplay)
 
     def __post_init__(self) -> None:
@@ -226,6 +227,7 @@ _SHARDING = record(
         largest=list_of(record(name=TEXT, kind=TEXT, bytes=COUNT)),
         modules=table(table(COUNT)),
         saved=list_of(record(module=TEXT, operator=TEXT, line=TEXT, count=COUNT, bytes=COUNT)),
+        host=COUNT,
     ),
     device_memory=COUNT,
     collectives=list_of(
@@ -253,6 +255,7 @@ _SHARDING = record(
     options=_OPTIONS,
     gathered=table({"enum": ["once", "again"]}),
     recomputed=list_of(TEXT),
+    offloaded=list_of(TEXT),
     step_replay=record(
         compute=list_of(_row(COUNT, NUMBER, NUMBER)),
         collectives=list_of(_row(COUNT, NUMBER, NUMBER, TEXT, TEXT, COUNT)),
@@ -264,8 +267,10 @@ _SHARDING = record(
 )
 
 # Files that older versions wrote lack them.
-_SHARDING["required"] = [name for name in _SHARDING["required"] if name not in ("update_seconds", "step_replay")]
-for _name in ("modules", "saved"):
+_SHARDING["required"] = [
+    name for name in _SHARDING["required"] if name not in ("update_seconds", "offloaded", "step_replay")
+]
+for _name in ("modules", "saved", "host"):
     _SHARDING["properties"]["memory"]["required"].remove(_name)
 _SHARDING["properties"]["collectives"]["items"]["required"].remove("gradient")
 
@@ -318,6 +323,7 @@ def to_data(plan: PlanContents) -> dict[str, Any]:
         "collectives": [asdict(collective) for collective in plan.collectives],
         "choices": [asdict(choice) for choice in plan.choices],
         "recomputed": list(plan.recomputed),
+        "offloaded": list(plan.offloaded),
         "step_replay": asdict(plan.step_replay),
     }
 
@@ -332,6 +338,7 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
         "shapes": {name: tuple(shape) for name, shape in data["shapes"].items()},
         "memory": Memory.from_data(data["memory"]),
         "recomputed": tuple(data["recomputed"]),
+        "offloaded": tuple(data.get("offloaded", ())),
         "collectives": tuple(Collective(**record) for record in data["collectives"]),
         "choices": tuple(Decision(**record) for record in data["choices"]),
         "step_replay": StepReplay.from_data(data["step_replay"]) if "step_replay" in data else StepReplay(),

@@ -100,6 +100,7 @@ def summary(plan: PlanContents) -> tuple[tuple[str, str], ...]:
         ("made on", made if plan.subject else ""),
         ("planned in", ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in plan.timings.items())),
         ("recomputed", recomputed_text(plan)),
+        ("moved to the host", offloaded_text(plan)),
         ("hints", ", ".join(f"{hint}: {pinned}" for hint, pinned in plan.hints.items())),
     )
     return tuple((label, value) for label, value in lines if value)
@@ -188,6 +189,12 @@ def recomputed_text(plan: PlanContents) -> str:
     if len(layers) <= _MOST_LISTED:
         return ", ".join(layers)
     return f"{len(layers)} layers: {layers[0]}, {layers[1]}, ..., {layers[-1]}"
+
+
+def offloaded_text(plan: PlanContents) -> str:
+    """Return `"64 tensors, 12.0 GiB of the host of a device"`; empty where nothing is moved."""
+    tensors = "1 tensor" if len(plan.offloaded) == 1 else f"{len(plan.offloaded)} tensors"
+    return f"{tensors}, {format_bytes(plan.memory.host)} of the host of a device" if plan.offloaded else ""
 
 
 def slower_text(plan: PlanContents) -> str:

@@ -56,6 +56,8 @@ class ShardingPlan(PlanContents, HasPage):
             that are used as they lie are not listed.
         recomputed: names of the layers, or of single operators of the captured graph, that the backward half runs
             again, instead of keeping their activations.
+        offloaded: names of the values of the captured graph that are moved to the host until the backward half reads
+            them.
         step_replay: the predicted step, call by call, for pictures; empty in the files of older versions.
         replanner: answers `why_not`; None where the plan does not remember how it was made. It holds the captured step,
             about 1 MB for each layer of a transformer, and no weights. It is no part of the plan's value, file or

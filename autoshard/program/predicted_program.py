@@ -18,6 +18,7 @@ from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
 from autoshard.program._torch import append_node
 from autoshard.program.aliasing import write_in_place
+from autoshard.program.copy_schedule import schedule_copies
 from autoshard.program.walk import LocalPrograms, LocalResults, ProgramWalk, Recording
 from autoshard.reshard.collective_schedule import propagate_layers, schedule
 from autoshard.reshard.path import Path, Resharder
@@ -74,6 +75,7 @@ def predict_program(
     programs: LocalPrograms,
     reduced: DeferredReduction | None = None,
     in_place: bool = True,
+    copies_beside: bool = True,
 ) -> PredictedProgram:
     """Return the program of some decisions, split in halves and scheduled as the program itself is.
 
@@ -83,6 +85,7 @@ def predict_program(
         programs: the recordings of operators and reshards.
         reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
         in_place: True if the program may write into inputs that it changes, as for `build_program`.
+        copies_beside: True if copies to and from the host run beside compute: where the program is not compiled.
     """
     with outside_modes():
         halves = _PredictedHalves(flow, programs)
@@ -96,7 +99,7 @@ def predict_program(
             walk.add_input(source, inputs[source.node.name])
         halves.add_rank_inputs()
         outputs = walk.run()
-        unreduced = halves.finish(outputs, reduced)
+        unreduced = halves.finish(outputs, reduced, copies_beside)
         if in_place and not flow.graph.gradients and not flow.graph.result.checks:
             sources = {source.name: inputs[source.node.name] for source in flow.graph.inputs}
             write_in_place((sources[name], node) for (kind, name), node in outputs.items() if kind == "mutation")
@@ -205,7 +208,7 @@ class _PredictedHalves:
         node.meta.update(val=val, position=self._position, key=key, kind=self._kind, partitioner_tag=tag)
 
     def finish(
-        self, outputs: dict[tuple[str, str], fx.Node], reduced: DeferredReduction | None
+        self, outputs: dict[tuple[str, str], fx.Node], reduced: DeferredReduction | None, copies_beside: bool
     ) -> PendingReductions | None:
         """Drop unused calls from both halves, and schedule collectives; update the nodes of gradients in `outputs`."""
         forward, backward = self.halves["forward"], self.halves["backward"]
@@ -235,6 +238,8 @@ class _PredictedHalves:
         bucket_reductions(backward.graph)
         for half in (forward, backward):
             schedule(half.graph)
+            if copies_beside:
+                schedule_copies(half.graph)
         output: Any = backward.graph.output_node()
         outputs.update(zip(names, output.args[0], strict=True))
         return unreduced

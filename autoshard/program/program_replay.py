@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.capture.host_copies import AWAIT_COPY, HOST_COPIES, START_TO_DEVICE, START_TO_HOST
 from autoshard.cluster.cost import CostModel, work_of_call
 from autoshard.patterns.exchanging import exchange_ops, shift
 from autoshard.program.aliasing import makes_view
-from autoshard.simulate.events import COMPUTE, Operation, link_stream
+from autoshard.simulate.events import COMPUTE, FROM_HOST_STREAM, TO_HOST_STREAM, Operation, link_stream
 from autoshard.specs.emitter import collectives
 
 # The operators that start a collective, and its kind. Tensors are their first argument, the group is the last.
@@ -126,6 +127,8 @@ def _is_view(node: fx.Node) -> bool:
 
 
 _WAIT = collectives.wait_tensor.default
+# The link carries both directions at a time.
+_COPY_STREAMS: dict[Any, str] = {START_TO_HOST: TO_HOST_STREAM, START_TO_DEVICE: FROM_HOST_STREAM}
 
 
 class KernelPrices:
@@ -242,6 +245,10 @@ class _Issuer:
                 # An exchange has no wait in the program: its operator returns when the rows are there.
                 if target is exchange_ops.exchange.default:
                     self._issue(node, f"wait {node.name}", COMPUTE, 0.0, 0.0, started[node])
+            elif target in HOST_COPIES:
+                started[node] = self._copy(node)
+            elif target is AWAIT_COPY:
+                self._issue(node, node.name, COMPUTE, 0.0, dispatch.view, started.get(node.all_input_nodes[0]))
             else:
                 seconds = seconds_of(node)
                 self._issue(node, node.name, COMPUTE, seconds, dispatch.kernel if seconds else dispatch.view)
@@ -251,6 +258,12 @@ class _Issuer:
         seconds = cost.collective(sent.kind, sent.bytes, sent.axis)
         dispatch = cost.cluster.device.dispatch.collective
         return self._issue(node, node.name, link_stream(cost.spans_hosts(sent.axis)), seconds, dispatch)
+
+    def _copy(self, node: fx.Node) -> int:
+        """Issue a copy over the link to the host; a program that is compiled waits for it."""
+        cost, stream = self.prices.cost, _COPY_STREAMS.get(node.target, COMPUTE)
+        seconds = cost.host_copy(bytes_of(node.meta["val"]))
+        return self._issue(node, node.name, stream, seconds, cost.cluster.device.dispatch.kernel)
 
     def _issue(
         self, node: fx.Node, name: str, stream: str, seconds: float, dispatch: float, awaited: int | None = None

@@ -19,6 +19,7 @@ from autoshard.errors import warn_caller
 from autoshard.patterns.exchanging import exchange_ops, lower_shifts
 from autoshard.program._torch import compile_graph, split_joint, write_code
 from autoshard.program.aliasing import write_in_place
+from autoshard.program.copy_schedule import schedule_copies
 from autoshard.program.localize import LocalStep
 from autoshard.reshard.collective_schedule import propagate_layers, schedule
 from autoshard.reshard.reductions import (
@@ -246,6 +247,9 @@ def split(
         if half is not forward:
             bucket_reductions(half.graph)
         schedule(half.graph)
+        # Compiled code knows no copies that are under way: it copies in its order.
+        if not compile:
+            schedule_copies(half.graph)
         # A compiler would reuse memory that a shift still reads.
         if compile:
             lower_shifts(half.graph)

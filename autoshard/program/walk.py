@@ -11,6 +11,7 @@ from torch import fx
 
 from autoshard.capture.capture_errors import node_place
 from autoshard.capture.fake_module import DEVICE
+from autoshard.capture.host_copies import TO_DEVICE
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.errors import RuleError
 from autoshard.patterns.decisions import Flow, phase_of
@@ -154,6 +155,9 @@ class ProgramWalk:
     def _add_operator(self, node: fx.Node) -> None:
         rules, nodes, zero_padded = self.rules, self._nodes, self._zero_padded
         phase, gradient = self.flow.graph.phase(node), rules.restores_dtype(node)
+        if node.target is TO_DEVICE:
+            self._copy_back(node, phase)
+            return
         operands = [
             self._read(value, phase, spec, gradient)
             for value, spec in zip(rules.operands[node], self.flow.consumed_specs(node), strict=True)
@@ -185,6 +189,19 @@ class ProgramWalk:
                 nodes[Value(node, index).name] = result
                 if local.zeros[index]:
                     zero_padded.add(result)
+
+    def _copy_back(self, node: fx.Node, phase: str) -> None:
+        """Copy a value from the host, and then bring it to the spec in which the operator returns it."""
+        # A reshard runs between devices, so the copy comes first.
+        (value,) = self.rules.operands[node]
+        host = self._nodes[value.name]
+        self.graph.enter(self._position, phase, node.name, "temporary")
+        (copy,) = self.graph.add_operator(node, [host], [host in self._zero_padded]).results
+        assert copy is not None
+        if host in self._zero_padded:
+            self._zero_padded.add(copy)
+        self._nodes[value.name] = copy
+        self._nodes[Value(node).name] = self._read(value, phase, self.flow.consumed_spec(node, 0))
 
     def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
         """Return the value in spec `target`, for an optimizer or its cast if `gradient`; equal copies are made once."""

@@ -146,7 +146,7 @@ class ProgramMaker:
         plan, options = self.plan, self.target.options
         wanted: dict[str, Any] = {name: getattr(self.target, name) for name in ("inputs", "outputs", "data_axes")}
         wanted |= {"mp_policy": options.mp_policy}
-        wanted |= {name: getattr(self.target.settings, name) for name in ("recompute", "method", "effort")}
+        wanted |= {name: getattr(self.target.settings, name) for name in ("recompute", "offload", "method", "effort")}
         return {
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
             "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
@@ -311,5 +311,5 @@ class ProgramMaker:
 
 def _digest(plan: ShardingPlan) -> str:
     """Return a digest of the decisions of a plan; the time and place of planning have no part in it."""
-    decided = json.dumps([plan.decisions, plan.recomputed], sort_keys=True, default=str)
+    decided = json.dumps([plan.decisions, plan.recomputed, plan.offloaded], sort_keys=True, default=str)
     return hashlib.blake2b(decided.encode(), digest_size=6).hexdigest()

@@ -19,6 +19,11 @@ from typing import NamedTuple
 COMPUTE = "compute"
 """The stream of compute; all other streams are of communication."""
 
+TO_HOST_STREAM = "to the host"
+FROM_HOST_STREAM = "from the host"
+_COPY_STREAMS = (TO_HOST_STREAM, FROM_HOST_STREAM)
+"""The streams of copies over the link to the host. Engines of their own run them: they slow no compute down."""
+
 
 def link_stream(spans_hosts: bool) -> str:
     """Return the stream of collectives on one kind of link."""
@@ -51,8 +56,8 @@ class Timeline:
     Attributes:
         starts, ends: seconds from the beginning, one per operation.
         seconds: from the beginning to the last end.
-        exposed: seconds in which the device communicates and does not compute.
-        hidden: seconds in which it communicates and computes.
+        exposed: seconds in which the device communicates or copies, and does not compute.
+        hidden: seconds in which it communicates with other devices and computes.
     """
 
     starts: tuple[float, ...]
@@ -102,10 +107,13 @@ def replay(operations: Sequence[Operation]) -> Timeline:
     intervals = list(zip(starts, ends, strict=True))
     busy = covered_seconds(intervals)
     compute = covered_seconds(itertools.compress(intervals, computing))
-    communication = covered_seconds(itertools.compress(intervals, map(operator.not_, computing)))
+    copying = [operation.stream in _COPY_STREAMS for operation in operations]
+    communicating = [not (computes or copies) for computes, copies in zip(computing, copying, strict=True)]
+    communication = covered_seconds(itertools.compress(intervals, communicating))
+    either = busy if not any(copying) else covered_seconds(itertools.compress(intervals, map(operator.not_, copying)))
     # Rounding may make a difference of equal sums negative.
     exposed = max(0.0, busy - compute)
-    hidden = max(0.0, communication - exposed)
+    hidden = max(0.0, communication - max(0.0, either - compute))
     return Timeline(tuple(starts), tuple(ends), max(ends, default=0.0), exposed, hidden)
 
 

@@ -35,6 +35,7 @@ def asked(**changes: Any) -> argparse.Namespace:
         "quick": True,
         "cluster": "h100",
         "recompute": "auto",
+        "offload": "none",
         "time_limit": 60.0,
         "work_limit": None,
     }

@@ -50,7 +50,15 @@ def test_the_links_of_all_presets_are_known() -> None:
 def test_every_figure_has_a_source(name: str) -> None:
     cluster = Cluster.preset(name)
     device = cluster.device
-    figures = {"memory", "peak_flops", "memory_bandwidth", "kernel_overhead", "dispatch", "compiled_dispatch"}
+    figures = {
+        "memory",
+        "peak_flops",
+        "memory_bandwidth",
+        "kernel_overhead",
+        "dispatch",
+        "compiled_dispatch",
+        "host_bandwidth",
+    }
     assert all(len(device.sources[figure]) > 20 for figure in figures)
     assert all(len(curve.source) > 20 for curve in device.operators.values())
     for link in (cluster.inside, cluster.between):

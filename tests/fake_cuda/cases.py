@@ -31,6 +31,8 @@ ALIKE = (
 """Models with the operators of GPT-2, Llama, Mixtral, BERT, VGG, Swin and LSTM."""
 REPEATED = ("hf_gpt2", "hf_llama", "hf_bert")
 """Models of several layers, which have the same operators: here they have one."""
+MOVED = ("mlp", "hf_llama", "unet", "lstm")
+"""Models every second of whose values is moved to the host."""
 NAMES = tuple(name for name in MODELS if name not in ALIKE)
 
 

@@ -64,7 +64,7 @@ def test_limits_are_kept_by_plans_no_slower_than_the_leanest(
     planner = Planner(graph, MeshShape.of(sizes), cluster, Constraints(), Settings(time_limit=PLENTY))
     known = [planner.solve(planner.constraints)]
     known.append(planner.fastest(known[0]))
-    context, fastest = MemoizingContext(planner, ()), known[1]
+    context, fastest = MemoizingContext(planner, False), known[1]
     search = LimitSearch(context, 1000, known)
     assert search.run() is None
     least = search.leanest_met.memory.peak

@@ -250,7 +250,7 @@ def test_forcing_parameters_to_be_sharded_alone_goes_less_far() -> None:
 
 def _smallest_is_met(planner: Planner) -> int:
     """The smallest limit that the error about one that is too small names, which a second search keeps."""
-    context, cheapest = MemoizingContext(planner, ()), planner.solve(planner.constraints)
+    context, cheapest = MemoizingContext(planner, False), planner.solve(planner.constraints)
     search = LimitSearch(context, 1000, [cheapest])
     assert search.run() is None
     least = search.leanest_met.memory.peak

@@ -18,7 +18,14 @@ from autoshard.planner.planner import Planner
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
-from autoshard.planner.regather import RegatherChoice, hubs_from_choices, regather_choices, regather_edge, tie_costs
+from autoshard.planner.regather import (
+    Origin,
+    RegatherChoice,
+    hubs_from_choices,
+    regather_choices,
+    regather_edge,
+    tie_costs,
+)
 from autoshard.solver import solve
 from autoshard.specs.spec import Spec
 from tests.planner.steps import every_parameter, joint_graph, planner_of
@@ -132,6 +139,20 @@ def test_activations_too_may_be_gathered_again(strength: float, phases: set[str]
     found = _at_price(planner, strength)
     legs = [leg for leg in planner.account(found.decisions).reshards if _is_pinned(leg.value.node)]
     assert {leg.phase for leg in legs if leg.path.steps[0].kind == "all_gather"} == phases
+
+
+def test_the_edge_of_a_moved_value_holds_nothing_between() -> None:
+    seconds, copied, held = np.array([[0.0, 1.0], [2.0, 0.0]]), np.array([[0.0, 3.0], [5.0, 0.0]]), np.array([7.0, 8.0])
+    origins: tuple[Origin, ...] = ("gathered", "kept", "moved", "absent")
+    edge = regather_edge(seconds, copied, held, origins, np.array([10.0, 20.0]))
+    assert edge.seconds[:, 4:].tolist() == [[10.0, 11.0, 0.0], [22.0, 20.0, 0.0]]
+    assert edge.between[:, 4:].tolist() == [[0.0, 0.0, 0.0]] * 2
+    # What comes back takes the memory of what is read of it.
+    assert edge.after[:, 4:].tolist() == [[7.0, 3.0, 0.0], [5.0, 8.0, 0.0]]
+    hubs = hubs_from_choices(
+        {"x@forward": Spec.all_replicated(1)}, {"x": RegatherChoice(Spec.all_replicated(1), "moved")}
+    )
+    assert set(hubs) == {"x@forward", "x@moved"}
 
 
 def test_a_parameter_that_is_whole_or_used_in_one_half_has_nothing_to_choose() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from autoshard.capture.joint import capture
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.strategy import WHOLE
+from autoshard.planner.plan_checks import checked_flow
 from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.rerun_context import RerunContext
 from autoshard.specs.spec import Spec
@@ -67,6 +69,39 @@ def test_a_solution_costs_what_its_program_costs(name: str, strength: float) -> 
     # Views of kept tensors, and copies that serve two uses, may be cheaper in the program.
     assert account.total_seconds == pytest.approx(plan.cost, rel=2e-2)
     assert account.total_seconds <= plan.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("reruns", [True, False])
+@pytest.mark.parametrize("name", ["gpt", "resnet18"])
+def test_a_solution_with_moves_costs_what_its_program_costs(name: str, reruns: bool) -> None:
+    planner = planner_of(joint_graph(name), {"x": 4})
+    context = RerunContext(planner, reruns, copy_price=1.0)
+    plans = [_priced(context, strength) for strength in (0.0, 1.0, 100.0)]
+    assert not plans[0].estimate.context.graph.offloaded
+    for plan in plans:
+        changed = plan.estimate.context
+        account = changed.account(plan.decisions)
+        assert account.total_seconds == pytest.approx(plan.cost, rel=2e-2)
+        # As a file has it, and as another process finds it in the captured step.
+        flow = checked_flow(planner, changed.describe(plan))
+        assert flow.graph.offloaded == changed.graph.offloaded
+        assert reruns or not changed.graph.recomputed
+    lean = plans[-1]
+    assert lean.estimate.context.graph.offloaded
+    assert lean.memory.host > 0
+    assert context.moments_of(lean).mean() < context.moments_of(plans[0]).mean()
+    # The same names make the same plan.
+    names = context.names_of(lean)
+    assert context.planner_with(names) is lean.estimate.context
+
+
+def test_moves_stop_where_the_host_is_full() -> None:
+    planner = planner_of(joint_graph("gpt"), {"x": 4})
+    free = _priced(RerunContext(planner, False, copy_price=0.0), 100.0).memory.host
+    planner = planner_of(joint_graph("gpt"), {"x": 4})
+    planner.settings = replace(planner.settings, host_memory=free // 2)
+    full = _priced(RerunContext(planner, False, copy_price=0.0), 100.0).memory.host
+    assert free // 4 < full <= free // 2
 
 
 def _whole(context: RerunContext) -> Decisions:

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.simulate.events import COMPUTE, Operation, Task, replay, replay_tasks
+from autoshard.simulate.events import (
+    COMPUTE,
+    FROM_HOST_STREAM,
+    TO_HOST_STREAM,
+    Operation,
+    Task,
+    replay,
+    replay_tasks,
+)
 
 
 def compute(seconds: float, *needs: int) -> Operation:
@@ -163,3 +171,14 @@ def test_of_one_rank_it_says_what_the_replay_of_a_device_says(drawn: list[tuple[
 def test_the_step_ends_with_its_last_task_though_one_was_expected_to_end_later() -> None:
     tasks = [task(0, 1), transfer(0, 1, 0.5, 0), task(0, 1, 0)]
     assert replay_tasks(tasks, 0.9).seconds == pytest.approx(2.45)
+
+
+def test_copies_to_the_host_hide_beside_compute_and_do_not_slow_it_down() -> None:
+    copy = [Operation("copy", stream, 3, (0,)) for stream in (TO_HOST_STREAM, FROM_HOST_STREAM)]
+    timeline = replay([compute(1), *copy, compute(4, 0), compute(1, 1, 2)])
+    assert timeline.starts == (0, 1, 1, 1, 5)
+    assert (timeline.seconds, timeline.exposed, timeline.hidden) == (6, 0, 0)
+    assert timeline.seconds_with_contention(1.0) == 6
+    # What is not hidden is exposed, as of all communication; what hides beside it is hidden.
+    timeline = replay([compute(1), copy[0], send(2, 0), compute(1, 0), compute(1, 1, 2)])
+    assert (timeline.seconds, timeline.exposed, timeline.hidden) == (5, 2, 1)

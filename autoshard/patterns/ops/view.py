@@ -177,6 +177,8 @@ rule_maker(
 
 rule(["aten.alias", "aten.detach", "aten.lift_fresh", "prims.view_of"], "... -> ...", linear="0", free=True)
 rule(["aten.clone", "aten.contiguous", "aten.lift", "aten.lift_fresh_copy"], "... -> ...", linear="0")
+rule("autoshard.to_host", "... -> ...", linear="0")
+rule("autoshard.to_device", "... -> ...", linear="0", local=lambda call: call.run(device=call.emit.home), uneven=True)
 
 
 @rule_maker("aten.view.dtype")

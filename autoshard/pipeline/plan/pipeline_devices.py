@@ -11,6 +11,7 @@ import torch
 
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.joint_graph import fingerprint
+from autoshard.capture.marks import Offload
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.measurements import Grouping
 from autoshard.cluster.worker_shares import Worker, apportion, shares
@@ -173,7 +174,10 @@ def forward_fingerprint(exported: ExportedModule) -> str:
 
 def check_pipeline_options(target: Target) -> None:
     """Raise `PlanError` if a pipeline can not have an option."""
+    moves = any(isinstance(value, Offload) for value in (target.hints or {}).values())
     refused = {
+        "offload": target.settings.offload != "none" and "its stages keep their tensors on the device",
+        "hints of autoshard.offload()": moves and "its stages keep their tensors on the device",
         "dynamic": target.dynamic is not None and "the sizes of what stages send each other are fixed",
         "inputs": target.inputs != "global" and "every rank is given the whole batch",
         "outputs": target.outputs != "global" and "outputs are put together of microbatches",

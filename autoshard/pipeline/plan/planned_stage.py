@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.call_layout import call_layout
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.recomputation import recompute_layers
+from autoshard.capture.recomputation import graph_of_plan
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.cluster.worker_shares import apportion
@@ -177,10 +177,10 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
 
 
 def _flow(planned: PlannedStage) -> tuple[Flow, Planner]:
-    """Return the decisions of a plan on the graph that they were made for, which may recompute layers."""
+    """Return the decisions of a plan on the graph that they were made for, with its reruns and moves."""
     planner, plan = planned.planner, planned.plan
-    if plan.recomputed:
-        graph = recompute_layers(planned.graph, plan.recomputed)
+    graph = graph_of_plan(planner.graph, plan.recomputed, plan.offloaded)
+    if graph is not planner.graph:
         planner = Planner(graph, planner.mesh, planner.cluster, planner.constraints, planner.settings, like=planner)
     return Flow(planner.rules, Decisions.from_data(plan.decisions), planner.mesh), planner
 
