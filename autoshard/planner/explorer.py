@@ -112,13 +112,13 @@ class Explorer:
 
     def _within(self, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> CandidatePlan:
         planner, known = self.planner, [cheapest, fastest]
-        forces = planner.settings.method == "force"
-        context = RerunContext(planner, may_rerun=False) if forces else self._context()
+        context = self._context()
         if context.may_rerun and not context.is_past_deadline:
             known.append(context.whole_layers)
         self._search = LimitSearch(context, limit, known)
-        plan = self._search.run_forced() if forces else self._search.run()
-        for price in _COPY_PRICES if planner.settings.offload == "auto" else ():
+        plan = self._search.run_forced() if planner.settings.method == "force" else self._search.run()
+        moves = planner.settings.offload == "auto" and planner.settings.method != "force"
+        for price in _COPY_PRICES if moves else ():
             if not planner.is_past_deadline:
                 # What was met without moves stays in the search.
                 self._search = LimitSearch(self._context(price), limit, [cheapest, *self._search.met])

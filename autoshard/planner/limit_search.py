@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
@@ -36,6 +36,7 @@ _ROUNDS = 12  # plans made at prices of memory, at most
 _STRONGEST = 30.0  # steps that the limit's bytes have where no mix of plans fits
 _ENOUGH = 1e-3  # part of a step by which another plan has to make the mix better
 _CLOSE = 3e-3  # part of a step by which the best plan may be slower than the best mix and no other price is tried
+_MANY_OPERATORS = 3000  # of a graph with second operators, from which the best plan is not searched so closely
 _STRENGTHS = (10.0, 0.01)  # the largest and the smallest price of the limit's bytes between which is searched, in steps
 _LEVELS = 30  # prices between these
 _FORCED_LEVELS = 10  # levels on which ever more parameters are forced to be sharded
@@ -82,43 +83,56 @@ class LimitSearch:
     @property
     def leanest_met(self) -> CandidatePlan:
         """The plan with the smallest peak that was met."""
-        return min(self.met, key=lambda plan: plan.memory.peak)
+        return min(self.met, key=_peak)
 
     def run(self) -> CandidatePlan | None:
         """Return the fastest plan met that fits; None if none does."""
-        if self.best is None:
-            # The smallest peak is the same at every limit, so that a limit of that size can be met.
-            self._meet(self.leanest)
-        if self.best is None and self.context.may_rerun:
-            # Where all layers run again, less is left to decide.
-            context = RerunContext(self.context.planner_with(self.context.reruns), may_rerun=False)
-            self._meet(LimitSearch(context, self.limit, [self.context.whole_layers]).leanest)
+        # The smallest peak is the same at every limit, so that a limit of that size can be met.
+        for search in self._lean_searches():
+            if self.best is not None:
+                break
+            self._meet(search.leanest)
         if self.best is None:
             return None
         prices = self._generate()
         self._mix()
-        if not self._is_within(_ENOUGH):
-            self._force()
+        # Each plan of a large graph takes seconds.
+        if not self._is_within(_ENOUGH if len(self.context.rules.operators) < _MANY_OPERATORS else _CLOSE):
+            self._force(self._without_reruns)
+            if self.context.proposes:
+                self._generate_without_reruns()
             self._mix()
         if prices is not None and prices.any() and not self._is_within(_CLOSE):
             self._bisect(prices)
             self._mix()
         return self.best
 
+    def _lean_searches(self) -> Iterator[LimitSearch]:
+        """Yield this search, and those in which it is not open what runs again, where less is left to decide."""
+        yield self
+        if self.context.proposes:
+            yield LimitSearch(self._without_reruns, self.limit, [self.cheapest])
+        if self.context.may_rerun:
+            yield LimitSearch(self._with_whole_layers, self.limit, [self.context.whole_layers])
+
     def run_forced(self) -> CandidatePlan | None:
         """Return the fastest plan met that fits among those whose largest parameters are forced to be sharded."""
-        forced = None if self._fits(self.cheapest) else self._forced_plan(1.0)
-        if forced is not None:
-            self._meet(forced)
-        if self.best is not None:
-            self._force()
+        contexts = [self._without_reruns, *([self._with_whole_layers] if self.context.may_rerun else [])]
+        for context in contexts:
+            leanest = min(self.cheapest, self._forced_plan(context, 1.0) or self.cheapest, key=_peak)
+            self._meet(leanest)
+            if self._fits(leanest):
+                self._force(context)
         return self.best
 
-    def _force(self) -> None:
-        """Meet plans whose largest parameters are forced to be sharded, about the fewest that fit (Rhino 4.4)."""
+    def _force(self, context: RerunContext) -> None:
+        """Meet plans whose largest parameters are forced to be sharded, about the fewest that fit (Rhino 4.4).
+
+        The plans are of `context`, in which it is not open what runs again.
+        """
 
         def make(level: int) -> CandidatePlan:
-            plan = self._forced_plan(level / _FORCED_LEVELS)
+            plan = self._forced_plan(context, level / _FORCED_LEVELS)
             if plan is None:
                 return self.leanest_met
             self._meet(plan)
@@ -126,12 +140,11 @@ class LimitSearch:
 
         first_that_fits(self.fastest, self.leanest_met, _FORCED_LEVELS, make, self.limit, _ENOUGH)
 
-    def _forced_plan(self, share: float) -> CandidatePlan | None:
-        """Return the cheapest plan in which nothing runs again with the largest parameters forced; None if time is up.
+    def _forced_plan(self, context: RerunContext, share: float) -> CandidatePlan | None:
+        """Return the cheapest plan with the largest parameters forced to be sharded; None if time is up.
 
         `share` is as for `largest_names`.
         """
-        context = self._without_reruns
         forced = largest_names(self._forceable, share)
         plan = context.try_solve(replace(context.constraints, forced=forced), method=self._method)
         if plan is None:
@@ -141,6 +154,10 @@ class LimitSearch:
     @cached_property
     def _without_reruns(self) -> RerunContext:
         return RerunContext(self.context.without, may_rerun=False) if self.context.proposes else self.context
+
+    @cached_property
+    def _with_whole_layers(self) -> RerunContext:
+        return RerunContext(self.context.planner_with(self.context.reruns), may_rerun=False)
 
     @cached_property
     def _forceable(self) -> dict[str, int]:
@@ -168,7 +185,7 @@ class LimitSearch:
             if context.is_past_deadline or search.leanest_met.memory.peak > (1 - _MIN_GAIN) * best.memory.peak:
                 break
             best, plans = search.leanest_met, search.met[1:]
-        return min(search.leanest_met, best, key=lambda plan: plan.memory.peak)
+        return min(search.leanest_met, best, key=_peak)
 
     def _fits(self, plan: CandidatePlan) -> bool:
         return plan.memory.peak <= self.limit
@@ -203,6 +220,13 @@ class LimitSearch:
             else:
                 break
         return center
+
+    def _generate_without_reruns(self) -> None:
+        """Meet plans at prices of memory in which nothing runs again: where less is open, assignments are better."""
+        search = LimitSearch(self._without_reruns, self.limit, self.met)
+        search._generate()
+        for plan in search.met:
+            self._meet(plan)
 
     def _bisect(self, prices: np.ndarray) -> None:
         """Meet plans at more and at less of the last prices, which lie next to the limit."""
@@ -325,3 +349,7 @@ class Splice:
 
 def _operator_name(key: str) -> str:
     return key.partition("@")[0].partition(":")[0]
+
+
+def _peak(plan: CandidatePlan) -> int:
+    return plan.memory.peak
