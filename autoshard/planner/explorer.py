@@ -111,9 +111,9 @@ class Explorer:
         return replace(self._within(limit, cheapest, fastest), lower_bound=cheapest.lower_bound)
 
     def _within(self, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> CandidatePlan:
-        planner, known = self.planner, [cheapest, fastest]
-        context = self._context()
-        if context.may_rerun and not context.is_past_deadline:
+        planner, context = self.planner, self._context()
+        known = [cheapest, fastest, *planner.met]
+        if context.may_rerun and not planner.met and not planner.is_past_deadline:
             known.append(context.whole_layers)
         self._search = LimitSearch(context, limit, known)
         plan = self._search.run_forced() if planner.settings.method == "force" else self._search.run()
@@ -123,6 +123,7 @@ class Explorer:
                 # What was met without moves stays in the search.
                 self._search = LimitSearch(self._context(price), limit, [cheapest, *self._search.met])
                 plan = self._search.run()
+        planner.met[:] = self._search.met
         rows = solve_with_memory_rows(planner, limit) if planner.settings.method == "ilp" else None
         if rows is not None and (plan is None or rows.step_seconds < plan.step_seconds):
             return rows

@@ -7,7 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -254,8 +254,7 @@ class PlanningContext(ABC):
         best: the cheapest plan met so far that fits the limit.
         interrupted: True if the search was interrupted and returned the best plan met so far.
         proposes: True if a good assignment is enough, since the accounts of plans judge them.
-        plan_cache: plans on the way to a memory limit, by their problem. They do not depend on the limit, and serve a
-            planner of the same graph with another one.
+        met: plans that were met on the way to a memory limit. They serve a planner of the same graph with another one.
     """
 
     proposes = False
@@ -305,7 +304,7 @@ class PlanningContext(ABC):
     def _forget_results(self) -> None:
         self.unlimited: CandidatePlan | None = None
         self.best: CandidatePlan | None = None
-        self.plan_cache: dict[Hashable, CandidatePlan] = {}
+        self.met: list[CandidatePlan] = []
         self._fastest: CandidatePlan | None = None  # the fastest plan without a limit, once it was searched
         # By the identity of constraints, and of problems without prices; the values keep them alive.
         self._builders: dict[int, ProblemBuilder] = {}

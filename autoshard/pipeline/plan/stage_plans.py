@@ -286,7 +286,7 @@ class StagePlanner:
         earlier = self._earlier_planners.get(unlimited_key)
         # Plans refer to nodes, so those of an equal graph would not do.
         if earlier is not None and earlier.graph is graph:
-            planner.plan_cache, planner.unlimited = earlier.plan_cache, earlier.unlimited
+            planner.met, planner.unlimited = earlier.met, earlier.unlimited
         self._earlier_planners.setdefault(unlimited_key, planner)
         plan = self._sharding_plan(planner, self._known_stages.get(key), target)
         planned = PlannedStage(stage, graph, planner, plan)
