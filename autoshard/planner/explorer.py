@@ -64,8 +64,10 @@ class Explorer:
 
     def leanest(self) -> ShardingPlan:
         """Return the plan with the smallest peak that is found, which shards all that it can."""
-        cheapest = self.planner.solve(self.planner.constraints)
-        plan = LimitSearch(self._context(), 0, [cheapest]).leanest
+        # Nothing fits in a byte: all plans with small peaks are met.
+        search = LimitSearch(self._context(), 1, [self.planner.solve(self.planner.constraints)])
+        search.run()
+        plan = search.leanest_met
         return plan.estimate.context.describe(plan)
 
     def frontier(self, known: Sequence[CandidatePlan], searches: int) -> list[CandidatePlan]:

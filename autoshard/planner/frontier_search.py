@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.capture.recomputation import recomputable
 from autoshard.errors import BudgetError, PlanError
 from autoshard.patterns.decisions import Decisions
 from autoshard.planner.budget_search import find_leanest, forceable_parameters, names_by_size, peak_weights
-from autoshard.planner.explorer import Explorer
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import recomputing_planner
+from autoshard.planner.planning import explorer_for
 from autoshard.planner.planning_context import CandidatePlan, PlanningContext
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
@@ -79,12 +77,9 @@ def frontier_plans(planner: Planner, gaps: int) -> list[ShardingPlan]:
         gaps: the gaps that are searched in a frontier in which nothing runs again.
     """
     planner.warn_of_unknown_operators()
-    recompute, layers = planner.settings.recompute, recomputable(planner.graph)
-    if recompute == "full" and layers:
-        planner = recomputing_planner(planner, [layer.name for layer in layers])
-    plans = FrontierSearch(planner, gaps).run()
-    may_rerun = recompute in ("auto", "selective") and bool(layers)
-    plans = Explorer(planner, may_rerun=may_rerun).frontier(plans[::-1], _RERUN_GAPS if may_rerun else 0)
+    explorer = explorer_for(planner)
+    plans = FrontierSearch(explorer.planner, gaps).run()
+    plans = explorer.frontier(plans[::-1], _RERUN_GAPS if explorer.may_rerun else 0)
     bound = plans[-1].lower_bound
     return [plan.estimate.context.describe(replace(plan, lower_bound=min(bound, plan.cost))) for plan in plans]
 

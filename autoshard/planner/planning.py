@@ -284,21 +284,24 @@ def plan_with_recompute(
         BudgetError: no plan that was found fits the memory limit; the message names the smallest peak, and what would
             make it smaller.
     """
+    explorer = explorer_for(planner)
     try:
-        return _plan_with_recompute(planner, unlimited)
+        # The plan without a limit is of the same graph, unless layers run again in any case.
+        return explorer.plan(unlimited if explorer.planner is planner else None)
     except ShortfallError as shortfall:
         if not explained:
             raise
         raise shortfall.with_remedies() from None
 
 
-def _plan_with_recompute(planner: Planner, unlimited: CandidatePlan | None) -> ShardingPlan:
+def explorer_for(planner: Planner) -> Explorer:
+    """Return what finds the plans of a planner's graph, in which operators run again as its settings say."""
     recompute = planner.settings.recompute
     if recompute == "full":
         layers = recomputable(planner.graph)
         if layers:
-            return Explorer(recomputing_planner(planner, [layer.name for layer in layers]), may_rerun=False).plan()
-    return Explorer(planner, may_rerun=recompute in ("auto", "selective")).plan(unlimited)
+            return Explorer(recomputing_planner(planner, [layer.name for layer in layers]), may_rerun=False)
+    return Explorer(planner, may_rerun=recompute in ("auto", "selective"))
 
 
 def recomputing_planner(planner: Planner, layers: Collection[str]) -> Planner:

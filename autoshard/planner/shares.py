@@ -25,7 +25,7 @@ from autoshard.patterns.parts import Loop, unequal_loops
 from autoshard.planner.account import SharePrices
 from autoshard.planner.layouts.layout_planner import plan_no_slower_than_layouts
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning import CapturedCall
+from autoshard.planner.planning import CapturedCall, explorer_for
 from autoshard.planner.target_constraints import batch_of, leaves_outputs
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import size_generic_step
@@ -256,7 +256,7 @@ class UnequalParts:
     @cached_property
     def equal_plan(self) -> PlanAndPlanner:
         """The plan of equal parts, and its planner."""
-        return self._plan_equal(self.call.target)
+        return plan_with_shares(self.call, with_shares(self.call.target, self.call.mesh, {}))
 
     @cached_property
     def split_loops(self) -> dict[Loop, int]:
@@ -266,22 +266,8 @@ class UnequalParts:
     @cached_property
     def split_loops_in_least_memory(self) -> dict[Loop, int]:
         """The same loops of the plan of equal parts with the smallest peak, whatever the limit."""
-        target = self.call.target
-
-        def loops_within(limit: int) -> dict[Loop, int]:
-            limited = replace(target, settings=replace(target.settings, memory_limit=limit))
-            return self._loops_split_by(self._plan_equal(limited))
-
-        try:
-            # No plan fits in a byte: the error names the smallest peak.
-            return loops_within(1)
-        except BudgetError as error:
-            if error.peak is None:
-                raise
-            return loops_within(error.peak)
-
-    def _plan_equal(self, target: Target) -> PlanAndPlanner:
-        return plan_with_shares(self.call, with_shares(target, self.call.mesh, {}))
+        planner = self.call.planner_of(with_shares(self.call.target, self.call.mesh, {}))
+        return self._loops_split_by((explorer_for(planner).leanest(), planner))
 
     def _loops_split_by(self, equal: PlanAndPlanner) -> dict[Loop, int]:
         plan, planner = equal
@@ -297,7 +283,7 @@ class UnequalParts:
             return self.plan_loops(self.split_loops, counts)
         except BudgetError:
             # Equal parts need less memory, since parameters lie in shards of them. The loops of the smallest peak do
-            # not depend on the limit, so that the limit which the error names is enough.
+            # not depend on the limit.
             planned = self.plan_loops(self.split_loops_in_least_memory, counts)
             if planned is None:
                 raise
