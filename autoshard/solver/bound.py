@@ -53,7 +53,7 @@ def lower_bound(
         budget: no further iteration starts after its end.
     """
     nodes = sorted(core.vectors)
-    messages = Messages(core.ordered(nodes), range(len(nodes)))
+    messages = Messages(core.to_problem(nodes), range(len(nodes)))
     relaxed = messages.run(iterations, upper=upper - core.offset, patience=_PATIENCE, budget=budget)
     floors = {node: floors + core.offset for node, floors in zip(nodes, messages.floors(), strict=True)}
     chosen = zip(nodes, relaxed.assignment, strict=False)

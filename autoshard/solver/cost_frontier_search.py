@@ -13,7 +13,7 @@ from autoshard.solver.frontier_corners import Costs, KnownPoints
 from autoshard.solver.frontier_track import Tracker, frontier_order
 from autoshard.solver.problem import Array, Edge, IntArray, Problem, SolverError
 from autoshard.solver.solve import solve
-from autoshard.solver.tables import largest_increase, undominated
+from autoshard.solver.tables import find_undominated, largest_increase
 
 Method = Literal["ldp", "elimination"]
 
@@ -259,4 +259,4 @@ def _undominated_of_node(
         with np.errstate(invalid="ignore"):
             slower = slower + largest_increase(table[at], allowed)
         larger = larger + (largest_increase(edge_usage[at], allowed) if edge_usage is not None else 0.0)
-    return strategies[undominated(slower, larger)]
+    return strategies[find_undominated(slower, larger)]

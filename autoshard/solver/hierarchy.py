@@ -326,7 +326,7 @@ def _solve_segments(
     network: Network, sequence: list[int], pivots: set[int], width: int, budget: Budget
 ) -> tuple[dict[int, int] | None, float]:
     """Return strategies of all nodes, None if there are none, and a bound."""
-    core = network.ordered(sequence)
+    core = network.to_problem(sequence)
     messages = Messages(core, range(core.size))
     relaxed = messages.run(_ITERATIONS, budget=budget)
     # The message to the source of an edge is the least future cost of each of its strategies, as far as the relaxation

@@ -217,7 +217,7 @@ def solve_integer(
 def network_to_core(network: Network, moments: Moments | None) -> Core:
     """Return the remaining nodes of a network as a core, in the order of the network."""
     sequence = list(network.vectors)
-    core = replace(Core.of(network.ordered(sequence)), constant=network.offset)
+    core = replace(Core.of(network.to_problem(sequence)), constant=network.offset)
     if moments is None:
         return core
     number = {node: place for place, node in enumerate(sequence)}

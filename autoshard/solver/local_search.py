@@ -125,12 +125,12 @@ def _project_axis(network: Network, labels: list[IntArray], axis: int) -> Networ
     groups: dict[int, tuple[IntArray, IntArray]] = {}
     for node, node_labels in network.labels.items():
         operands = labels[node], node_labels
-        names = tables.cached(f"axis {axis}", operands, lambda pair=operands: pair[0][pair[1], axis])  # type: ignore[misc]
-        order, starts = tables.cached("groups", (names,), lambda names=names: _groups(names))  # type: ignore[misc]
+        names = tables.compute(f"axis {axis}", operands, lambda pair=operands: pair[0][pair[1], axis])  # type: ignore[misc]
+        order, starts = tables.compute("groups", (names,), lambda names=names: _groups(names))  # type: ignore[misc]
         groups[node] = (order, starts)
-        result.labels[node] = tables.cached("names", (names,), lambda names=names: tables.intern(np.unique(names)))  # type: ignore[misc]
+        result.labels[node] = tables.compute("names", (names,), lambda names=names: tables.intern(np.unique(names)))  # type: ignore[misc]
         result.edges[node] = {}
-        result.vectors[node] = tables.cached(
+        result.vectors[node] = tables.compute(
             "project",
             (network.vectors[node], order),
             lambda n=node, o=order, s=starts: tables.intern(np.minimum.reduceat(network.vectors[n][o], s)),  # type: ignore[misc]
@@ -157,7 +157,7 @@ def _project_table(
         least = np.minimum.reduceat(table[rows[0]], rows[1], axis=0)
         return network.tables.intern(np.minimum.reduceat(least[:, columns[0]], columns[1], axis=1))
 
-    return network.tables.cached("project table", (table, rows[0], columns[0]), compute)
+    return network.tables.compute("project table", (table, rows[0], columns[0]), compute)
 
 
 def _descend(

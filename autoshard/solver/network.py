@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.solver.problem import Array, Edge, IntArray, Problem
-from autoshard.solver.tables import Tables, undominated
+from autoshard.solver.tables import Tables, find_undominated
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Network:
         network.feasible = self.feasible and all(map(len, kept.values()))
         return network
 
-    def ordered(self, sequence: Sequence[int]) -> Problem:
+    def to_problem(self, sequence: Sequence[int]) -> Problem:
         """Return what is left as a problem, nodes in a given order, edges from the earlier to the later node."""
         place = {node: number for number, node in enumerate(sequence)}
         edges = (
@@ -311,7 +311,7 @@ def _drop_forbidden(network: Network, node: int, tidy: bool) -> bool:
     """Drop strategies of infinite cost and, with `tidy`, those that some neighbour does not support."""
     tables = network.tables
     vector = network.vectors[node]
-    finite = tables.cached("finite", (vector,), lambda: bool(np.isfinite(vector).all()))
+    finite = tables.compute("finite", (vector,), lambda: bool(np.isfinite(vector).all()))
     unsupported = []
     if tidy:
         unsupported = [t for t in network.edges[node].values() if len(tables.usable_rows(t)) < len(vector)]
@@ -361,7 +361,7 @@ def _fold(network: Network, node: int, queue: _Queue) -> None:
     tables = network.tables
     network.remove(node)
     for neighbour, table in neighbours.items():
-        row = tables.cached("row", (table,), lambda table=table: tables.intern(table[0]))  # type: ignore[misc]
+        row = tables.compute("row", (table,), lambda table=table: tables.intern(table[0]))  # type: ignore[misc]
         network.add_costs(neighbour, row)
         queue.add(neighbour)
 
@@ -402,7 +402,7 @@ def _drop_dominated(network: Network, node: int) -> bool:
         return False
     # The answer depends on these arrays alone, which equal layers share: one comparison serves all of them.
     usages = (network.usages[node],) if network.usages else ()
-    keep = network.tables.cached(
+    keep = network.tables.compute(
         "undominated", (vector, *usages, *edges), lambda: _undominated_strategies(network, vector, usages, edges)
     )
     if len(keep) == size:
@@ -420,4 +420,4 @@ def _undominated_strategies(network: Network, vector: Array, usages: tuple[Array
     for table in edges:
         loss = loss + network.tables.advantage(table)
     more_memory = (usage[None, :] - usage[:, None] for usage in usages)
-    return network.tables.intern(undominated(loss, *more_memory))
+    return network.tables.intern(find_undominated(loss, *more_memory))

@@ -56,7 +56,7 @@ class Tables:
         self._interned[id(array)] = array
         return array
 
-    def cached(self, operation: str, operands: tuple[Any, ...], compute: Callable[[], T]) -> T:
+    def compute(self, operation: str, operands: tuple[Any, ...], compute: Callable[[], T]) -> T:
         """Return the result of `compute` for these operands, computed at the first call."""
         key = (operation, *map(id, operands))
         entry = self._recall(key)
@@ -91,23 +91,23 @@ class Tables:
             self._results["transpose", id(flipped)] = ((flipped,), table)
             return flipped
 
-        return self.cached("transpose", (table,), compute)
+        return self.compute("transpose", (table,), compute)
 
     def add(self, first: Array, second: Array) -> Array:
         """Return the sum of two vectors or of two tables of the same edge."""
-        return self.cached("add", (first, second), lambda: self.intern(first + second))
+        return self.compute("add", (first, second), lambda: self.intern(first + second))
 
     def take(self, table: Array, rows: IntArray, columns: IntArray) -> Array:
         """Return the table restricted to some strategies of both ends."""
-        return self.cached("take", (table, rows, columns), lambda: self.intern(table[np.ix_(rows, columns)]))
+        return self.compute("take", (table, rows, columns), lambda: self.intern(table[np.ix_(rows, columns)]))
 
     def take_entries(self, vector: Any, rows: IntArray) -> Any:
         """Return a vector restricted to some strategies."""
-        return self.cached("entries", (vector, rows), lambda: self.intern(vector[rows]))
+        return self.compute("entries", (vector, rows), lambda: self.intern(vector[rows]))
 
     def message(self, vector: Array, table: Array) -> Array:
         """Return the least vector + table [s, t] over s: the costs that a removed node of degree one leaves."""
-        return self.cached("message", (vector, table), lambda: self.intern((vector[:, None] + table).min(0)))
+        return self.compute("message", (vector, table), lambda: self.intern((vector[:, None] + table).min(0)))
 
     def series(self, vector: Array, first: Array, second: Array) -> Array:
         """Return the least vector + first [s, a] + second [s, b] over s: the edge that replaces a node of degree
@@ -124,11 +124,11 @@ class Tables:
                 np.minimum(result, left_row[:, None] + second_row[None, :], out=result)
             return self.intern(result)
 
-        return self.cached("series", (vector, first, second), compute)
+        return self.compute("series", (vector, first, second), compute)
 
     def usable_rows(self, table: Array) -> IntArray:
         """Return the rows with a finite entry: the strategies that some strategy of the other end supports."""
-        return self.cached("usable", (table,), lambda: self.intern(np.flatnonzero(np.isfinite(table).any(1))))
+        return self.compute("usable", (table,), lambda: self.intern(np.flatnonzero(np.isfinite(table).any(1))))
 
     def normalise(self, table: Array) -> tuple[Array, Array, Array | None]:
         """Return a table as row part + column part + rest, all minima of the rest 0; None for a rest of zeros.
@@ -146,11 +146,11 @@ class Tables:
             negligible = rest.max() <= _NEGLIGIBLE * scale
             return self.intern(rows), self.intern(columns), None if negligible else self.intern(rest)
 
-        return self.cached("normalised", (table,), compute)
+        return self.compute("normalised", (table,), compute)
 
     def advantage(self, table: Array) -> Array:
         """Return the result of `largest_increase` over all choices of the other end that are allowed."""
-        return self.cached("advantage", (table,), lambda: self.intern(largest_increase(table, np.isfinite(table))))
+        return self.compute("advantage", (table,), lambda: self.intern(largest_increase(table, np.isfinite(table))))
 
 
 def largest_increase(table: Array, allowed: npt.NDArray[np.bool_]) -> Array:
@@ -161,7 +161,7 @@ def largest_increase(table: Array, allowed: npt.NDArray[np.bool_]) -> Array:
     return np.asarray(np.where(allowed[:, None, :], more, -np.inf).max(2))
 
 
-def undominated(*increases: Array) -> IntArray:
+def find_undominated(*increases: Array) -> IntArray:
     """Return the positions of the strategies that no other one beats, ascending; the first of equal ones stays.
 
     Args:

@@ -93,7 +93,7 @@ def test_equal_tables_are_worked_on_once() -> None:
     assert tables.transpose(tables.transpose(first)) is first
     child = tables.child()
     assert child.intern(np.eye(3)) is first
-    assert tables.cached("add", (first, first), lambda: None) is tables.add(first, first)
+    assert tables.compute("add", (first, first), lambda: None) is tables.add(first, first)
 
 
 def test_a_node_that_lost_every_strategy_makes_the_network_infeasible() -> None:
