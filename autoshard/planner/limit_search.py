@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
@@ -70,6 +70,7 @@ class LimitSearch:
         # Other methods are too slow at prices of memory, or need too narrow a problem.
         self._method = "alternate" if context.settings.method == "alternate" else "auto"
         self.met: list[CandidatePlan] = []
+        self._lean_plans: list[CandidatePlan] = []
         self._held: dict[ProgramEstimate, np.ndarray] = {}  # bytes at every moment, of the plans met
         self._mixed: set[tuple[ProgramEstimate, ProgramEstimate]] = set()
         for plan in known:
@@ -87,11 +88,12 @@ class LimitSearch:
 
     def run(self) -> CandidatePlan | None:
         """Return the fastest plan met that fits; None if none does."""
-        # The smallest peak is the same at every limit, so that a limit of that size can be met.
-        for search in self._lean_searches():
-            if self.best is not None:
-                break
-            self._meet(search.leanest)
+        # What the first of these find most often fits, in less time; the smallest peak is the same at every limit.
+        searches = self._lean_searches()
+        for find in (lambda search: search.lean, lambda search: search.leanest):
+            for search in searches:
+                if self.best is None:
+                    self._meet(find(search))
         if self.best is None:
             return None
         prices = self._generate()
@@ -107,13 +109,16 @@ class LimitSearch:
             self._mix()
         return self.best
 
-    def _lean_searches(self) -> Iterator[LimitSearch]:
-        """Yield this search, and those in which it is not open what runs again, where less is left to decide."""
-        yield self
+    def _lean_searches(self) -> list[LimitSearch]:
+        """Return this search, and those in which it is not open what runs again, where less is left to decide."""
+        if self.best is not None:
+            return []
+        searches = [self]
         if self.context.proposes:
-            yield LimitSearch(self._without_reruns, self.limit, [self.cheapest])
+            searches.append(LimitSearch(self._without_reruns, self.limit, [self.cheapest]))
         if self.context.may_rerun:
-            yield LimitSearch(self._with_whole_layers, self.limit, [self.context.whole_layers])
+            searches.append(LimitSearch(self._with_whole_layers, self.limit, [self.context.whole_layers]))
+        return searches
 
     def run_forced(self) -> CandidatePlan | None:
         """Return the fastest plan met that fits among those whose largest parameters are forced to be sharded."""
@@ -165,27 +170,36 @@ class LimitSearch:
         return drop_negligible(forceable_parameters(self.context.graph, self.context.constraints))
 
     @cached_property
+    def lean(self) -> CandidatePlan:
+        """A plan with a small peak, at prices at which memory alone counts."""
+        return find_leanest(self.cheapest, self._solve_lean, _LEAN_ROUNDS, _MIN_GAIN, self.context.moments_of)[0]
+
+    @cached_property
     def leanest(self) -> CandidatePlan:
-        """The plan with the smallest peak at prices at which memory alone counts."""
-        context, first, plans = self.context, self.cheapest, list[CandidatePlan]()
-        forced = replace(context.constraints, forced=frozenset(self._forceable))
-
-        def solve(weights: np.ndarray) -> CandidatePlan | None:
-            if plans and context.is_past_deadline:
-                return None
-            prices = memory_prices(weights, MEMORY_ONLY, first.cost, first.memory.peak)
-            plans.append(context.solve(forced, method=self._method, prices=prices))
-            return plans[-1]
-
-        best = find_leanest(first, solve, _LEAN_ROUNDS, _MIN_GAIN, context.moments_of)[0]
+        """The plan with the smallest peak that is found."""
+        best, known = self.lean, [self.cheapest, *self._lean_plans]
         # Prices for a limit that is out of reach weigh the moments better, once some lean plans are known.
         for _ in range(_LEAN_TARGETS):
-            search = LimitSearch(context, round(_LEAN_SHARE * best.memory.peak), [first, *plans])
+            search = LimitSearch(self.context, round(_LEAN_SHARE * best.memory.peak), known)
             search._generate()
-            if context.is_past_deadline or search.leanest_met.memory.peak > (1 - _MIN_GAIN) * best.memory.peak:
+            gained = search.leanest_met.memory.peak <= (1 - _MIN_GAIN) * best.memory.peak
+            best, known = min(search.leanest_met, best, key=_peak), search.met
+            if not gained or self.context.is_past_deadline:
                 break
-            best, plans = search.leanest_met, search.met[1:]
-        return min(search.leanest_met, best, key=_peak)
+        return best
+
+    def _solve_lean(self, weights: np.ndarray) -> CandidatePlan | None:
+        """Return the plan at prices at which memory alone counts, by these weights of the moments; None if time is up.
+
+        Parameters are forced to be sharded (Rhino 4.4).
+        """
+        context, first = self.context, self.cheapest
+        if self._lean_plans and context.is_past_deadline:
+            return None
+        forced = replace(context.constraints, forced=frozenset(self._forceable))
+        prices = memory_prices(weights, MEMORY_ONLY, first.cost, first.memory.peak)
+        self._lean_plans.append(context.solve(forced, method=self._method, prices=prices))
+        return self._lean_plans[-1]
 
     def _fits(self, plan: CandidatePlan) -> bool:
         return plan.memory.peak <= self.limit

@@ -129,9 +129,9 @@ def test_what_does_not_fit_is_planned_for_less_memory() -> None:
     assert plan.capacities == (tight, tight)
     assert plan.step_seconds >= free.step_seconds
     assert any(stage.recomputed for stage in plan.stages)
-    # There is no room for whole gradients of parameters that are sharded over the ranks of a stage.
-    assert (free.reduced, plan.reduced) == (("step",) * 2, ("microbatch",) * 2)
-    assert "with every microbatch those that are smaller then, of stages 0, 1" in " ".join(str(plan).split())
+    # Single operators that run again take less time than gradients that are reduced with every microbatch.
+    assert (free.reduced, plan.reduced) == (("step",) * 2,) * 2
+    assert plan.step_seconds <= 1.2 * free.step_seconds
     assert PipelinePlan.from_json(plan.to_json()) == plan
 
 

@@ -59,7 +59,7 @@ def test_where_no_plan_keeps_a_limit_the_leanest_will_do_if_told(stages: list[An
     with pytest.raises(BudgetError) as refused:
         planner.plan(stages, [TOO_LITTLE] * 2)
     leanest = planner.plan(stages, [dataclasses.replace(TOO_LITTLE, or_leanest=True)] * 2)
-    assert leanest[0].plan.memory.peak == refused.value.peak
+    assert leanest[0].plan.memory.peak <= refused.value.peak
     assert leanest[0].plan.memory.peak < planner.plan(stages, [StageBudget(None, "none")] * 2)[0].plan.memory.peak
 
 
