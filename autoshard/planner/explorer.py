@@ -37,6 +37,7 @@ class Explorer:
         self.planner = planner
         self.may_rerun = may_rerun
         self._search: LimitSearch | None = None
+        self._bound = -math.inf  # of the cost of every plan within the limit
 
     def plan(self, unlimited: CandidatePlan | None = None) -> ShardingPlan:
         """Return the fastest plan that keeps the memory limit of the planner's settings, if there is one.
@@ -109,8 +110,9 @@ class Explorer:
         fastest = planner.fastest(cheapest)
         if limit is None or fastest.memory.peak <= limit:
             return fastest
+        plan = self._within(limit, cheapest, fastest)
         # A bound of the problem without a limit is one with it, and if operators run again.
-        return replace(self._within(limit, cheapest, fastest), lower_bound=cheapest.lower_bound)
+        return replace(plan, lower_bound=min(max(cheapest.lower_bound, self._bound), plan.cost))
 
     def _within(self, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> CandidatePlan:
         planner, context = self.planner, self._context()
@@ -120,11 +122,14 @@ class Explorer:
         self._search = LimitSearch(context, limit, known)
         plan = self._search.run_forced() if planner.settings.method == "force" else self._search.run()
         moves = planner.settings.offload == "auto" and planner.settings.method != "force"
+        self._bound = -math.inf if moves else self._search.bound
         for price in _COPY_PRICES if moves else ():
             if not planner.is_past_deadline:
                 # What was met without moves stays in the search.
                 self._search = LimitSearch(self._context(price), limit, [cheapest, *self._search.met])
                 plan = self._search.run()
+                if price == min(_COPY_PRICES):  # no plan costs less at another one
+                    self._bound = self._search.bound
         planner.met[:] = self._search.met
         rows = solve_with_memory_rows(planner, limit) if planner.settings.method == "ilp" else None
         if rows is not None and (plan is None or rows.step_seconds < plan.step_seconds):

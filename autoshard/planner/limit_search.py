@@ -26,6 +26,7 @@ from autoshard.planner.budget_search import (
     largest_names,
     memory_prices,
 )
+from autoshard.planner.limit_bound import bound_within
 from autoshard.planner.memory_prices import mix_prices
 from autoshard.planner.planning_context import CandidatePlan, ProgramEstimate
 from autoshard.planner.rerun_context import RerunContext
@@ -60,6 +61,7 @@ class LimitSearch:
 
     Attributes:
         met: the plans met.
+        bound: a lower bound of the cost of every plan within the limit, in seconds; minus infinity if none is known.
     """
 
     def __init__(self, context: RerunContext, limit: int, known: Sequence[CandidatePlan]) -> None:
@@ -70,6 +72,7 @@ class LimitSearch:
         # Other methods are too slow at prices of memory, or need too narrow a problem.
         self._method = "alternate" if context.settings.method == "alternate" else "auto"
         self.met: list[CandidatePlan] = []
+        self.bound = -math.inf
         self._lean_plans: list[CandidatePlan] = []
         self._held: dict[ProgramEstimate, np.ndarray] = {}  # bytes at every moment, of the plans met
         self._mixed: set[tuple[ProgramEstimate, ProgramEstimate]] = set()
@@ -97,6 +100,7 @@ class LimitSearch:
         if self.best is None:
             return None
         prices = self._generate()
+        self._raise_bound()
         self._mix()
         # Each plan of a large graph takes seconds.
         if not self._is_within(_ENOUGH if len(self.context.rules.operators) < _MANY_OPERATORS else _CLOSE):
@@ -234,6 +238,21 @@ class LimitSearch:
             else:
                 break
         return center
+
+    def _raise_bound(self) -> None:
+        """Meet plans at prices of the memory that programs hold in any case, at which the cost of all is bounded."""
+        context = self.context
+        # Other meshes have too many strategies for one problem, and memory is priced over a few axes at a time.
+        if len(context.axes) > 2 or context.is_past_deadline:
+            return
+
+        def meet(decisions: Decisions, cost: float) -> None:
+            self._meet(context.evaluate(decisions, cost, 0.0, "messages"))
+
+        costs = [plan.cost for plan in self.met]
+        held = [self._held[plan.estimate] for plan in self.met]
+        strongest = _STRONGEST * self.cheapest.step_seconds
+        self.bound = max(self.bound, bound_within(context, self.limit, costs, held, strongest, meet))
 
     def _generate_without_reruns(self) -> None:
         """Meet plans at prices of memory in which nothing runs again: where less is open, assignments are better."""

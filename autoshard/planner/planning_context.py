@@ -412,7 +412,7 @@ class PlanningContext(ABC):
             if request.limit is not None:
                 built = replace(built, problem=replace(built.problem, limit=request.limit))
             tied = request.method == "auto" and request.limit is None and is_large(built.problem)
-            tiling = self._tiling(built) if tied else None
+            tiling = self.tiling(built) if tied else None
         with self.time_phase("solve"):
             # A bound over some axes is no bound of the whole problem, and worth no effort.
             result = self._solve_built(request, built, tiling, proof=len(free) == len(self.axes))
@@ -431,7 +431,7 @@ class PlanningContext(ABC):
         decisions = built.decode(result.assignment)
         return BlockSolution(decisions, result.cost, cost, result.lower_bound, result.method, result.interrupted)
 
-    def _tiling(self, built: BuiltProblem) -> Tiling | None:
+    def tiling(self, built: BuiltProblem) -> Tiling | None:
         """Return the repeated layers of a problem; prices do not change them."""
         plain = built.plain
         if id(plain) not in self._tilings:

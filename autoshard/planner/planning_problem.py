@@ -52,6 +52,7 @@ class Constraints:
             left out.
         movable: names of values that may be moved to the host between the halves.
         copy_price: of a second of their copies, which compute may hide, in seconds of the step.
+        bounding: True if only memory counts that a program holds in any case, for a bound of all plans.
     """
 
     pinned: Mapping[str, Pins] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class Constraints:
     optional_reruns: bool = False
     movable: frozenset[str] = frozenset()
     copy_price: float = 1.0
+    bounding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,19 @@ class BuiltProblem:
                 tables[key] = edge.costs - (1.0 - discount.price) * np.minimum(seconds, available)
             edges[number] = Edge(edge.source, edge.target, tables[key])
         return replace(self, problem=replace(self.problem, edges=tuple(edges)), origin=self.plain)
+
+    def held_bytes(self, assignment: Sequence[int], moments: int) -> np.ndarray:
+        """Return the bytes that an assignment holds at every moment, as prices of memory count them."""
+        changes = np.zeros(moments + 1)
+        parts = [(live, live.bytes[assignment[node]]) for node, lives in enumerate(self.live_ranges) for live in lives]
+        for number, lives in self.edge_live_ranges.items():
+            edge = self.problem.edges[number]
+            pair = assignment[edge.source], assignment[edge.target]
+            parts += ((live, live.bytes[pair]) for live in lives)
+        for live, held in parts:
+            changes[live.start] += held
+            changes[live.end] -= held
+        return np.asarray(np.cumsum(changes)[:moments])
 
     def decode(self, assignment: Sequence[int]) -> Decisions:
         """Return the decisions of an assignment."""

@@ -28,9 +28,10 @@ from autoshard.planner.planning_problem import (
     ReshardEdge,
     Variable,
 )
-from autoshard.planner.regather import MADE_ONCE, Origin, Reuse, ValueLifetimes, regather_choices
+from autoshard.planner.regather import MADE_ONCE, Origin, Reuse, regather_choices
 from autoshard.planner.strategy_tables import FORBIDDEN, EdgeTables, OperatorStrategies, SpecList, StrategyTables
 from autoshard.planner.task_graph_restrictions import Restrictions, restrictions
+from autoshard.planner.value_lifetimes import CertainLifetimes, Life, ValueLifetimes
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
@@ -66,6 +67,7 @@ class ProblemBuilder:
         # What is padded for operators that may be absent, by the identity of what it is made of.
         self._optional: dict[tuple[int, int], tuple[object, Variable]] = {}
         self._zeros: dict[int, tuple[object, np.ndarray]] = {}
+        self._sums: dict[tuple[int, ...], tuple[object, np.ndarray]] = {}  # the values keep what was summed alive
         self._plain: dict[tuple[frozenset[int], Reuse], BuiltProblem] = {}
         self._last: tuple[frozenset[int], Decisions | None, Reuse, BuiltProblem] | None = None
 
@@ -86,7 +88,7 @@ class ProblemBuilder:
         builder = ProblemBuilder(rules, self.tables, self.resharder, constraints)
         # Tables are found by the identity of lists of specs, so that these are shared too.
         builder.edge_tables, builder._lists, builder._labels = self.edge_tables, self._lists, self._labels
-        builder._optional, builder._zeros = self._optional, self._zeros
+        builder._optional, builder._zeros, builder._sums = self._optional, self._zeros, self._sums
         return builder
 
     def build(
@@ -164,6 +166,13 @@ class ProblemBuilder:
             self._zeros[id(values)] = values, np.append(values, 0.0)
         return self._zeros[id(values)][1]
 
+    def sum_of(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the sum of some values of an operator's options; made once."""
+        key = tuple(map(id, parts))
+        if key not in self._sums:
+            self._sums[key] = parts, np.sum(parts, axis=0)
+        return self._sums[key][1]
+
     def labels(self, variable: Variable) -> np.ndarray:
         """Return one label per option and mesh axis, for the choice or the placement; equal variables share them."""
         is_operator = variable.kind == "operator"
@@ -185,13 +194,15 @@ class _EdgeEnd:
         life: first moment and end of the life of a copy that is made for this end.
         gradient: True if an optimizer gets the copy.
         optional: True if the variable has one more option, by which it is absent.
+        returned: True if the step returns the copy, or the tensor itself, and holds it after its last use.
     """
 
     variable: int
     specs: SpecList
-    life: tuple[int, int] = (0, 0)
+    life: Life = (0, 0)
     gradient: bool = False
     optional: bool = False
+    returned: bool = False
 
 
 class _Build:
@@ -209,14 +220,21 @@ class _Build:
         self.mesh = builder.mesh
         self.current = current
         self.free = free
-        # One moment per operator, and one for the optimizer's step.
-        self.end = len(self.rules.operators) + 1
         self.memory_counts = reuse != "none"
-        self.lifetimes = ValueLifetimes(self.rules, reuse)
+        # Operators of the forward half, with those that may run them again.
+        self.reruns: dict[fx.Node, fx.Node] = {}
+        if builder.constraints.optional_reruns:
+            by_name = {node.name: node for node in self.rules.operators}
+            self.reruns = {by_name[node.meta[RECOMPUTES]]: node for node in by_name.values() if RECOMPUTES in node.meta}
+        self.optional = frozenset(self.reruns.values())
+        lifetimes = CertainLifetimes if builder.constraints.bounding else ValueLifetimes
+        self.lifetimes = lifetimes(self.rules, reuse, self.reruns)
+        self.end = self.lifetimes.last
         self.positions, self.phases = self.lifetimes.positions, self.lifetimes.phases
         self.input_nodes = {source.name: source.node for source in self.rules.graph.inputs if source.kind != "tangent"}
-        self.gradient_positions = {
-            name: self.positions.get(value_of(node).node, 0) for name, node in self.rules.graph.gradients.items()
+        # What makes a gradient holds it at first.
+        self.gradient_starts = {
+            name: self.lifetimes.end(value_of(node)) for name, node in self.rules.graph.gradients.items()
         }
         self.variables: list[Variable] = []
         self.edges: list[Edge] = []
@@ -226,12 +244,6 @@ class _Build:
         self.tables: dict[tuple[int, str], np.ndarray] = {}
         self.variable_of_node: dict[fx.Node, int] = {}
         self.variable_of_output: dict[str, int] = {}
-        # Operators of the forward half, with those that may run them again.
-        self.reruns: dict[fx.Node, fx.Node] = {}
-        if builder.constraints.optional_reruns:
-            by_name = {node.name: node for node in self.rules.operators}
-            self.reruns = {by_name[node.meta[RECOMPUTES]]: node for node in by_name.values() if RECOMPUTES in node.meta}
-        self.optional = frozenset(self.reruns.values())
 
     def run(self) -> BuiltProblem:
         for source in self.rules.graph.inputs:
@@ -286,11 +298,19 @@ class _Build:
             variable = self.builder.with_absence(variable)
         # What lies on the host takes nothing of the device.
         if self.memory_counts and not rule.free and node.target is not TO_HOST:
-            variable.usage = tables.result_bytes(call, options)
+            results = tables.result_bytes(call, options)
             if node in self.optional:
-                variable.usage = self.builder.with_zero(variable.usage)
-            variable.life = (self.positions[node], self.lifetimes.last_use(node) + 1)
-            variable.live_ranges = (LiveRange(variable.usage, *variable.life),)
+                results = tuple(map(self.builder.with_zero, results))
+            lives = [self.lifetimes.life(Value(node, index)) for index in range(len(results))]
+            variable.live_ranges = tuple(
+                LiveRange(held, *life)
+                for held, life in zip(results, lives, strict=True)
+                if life[0] < life[1] and held.any()
+            )
+            if variable.live_ranges:
+                # A row of memory has one life for a variable.
+                variable.usage = self.builder.sum_of([live.bytes for live in variable.live_ranges])
+                variable.life = min(life[0] for life in lives), max(life[1] for life in lives)
         return variable
 
     def _rest(self, source: JointInput) -> Variable:
@@ -310,8 +330,7 @@ class _Build:
                 seconds += held * summed
                 if self.memory_counts:
                     self._add_parameter_memory(variable, source, value, held)
-        elif source.kind == "input" and len(specs) > 1 and self.memory_counts:
-            # An input that the plan places, such as a cache.
+        elif source.kind != "tangent" and self.memory_counts:
             variable.life, variable.usage = (0, self.end), spec_list.bytes(value.meta, self.mesh)
             variable.live_ranges = (LiveRange(variable.usage, *variable.life),)
         return variable
@@ -320,7 +339,7 @@ class _Build:
         """Set the memory of a parameter, its gradient and its optimizer state; `held` is the parameter's per option."""
         variable.life, variable.usage = (0, self.end), held
         variable.live_ranges = (LiveRange(held, *variable.life),)
-        if source.name in self.gradient_positions:
+        if source.name in self.gradient_starts:
             optimizer, itemsize = self.builder.constraints.optimizer, value.meta.dtype.itemsize
             state = np.array(
                 [optimizer.state_bytes(value.meta.shape, (int(size) // itemsize,), itemsize) for size in held],
@@ -329,7 +348,7 @@ class _Build:
             # A row of memory has one life for a variable: a gradient counts as if it were there from the start.
             variable.usage = 2.0 * held + state
             variable.live_ranges = (
-                LiveRange(held, self.gradient_positions[source.name], self.end),
+                LiveRange(held, self.gradient_starts[source.name], self.end),
                 LiveRange(held + state, *variable.life),
             )
 
@@ -351,7 +370,9 @@ class _Build:
             before, after = self._targets(rerun)
             forward, backward = forward + before, backward + after
         producer = self.variable_of_node[value.node]
-        source = _EdgeEnd(producer, self.variables[producer].results[value.result])
+        # What the step is given is held in any case.
+        life = (0, self.end) if value.node in self.lifetimes.inputs else self.lifetimes.life(value)
+        source = _EdgeEnd(producer, self.variables[producer].results[value.result], life)
         uses = forward + backward
         # An input that is never sharded has no copies.
         whole = value.node in self.lifetimes.inputs and not any(spec.shard_axes for spec in source.specs.distinct)
@@ -366,6 +387,8 @@ class _Build:
 
     def _connect_through(self, hub: _EdgeEnd, value: Value, source: _EdgeEnd, uses: Sequence[_EdgeEnd]) -> None:
         self._add_edges(value, source, [hub])
+        # Where both have one spec, what the hub hands on is the tensor itself.
+        hub = replace(hub, life=(hub.life[0], max(hub.life[1], source.life[1])))
         self._add_edges(value, hub, uses)
 
     def _connect_halves(
@@ -408,16 +431,15 @@ class _Build:
             self.builder.intern_specs(specs),
         )
         first = self._add_hub(f"{value.name}@forward", forward, specs) if forward else None
-        start = self.positions.get(value.node, -1) + 1 if first is None else first.life[1]
-        first_use, end = min(use.life[0] for use in backward), max(use.life[1] for use in backward)
+        start = max(self.lifetimes.hub_start(value), 0 if first is None else first.life[1])
+        first_use, end = _span(backward)
         held = (min(start, first_use), end)
         kept = spec_list.bytes(value.meta, self.mesh) * [option.kept for option in options]
         number = self._add(Variable("regather", value.name, options, np.zeros(len(options)), (spec_list,), held, kept))
         if first is not None:
             self._connect_through(first, value, source, forward)
         tables = self.builder.edge_tables
-        # The storage of a view is not held for the copy of its operator, so that to keep the view is to keep it all.
-        allocated = rerun is not None or not self.lifetimes.is_view(value)
+        allocated = self.lifetimes.is_counted_by_hub(value, first_use)
         edge = tables.regather_edge(
             value.meta, source.specs, copies, self.mesh, origins, allocated=allocated, moves=moves
         )
@@ -446,21 +468,20 @@ class _Build:
     def _add_hub(self, key: str, uses: Sequence[_EdgeEnd], specs: Sequence[Spec]) -> _EdgeEnd:
         spec_list = self.builder.intern_specs(specs)
         variable = self._add(Variable("hub", key, specs, np.zeros(len(specs)), (spec_list,)))
-        return _EdgeEnd(variable, spec_list, (min(use.life[0] for use in uses), max(use.life[1] for use in uses)))
+        return _EdgeEnd(variable, spec_list, _span(uses))
 
     def _targets(self, value: Value) -> tuple[list[_EdgeEnd], list[_EdgeEnd]]:
         """Return the uses of a value in the forward half, and those in the backward half."""
         ends: dict[str, list[_EdgeEnd]] = {"forward": [], "backward": []}
         for use in self.rules.uses.get(value, ()):
-            start = self.positions[use.node]
-            # A view of a copy keeps the copy alive as long as the view is used.
-            last = self.lifetimes.last_use(use.node) if self.rules.rules[use.node].free else start
+            start, optional = self.positions[use.node], use.node in self.optional
+            life = (start, start if use.node in self.lifetimes.uncertain else self.lifetimes.end_of_copy(use.node))
             end = _EdgeEnd(
                 self.variable_of_node[use.node],
                 self._operand_specs(use),
-                (start, last + 1),
+                life,
                 self.rules.restores_dtype(use.node),
-                use.node in self.optional,
+                optional,
             )
             ends[self.phases[use.node]].append(end)
         for output in self.rules.outputs_of.get(value, ()):
@@ -473,8 +494,9 @@ class _Build:
             # An output is resharded as soon as it exists, and held to the end of the step.
             start = self.positions.get(value.node, -1) + 1
             # A gradient's memory is counted with its parameter.
-            life = (start, start if output.kind == "gradient" else self.end)
-            end = _EdgeEnd(user, self.variables[user].results[0], life, output.kind == "gradient")
+            gradient = output.kind == "gradient"
+            life = (start, start if gradient else self.lifetimes.end_of_output(output))
+            end = _EdgeEnd(user, self.variables[user].results[0], life, gradient, returned=not gradient)
             ends[phase_of(output)].append(end)
         return ends["forward"], ends["backward"]
 
@@ -529,8 +551,9 @@ class _Build:
             absence = {"source": source.optional, "target": target.optional}
             costs = tables.with_absence(costs, **absence, forbidden=np.inf)
             seconds = tables.with_absence(seconds, **absence, forbidden=0.0)
+        held_on = self._held_on(value, source, target)
         # An edge between single, equal specs costs nothing.
-        if costs.size > 1 or costs.any() or source.specs.distinct != target.specs.distinct:
+        if costs.size > 1 or costs.any() or source.specs.distinct != target.specs.distinct or held_on:
             number = len(self.edges)
             if target.gradient:
                 self.hideable[number] = Hideable("reductions", seconds, target.life[0])
@@ -542,8 +565,23 @@ class _Build:
                 copied = tables.copy_bytes(meta, source.specs, target.specs, self.mesh)
                 if source.optional or target.optional:
                     copied = tables.with_absence(copied, **absence, forbidden=0.0)
-                self.edge_live_ranges[number] = (LiveRange(copied, *target.life),)
+                self.edge_live_ranges[number] = (LiveRange(copied, *target.life), *held_on)
+                if self.builder.constraints.bounding and source.life[1] - 1 == target.life[0]:
+                    # What is resharded for its last use is free when that begins.
+                    freed = source.specs.bytes(meta, self.mesh)[:, None] * (copied > 0)
+                    self.edge_live_ranges[number] += (LiveRange(-freed, target.life[0], source.life[1]),)
             self.edges.append(Edge(source.variable, target.variable, costs))
+
+    def _held_on(self, value: Value, source: _EdgeEnd, target: _EdgeEnd) -> tuple[LiveRange, ...]:
+        """Return the memory of a value as far as it is held for a view or an output alone, which are no copy of it."""
+        if not self.memory_counts or source.optional or target.optional:
+            return ()
+        start, end = self.lifetimes.continuation(value)
+        start, end = max(start, source.life[1]), min(end, target.life[1])
+        if start >= end:
+            return ()
+        copied = self.builder.edge_tables.copy_bytes(value.meta, source.specs, target.specs, self.mesh)
+        return (LiveRange(target.specs.bytes(value.meta, self.mesh) - copied, start, end),)
 
     def _gather_moment(self, value: Value, target: _EdgeEnd) -> int | None:
         """Return the moment at which a parameter that is gathered for a use is needed; None for other values."""
@@ -602,6 +640,14 @@ def _splits(variable: Variable, results: int | None = None) -> list[tuple[object
         of_results = (specs[option] for specs in variable.results[:results])
         rows.append(None if ABSENT in choices else (tuple(choice >= 0 for choice in choices), *of_results))
     return rows
+
+
+def _span(uses: Sequence[_EdgeEnd]) -> Life:
+    """Return the first moment at which a copy for some uses is held in any case, and the first at which no more."""
+    # What the step returns is held by the edge that hands it on.
+    counted = [use.life for use in uses if use.life[0] < use.life[1] and not use.returned]
+    start = min(life[0] for life in counted or [use.life for use in uses])
+    return start, max((end for _, end in counted), default=start)
 
 
 def _specs(uses: Sequence[_EdgeEnd]) -> tuple[Spec, ...]:

@@ -7,29 +7,24 @@ gather (TensorOpt 4.2, tensor reuse; for parameters the first is ZeRO-2, the sec
 In the problem the forward half has a hub, whose options are specs, and the backward half has another one, whose options
 are `RegatherChoice`s. Every cost depends on two variables: the tensor itself, one of the two hubs, or the operator of
 the backward half that may run again, if there is one (`rerun_context.py`).
-`ValueLifetimes` says which values may be gathered again.
+`value_lifetimes.py` says which values may be gathered again, and when they are held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
-from torch import fx
 
 from autoshard.capture.recomputation import rerun_name
 from autoshard.patterns.decisions import Decisions
-from autoshard.patterns.graph_rules import GraphRules, Value
+from autoshard.patterns.graph_rules import GraphRules
 from autoshard.specs.spec import Spec
 
 Reuse = Literal["none", "inputs", "all"]
 """Values whose copies may be gathered again: no values, inputs of the step, or activations too."""
-
-_SMALL_FACTOR = 64  # a gathered activation so many times smaller than the largest tensor of the step is always kept
-
 
 Origin = Literal["gathered", "kept", "rerun", "moved", "absent"]
 """Where the backward half has a value from: gathered again from the kept tensor; the copy of the forward half; its
@@ -188,78 +183,3 @@ def regather_parameters(rules: GraphRules, decisions: Decisions) -> Decisions:
             spec = hubs.pop(node.name)
             hubs |= {f"{node.name}@forward": spec, f"{node.name}@backward": spec}
     return replace(decisions, hubs=hubs)
-
-
-class ValueLifetimes:
-    """Last uses of values, in positions of the program.
-
-    Args:
-        rules: the graph and its rules.
-        reuse: the values that the backward half may gather again.
-
-    Attributes:
-        positions: position of every operator in the program.
-        phases: `"forward"` or `"backward"` of every operator.
-        inputs: the placeholders of the step.
-    """
-
-    def __init__(self, rules: GraphRules, reuse: Reuse) -> None:
-        self.rules = rules
-        self.reuse = reuse
-        self.positions = {node: position for position, node in enumerate(rules.operators)}
-        self.phases = {node: rules.graph.phase(node) for node in rules.operators}
-        self.inputs = {source.node for source in rules.graph.inputs}
-        self._regatherable: dict[Value, bool] = {}
-
-    def last_use(self, node: fx.Node) -> int:
-        """Return the position of the last operator that reads a result of a node, or a view of it.
-
-        Uses that may read a copy which the backward half gathers again do not count: the memory of that choice is
-        counted with the choice.
-        """
-        last, waiting = self.positions[node], [node]
-        while waiting:
-            current = waiting.pop()
-            for index in range(len(self.rules.calls[current].results)):
-                value = Value(current, index)
-                # The storage of a view is held until its last use in any case: other views may read it.
-                regathered = self.may_regather(value) and not self.is_view(value)
-                for use in self.rules.uses.get(value, ()):
-                    if regathered and self.phases[use.node] == "backward":
-                        continue
-                    last = max(last, self.positions[use.node])
-                    if self.rules.rules[use.node].free:
-                        waiting.append(use.node)
-        return last
-
-    def may_regather(self, value: Value) -> bool:
-        """Return True if the backward half may gather a value again: both halves use it, and it is large.
-
-        An input of the step that is never sharded has no copies; the edges of a problem show that.
-        """
-        if self.reuse == "none":
-            return False
-        if value not in self._regatherable:
-            phases = {self.phases[use.node] for use in self.rules.uses.get(value, ())}
-            # A value that the step returns is held through the backward half in any case.
-            returned = any(output.kind != "gradient" for output in self.rules.outputs_of.get(value, ()))
-            self._regatherable[value] = len(phases) == 2 and not returned and self._is_large(value)
-        return self._regatherable[value]
-
-    def may_keep_copy(self, value: Value) -> bool:
-        """Return True if a copy of a value of the forward half is worth the choice of keeping it."""
-        return self.reuse != "none" and self._is_large(value)
-
-    def _is_large(self, value: Value) -> bool:
-        # Copies of inputs, parameters above all, are always worth a choice. A result that is not used has no size.
-        return value.node in self.inputs or (
-            self.reuse == "all" and value.meta.bytes * _SMALL_FACTOR >= self._largest_bytes
-        )
-
-    def is_view(self, value: Value) -> bool:
-        """Return True if the step allocates no memory for a value: an input, or a view."""
-        return value.node in self.inputs or self.rules.rules[value.node].free
-
-    @cached_property
-    def _largest_bytes(self) -> int:
-        return max(value.meta.bytes for value in self.rules.values())

@@ -123,7 +123,7 @@ class StrategyTables:
         self._options: dict[tuple[int, tuple[int | None, ...] | None, tuple[Restriction, ...]], OperatorStrategies] = {}
         self._seconds: dict[tuple[int, int, int, tuple[bool, ...]], np.ndarray] = {}
         self._single: dict[tuple[int, int, Choices, tuple[bool, ...]], float] = {}
-        self._result_bytes: dict[tuple[int, int], np.ndarray] = {}
+        self._result_bytes: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self._keep_alive: list[object] = []  # objects whose identity is a key above
 
     def options(
@@ -218,14 +218,16 @@ class StrategyTables:
         ]
         return np.array(prices)[places.reshape(-1)]
 
-    def result_bytes(self, call: OpCall, options: OperatorStrategies) -> np.ndarray:
-        """Return the bytes of the results of every strategy."""
+    def result_bytes(self, call: OpCall, options: OperatorStrategies) -> tuple[np.ndarray, ...]:
+        """Return for every result its bytes under every strategy; zeros of a result that is no tensor."""
         key = (id(call), id(options))
         if key not in self._result_bytes:
             self._keep_alive += [call, options]
-            results = zip(call.results, options.results, strict=True)
-            parts = [specs.bytes(meta, self.mesh) for meta, specs in results if meta is not None]
-            self._result_bytes[key] = np.sum(parts, axis=0) if parts else np.zeros(len(options.choices))
+            nothing = np.zeros(len(options.choices))
+            self._result_bytes[key] = tuple(
+                nothing if meta is None else specs.bytes(meta, self.mesh)
+                for meta, specs in zip(call.results, options.results, strict=True)
+            )
         return self._result_bytes[key]
 
     def strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:

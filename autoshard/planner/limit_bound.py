@@ -1,0 +1,69 @@
+"""A lower bound of the cost of every plan within a memory limit, and the plans that the search for it leads to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.patterns.decisions import Decisions
+from autoshard.planner.memory_prices import mix_prices
+from autoshard.planner.planning_context import PlanningContext
+from autoshard.planner.solving import SolveOptions, is_large, solve_by_messages
+
+_ROUNDS = 8  # prices at which the bound is computed, at most
+_ENOUGH = 1e-3  # part of the cost by which more prices have to make the bound better
+
+
+def bound_within(
+    context: PlanningContext,
+    limit: int,
+    costs: Sequence[float],
+    held: Sequence[np.ndarray],
+    strongest: float,
+    meet: Callable[[Decisions, float], object],
+) -> float:
+    """Return a lower bound of the cost of every plan whose peak is within a limit, in seconds.
+
+    What a plan that fits holds is no more than the limit at any moment. So it costs no less if the bytes beyond the
+    limit have a price at every moment, which is none where they are less than none: the least cost at some prices, less
+    the limit at these prices, is a bound (Lagrange). It holds over all that is open in the problem: shardings, copies
+    that are kept or gathered again, operators that run again, values that are moved. Good prices are found by column
+    generation, from known plans on.
+
+    Args:
+        context: the problem, on a mesh of at most two axes with more than one device.
+        limit: bytes per device.
+        costs: of known plans of the problem, in seconds.
+        held: the bytes of each at every moment of the problem.
+        strongest: seconds that the limit's bytes cost at most.
+        meet: gets the decisions and the cost of every assignment on the way.
+
+    Raises:
+        KeyboardInterrupt: the search was interrupted.
+    """
+    axes = frozenset(context.axes)
+    builder = context.builder.with_constraints(replace(context.constraints, bounding=True))
+    costs, held, best = [*costs], [*held], -math.inf
+    for _ in range(_ROUNDS):
+        prices, _ = mix_prices(costs, held, limit, strongest)
+        with context.time_phase("problem"):
+            built = builder.build(axes, None, prices, None, "all")
+            tiling = context.tiling(built) if is_large(built.problem) else None
+        with context.time_phase("solve"):
+            options = SolveOptions("auto", context.deadline, priced=True)
+            result = solve_by_messages(built.problem, built.program_positions, tiling, options)
+        best, last = max(best, result.lower_bound - limit * float(prices.sum())), best
+        if result.interrupted:
+            raise KeyboardInterrupt
+        if not result.assignment:
+            break
+        cost = built.plain.problem.cost(result.assignment)
+        meet(built.decode(result.assignment), cost)
+        if best - last <= _ENOUGH * abs(best) or context.is_past_deadline:
+            break
+        costs.append(cost)
+        held.append(built.held_bytes(result.assignment, len(prices)))
+    return best
