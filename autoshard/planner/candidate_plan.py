@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from autoshard.memory.footprint import AllocationKind, Memory, changes_by_kind, live_bytes, saved_at_peak
+from autoshard.memory.footprint import (
+    AllocationKind,
+    Memory,
+    Source,
+    changes_by_kind,
+    kept_by_module,
+    live_bytes,
+    saved_at_peak,
+)
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.planner.account import allocations, host_bytes
 from autoshard.planner.call_times import CallTimes
@@ -41,12 +49,14 @@ class Footprint(NamedTuple):
         held: bytes at every moment, of shape `(moments,)`.
         changes: kind -> moments and bytes, as `changes_by_kind` returns them.
         saved: bytes of the saved tensors at the peak, by the moments at which they are made.
+        kept: path of a module -> bytes that are kept between the halves, on the device or on the host.
     """
 
     memory: Memory
     held: np.ndarray
     changes: dict[AllocationKind, np.ndarray]
     saved: dict[int, int]
+    kept: dict[str, dict[Source, int]]
 
 
 class ProgramEstimate:
@@ -77,8 +87,12 @@ class ProgramEstimate:
             )
             held = live_bytes(allocated, len(context.rules.operators) + 1)
             memory = Memory.of(allocated, context.operation_at)
-            memory = replace(memory, host=settings.under_way * host_bytes(program))
-            return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated))
+            phases = [self._flow.graph.phase(node) for node in context.rules.operators]
+            kept = kept_by_module(allocated, phases.count("forward"))
+            for path, on_host in host_bytes(self._flow, program).items():
+                kept.setdefault(path, {})["host"] = settings.under_way * on_host
+            memory = replace(memory, host=sum(of_module.get("host", 0) for of_module in kept.values()))
+            return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated), kept)
 
     def step_replay(self) -> StepReplay:
         """Return the record of the step for a plan."""

@@ -28,6 +28,7 @@ from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow, StrategySpecs
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.planner.account import OperatorPrices, StepAccount, reduction_timeline, step_calls
+from autoshard.planner.backward_sources import backward_sources
 from autoshard.planner.boundary_specs import row_outputs
 from autoshard.planner.call_times import CallTimes
 from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate, ReplayedStep
@@ -422,7 +423,7 @@ class PlanningContext(ABC):
     def describe(self, plan: CandidatePlan) -> ShardingPlan:
         """Return a candidate as the plan that users get."""
         account = self.account(plan.decisions)
-        rest = plan.decisions.rest
+        rest, footprint = plan.decisions.rest, plan.estimate.footprint
         placements: dict[str, tuple[Placement, ...]] = {}
         input_placements: dict[str, tuple[Placement, ...]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -441,7 +442,11 @@ class PlanningContext(ABC):
             shapes=shapes,
             step_seconds=plan.step_seconds,
             update_seconds=plan.update_seconds,
-            memory=replace(plan.memory, saved=self._saved_tensors(plan.estimate.footprint.saved)),
+            memory=replace(
+                plan.memory,
+                saved=self._saved_tensors(footprint.saved),
+                sources=backward_sources(account, footprint.kept, self.settings.under_way),
+            ),
             device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),
             cost=plan.cost,

@@ -1,0 +1,80 @@
+"""Where the backward half has what it reads of the forward half: bytes by module, for the account of a plan.
+
+What is kept, on the device or on the host, is found in the program (`ProgramEstimate.footprint`). What is made again is
+found here, in the decisions: copies that are gathered again, and results of operators that run again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from autoshard.capture.backward_copies import RECOMPUTES
+from autoshard.capture.offloading import base_in_memory
+from autoshard.memory.footprint import SOURCES, Source
+from autoshard.patterns.decisions import Flow
+from autoshard.patterns.graph_rules import Value, uncast, value_of
+from autoshard.planner.account import StepAccount, StepReshard
+from autoshard.specs.layout import local_shape
+from autoshard.specs.spec import Spec
+
+
+def backward_sources(
+    account: StepAccount, kept: Mapping[str, Mapping[Source, int]], under_way: int = 1
+) -> dict[str, dict[str, int]]:
+    """Return the bytes that the backward half reads of what the forward half made, as `Memory.sources` has them.
+
+    Args:
+        account: of the step.
+        kept: path of a module -> bytes that are kept between the halves.
+        under_way: runs of the step that are under way at once, for each of which results would be kept.
+    """
+    sums: dict[str, dict[Source, int]] = defaultdict(lambda: dict.fromkeys(SOURCES, 0))
+    for path, of_module in kept.items():
+        for source, size in of_module.items():
+            sums[path][source] += size
+    for path, size in _gathered_again(account):
+        sums[path]["gathered again"] += size
+    for path, size in _run_again(account.flow):
+        sums[path]["run again"] += under_way * size
+    return {
+        path: {source: size for source, size in of_module.items() if size} for path, of_module in sorted(sums.items())
+    }
+
+
+def _gathered_again(account: StepAccount) -> Iterator[tuple[str, int]]:
+    """Yield module and bytes of the copies in the backward half of what both halves gather."""
+    gathers: dict[str, list[StepReshard]] = {"forward": [], "backward": []}
+    for reshard in account.reshards:
+        if not reshard.gradient and any(step.kind == "all_gather" for step in reshard.path.steps):
+            gathers[reshard.phase].append(reshard)
+    before = {_origin(reshard.value) for reshard in gathers["forward"]}
+    for reshard in gathers["backward"]:
+        if _origin(reshard.value) in before:
+            yield reshard.module, _local_bytes(account.flow, reshard.value, reshard.path.target)
+
+
+def _origin(value: Value) -> Value:
+    """Return the parameter that a value is a cast of, or the value itself."""
+    node = uncast(value.node)
+    return Value(node) if node.op == "placeholder" else value
+
+
+def _run_again(flow: Flow) -> Iterator[tuple[str, int]]:
+    """Yield module and bytes of what runs again, without the results that are read by what runs again alone."""
+    read: dict[fx.Node, None] = {}
+    for node in flow.rules.operators:
+        if flow.graph.phase(node) == "backward" and RECOMPUTES not in node.meta:
+            # A view of what is kept is taken again, and makes nothing.
+            read |= dict.fromkeys(map(base_in_memory, node.all_input_nodes))
+    for node in read:
+        if RECOMPUTES in node.meta:
+            value = value_of(node)
+            yield flow.graph.module_path(value.node), _local_bytes(flow, value, flow.produced_spec(value))
+
+
+def _local_bytes(flow: Flow, value: Value, spec: Spec) -> int:
+    return math.prod(local_shape(value.meta.shape, spec, flow.mesh)) * value.meta.dtype.itemsize
