@@ -150,6 +150,7 @@ def source_cells(rows: Sequence[LayerRow]) -> list[list[str]]:
 
 def _operators_text(operators: Counter[str]) -> str:
     """Return `"96: 64 mul, 32 silu"`; empty for none."""
-    named = ", ".join(f"{count} {name}" for name, count in operators.most_common(_MOST_LISTED))
-    more = f", {len(operators) - _MOST_LISTED} other kinds" if len(operators) > _MOST_LISTED else ""
-    return f"{operators.total()}: {named}{more}" if operators else ""
+    named = [f"{count} {name}" for name, count in operators.most_common(_MOST_LISTED)]
+    others = len(operators) - len(named)
+    more = [f"{others} other kind{'s' if others > 1 else ''}"] if others else []
+    return f"{operators.total()}: {', '.join([*named, *more])}" if operators else ""
