@@ -73,20 +73,21 @@ def saved_at_peak(allocations: Sequence[Allocation]) -> dict[int, int]:
     return made
 
 
-def kept_by_module(allocations: Iterable[Allocation], border: int) -> dict[str, dict[Source, int]]:
-    """Return the bytes that are kept between the halves of a step, by path of module and `"saved"` or `"gathered"`.
+def kept_by_module(allocations: Iterable[Allocation], border: int, under_way: int = 1) -> dict[str, dict[Source, int]]:
+    """Return the bytes that a run of a step keeps between its halves, by path of module and `"saved"` or `"gathered"`.
 
     Args:
         allocations: of the step.
         border: the first moment of the backward half.
+        under_way: runs that are under way at once: of what is there before the border, the allocations are of them all.
     """
     kept: dict[str, dict[Source, int]] = {}
     for _, size, start, end, kind, module in allocations:
         # What the last operator of the forward half saves may be seen at the border first.
         if size and end > border and ((kind == "saved" and start <= border) or (kind == "gathered" and start < border)):
             of_module = kept.setdefault(module, {})
-            of_module[kind] = of_module.get(kind, 0) + size
-    return kept
+            of_module[kind] = of_module.get(kind, 0) + size * (under_way if start == border else 1)
+    return {path: {kind: size // under_way for kind, size in of_module.items()} for path, of_module in kept.items()}
 
 
 def bytes_by_kind(allocations: Iterable[Allocation], moment: int) -> dict[AllocationKind, int]:
@@ -173,9 +174,9 @@ class Memory:
         modules: path of a module -> bytes of its own at the moment of the peak, by kind.
         saved: the saved tensors at the moment of the peak, by the operators that make them.
         host: bytes that are kept on the host of the device, between the halves of the step; no part of the others.
-        sources: path of a module -> bytes that the backward half reads of what the forward half made there, by where it
-            has them from (`SOURCES`). Those of `"run again"` are of the results that are made again, in place of being
-            kept.
+        sources: path of a module -> bytes that the backward half of a run reads of what the forward half made there, by
+            where it has them from (`SOURCES`). Those of `"run again"` are of the results that are made again, in place
+            of being kept.
     """
 
     parameters: int = 0

@@ -22,15 +22,12 @@ from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
 
 
-def backward_sources(
-    account: StepAccount, kept: Mapping[str, Mapping[Source, int]], under_way: int = 1
-) -> dict[str, dict[str, int]]:
+def backward_sources(account: StepAccount, kept: Mapping[str, Mapping[Source, int]]) -> dict[str, dict[str, int]]:
     """Return the bytes that the backward half reads of what the forward half made, as `Memory.sources` has them.
 
     Args:
         account: of the step.
         kept: path of a module -> bytes that are kept between the halves.
-        under_way: runs of the step that are under way at once, for each of which results would be kept.
     """
     sums: dict[str, dict[Source, int]] = defaultdict(lambda: dict.fromkeys(SOURCES, 0))
     for path, of_module in kept.items():
@@ -39,7 +36,7 @@ def backward_sources(
     for path, size in _gathered_again(account):
         sums[path]["gathered again"] += size
     for path, size in _run_again(account.flow):
-        sums[path]["run again"] += under_way * size
+        sums[path]["run again"] += size
     return {
         path: {source: size for source, size in of_module.items() if size} for path, of_module in sorted(sums.items())
     }

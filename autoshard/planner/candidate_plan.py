@@ -49,7 +49,7 @@ class Footprint(NamedTuple):
         held: bytes at every moment, of shape `(moments,)`.
         changes: kind -> moments and bytes, as `changes_by_kind` returns them.
         saved: bytes of the saved tensors at the peak, by the moments at which they are made.
-        kept: path of a module -> bytes that are kept between the halves, on the device or on the host.
+        kept: path of a module -> bytes that a run keeps between its halves, on the device or on the host.
     """
 
     memory: Memory
@@ -88,10 +88,11 @@ class ProgramEstimate:
             held = live_bytes(allocated, len(context.rules.operators) + 1)
             memory = Memory.of(allocated, context.operation_at)
             phases = [self._flow.graph.phase(node) for node in context.rules.operators]
-            kept = kept_by_module(allocated, phases.count("forward"))
-            for path, on_host in host_bytes(self._flow, program).items():
-                kept.setdefault(path, {})["host"] = settings.under_way * on_host
-            memory = replace(memory, host=sum(of_module.get("host", 0) for of_module in kept.values()))
+            kept = kept_by_module(allocated, phases.count("forward"), settings.under_way)
+            on_host = host_bytes(self._flow, program)
+            for path, size in on_host.items():
+                kept.setdefault(path, {})["host"] = size
+            memory = replace(memory, host=settings.under_way * sum(on_host.values()))
             return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated), kept)
 
     def step_replay(self) -> StepReplay:

@@ -445,7 +445,7 @@ class PlanningContext(ABC):
             memory=replace(
                 plan.memory,
                 saved=self._saved_tensors(footprint.saved),
-                sources=backward_sources(account, footprint.kept, self.settings.under_way),
+                sources=backward_sources(account, footprint.kept),
             ),
             device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),

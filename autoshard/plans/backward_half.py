@@ -66,8 +66,7 @@ def sources_of(plans: Iterable[PlanContents]) -> dict[str, BackwardSources]:
     Modules of which it reads nothing are listed, too. Without a backward half there are no such bytes.
 
     Args:
-        plans: one of a whole step, or those of the stages of a pipeline: seconds and copies are of one microbatch, what
-            is kept is of all that are under way.
+        plans: one of a whole step, or those of the stages of a pipeline: then all is of one microbatch.
     """
     sources: dict[str, BackwardSources] = {}
     for plan in plans:

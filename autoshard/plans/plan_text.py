@@ -339,18 +339,19 @@ def limited_sources(plans: Sequence[PlanContents]) -> list[Table | Text]:
     """Return what the backward half of a step, or of the stages of a pipeline, has from where, layer by layer.
 
     Returns:
-        A table and what its columns mean; nothing where no plan keeps a memory limit: a device then keeps all.
+        A table and what its columns mean; nothing where no plan keeps a memory limit: a device then keeps all. Of the
+        stages of a pipeline, all is of one microbatch.
     """
     if not any(plan.options.get("memory_limit") or plan.recomputed or plan.offloaded for plan in plans):
         return []
-    return _sources_table(layer_rows(sources_of(plans)))
+    return _sources_table(layer_rows(sources_of(plans)), ", for one microbatch" if len(plans) > 1 else "")
 
 
-def _sources_table(rows: Sequence[LayerRow]) -> list[Table | Text]:
+def _sources_table(rows: Sequence[LayerRow], of: str = "") -> list[Table | Text]:
     if not rows:
         return []
     table = number_table(*source_labels(rows), source_cells(rows))
-    table.title, table.title_justify, table.title_style = SOURCES_TITLE, "left", "bold"
+    table.title, table.title_justify, table.title_style = f"{SOURCES_TITLE}{of}", "left", "bold"
     return [table, Text(f"{SOURCES_LEGEND}\n")]
 
 
