@@ -17,7 +17,7 @@ from autoshard.capture.offloading import base_in_memory
 from autoshard.memory.footprint import SOURCES, Source
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value, uncast, value_of
-from autoshard.planner.account import StepAccount, StepReshard
+from autoshard.planner.account import StepAccount, StepReshard, value_uses
 from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
 
@@ -43,15 +43,18 @@ def backward_sources(account: StepAccount, kept: Mapping[str, Mapping[Source, in
 
 
 def _gathered_again(account: StepAccount) -> Iterator[tuple[str, int]]:
-    """Yield module and bytes of the copies in the backward half of what both halves gather."""
-    gathers: dict[str, list[StepReshard]] = {"forward": [], "backward": []}
+    """Yield module and bytes of the copies that the backward half reads of what both halves gather."""
+    flow, gathers = account.flow, defaultdict[str, list[StepReshard]](list)
     for reshard in account.reshards:
         if not reshard.gradient and any(step.kind == "all_gather" for step in reshard.path.steps):
             gathers[reshard.phase].append(reshard)
     before = {_origin(reshard.value) for reshard in gathers["forward"]}
+    # A copy that is only gathered further is none that an operator reads.
+    read = {(use.value, use.target) for use in value_uses(flow) if use.phase == "backward"}
     for reshard in gathers["backward"]:
-        if _origin(reshard.value) in before:
-            yield reshard.module, _local_bytes(account.flow, reshard.value, reshard.path.target)
+        target = reshard.path.target
+        if _origin(reshard.value) in before and (reshard.value, target) in read:
+            yield reshard.module, _local_bytes(flow, reshard.value, target)
 
 
 def _origin(value: Value) -> Value:
