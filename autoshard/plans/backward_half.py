@@ -19,19 +19,15 @@ from autoshard.units import format_bytes, format_seconds
 
 _MOST_LISTED = 4  # operators of a row that have a name
 
-_LABELS = {
-    "saved": "kept",
-    "gathered": "copies kept",
-    "gathered again": "gathered again",
-    "run again": "made again",
-    "host": "on the host",
+# The column of a source, and what it means.
+_COLUMNS = {
+    "saved": ("kept", "on the device from one half to the other"),
+    "gathered": ("copies kept", "gathered parameters and inputs that stay on the device"),
+    "gathered again": ("gathered again", "copies that both halves gather"),
+    "run again": ("made again", "by operators that run again, in place of being kept"),
+    "host": ("on the host", "moved there, and back"),
 }
 SOURCES_TITLE = "What the backward half reads"
-SOURCES_LEGEND = (
-    "Bytes of one device that the backward half reads of the forward half. Kept: on the device from one half to the "
-    "other; copies of parameters and inputs apart. Gathered again: copies that both halves gather. Made again: by "
-    "operators that run again, in place of being kept. On the host: moved there, and back."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +118,23 @@ def _sum(parts: Iterable[BackwardSources]) -> BackwardSources:
     return total
 
 
-def source_labels(rows: Iterable[LayerRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def source_labels(rows: Sequence[LayerRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the labels of the columns of text and of numbers for some rows, without those that would be empty."""
-    total = _sum(row.sources for row in rows)
-    again = ("runs again",) if total.operators else ()
-    sizes = (_LABELS[source] for source in SOURCES if total.bytes[source])
-    return ("module", *again), ("count", *sizes, *(("time",) if again else ()))
+    again = bool(_total(rows).operators)
+    sizes = (_COLUMNS[source][0] for source in _shown(rows))
+    return ("module", *(("runs again",) if again else ())), ("count", *sizes, *(("time",) if again else ()))
+
+
+def sources_legend(rows: Sequence[LayerRow]) -> str:
+    """Return what the columns mean."""
+    meanings = " ".join(f"{label.capitalize()}: {text}." for label, text in map(_COLUMNS.__getitem__, _shown(rows)))
+    return f"Bytes of one device that the backward half reads of the forward half. {meanings}"
 
 
 def source_cells(rows: Sequence[LayerRow]) -> list[list[str]]:
     """Return the texts of the columns of `source_labels` for every row, and last for the sum of several rows."""
-    total = _sum(row.sources for row in rows)
+    total, shown = _total(rows), _shown(rows)
     summed = [LayerRow("together", sum(row.count for row in rows), total)] if len(rows) > 1 else []
-    shown = [source for source in SOURCES if total.bytes[source]]
     cells = []
     for row in (*rows, *summed):
         one = row.sources
@@ -145,6 +145,16 @@ def source_cells(rows: Sequence[LayerRow]) -> list[list[str]]:
         else:
             cells.append([row.text, str(row.count), *sizes])
     return cells
+
+
+def _total(rows: Iterable[LayerRow]) -> BackwardSources:
+    return _sum(row.sources for row in rows)
+
+
+def _shown(rows: Iterable[LayerRow]) -> list[str]:
+    """Return the sources that a column is of: those of some bytes."""
+    held = _total(rows).bytes
+    return [source for source in SOURCES if held[source]]
 
 
 def _operators_text(operators: Counter[str]) -> str:

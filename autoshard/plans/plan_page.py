@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from html import escape
 
 from autoshard.plans.backward_half import (
-    SOURCES_LEGEND,
     SOURCES_TITLE,
     layer_rows,
     source_cells,
     source_labels,
+    sources_legend,
     sources_of,
 )
 from autoshard.plans.expenses import Expenses
@@ -225,7 +225,7 @@ def sources_by_layer(plan: PlanContents) -> list[Part]:
     """Return a table of what the backward half has from where: a row for each layer, equal ones in one."""
     rows = layer_rows(sources_of([plan]))
     texts, numbers = source_labels(rows)
-    legend = f'<p class="legend-text">{escape(SOURCES_LEGEND)}</p>'
+    legend = f'<p class="legend-text">{escape(sources_legend(rows))}</p>'
     return [text_table((*texts, *numbers), source_cells(rows), texts), legend] if rows else []
 
 

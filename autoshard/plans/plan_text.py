@@ -21,13 +21,13 @@ from autoshard.errors import PlanError
 from autoshard.memory.footprint import Memory
 from autoshard.names import ancestors, group_names, matching, suggestion
 from autoshard.plans.backward_half import (
-    SOURCES_LEGEND,
     SOURCES_TITLE,
     LayerRow,
     layer_rows,
     module_rows,
     source_cells,
     source_labels,
+    sources_legend,
     sources_of,
 )
 from autoshard.plans.plan_data import Collective, Decision, PlanContents
@@ -352,7 +352,7 @@ def _sources_table(rows: Sequence[LayerRow], of: str = "") -> list[Table | Text]
         return []
     table = number_table(*source_labels(rows), source_cells(rows))
     table.title, table.title_justify, table.title_style = f"{SOURCES_TITLE}{of}", "left", "bold"
-    return [table, Text(f"{SOURCES_LEGEND}\n")]
+    return [table, Text(f"{sources_legend(rows)}\n")]
 
 
 def _tensor_table(title: str, rows: Sequence[TensorRow], axes: Sequence[str]) -> Table:

@@ -8,9 +8,17 @@ from collections import Counter
 
 import pytest
 
-from autoshard.memory.footprint import SOURCES
+from autoshard.memory.footprint import SOURCES, Memory
 from autoshard.planner.planning import plan_with_recompute
-from autoshard.plans.backward_half import layer_rows, module_rows, rerun_decisions, source_cells, sources_of
+from autoshard.plans.backward_half import (
+    layer_rows,
+    module_rows,
+    rerun_decisions,
+    source_cells,
+    source_labels,
+    sources_legend,
+    sources_of,
+)
 from autoshard.plans.plan_page import page
 from autoshard.plans.plan_text import limited_sources
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -96,6 +104,20 @@ def test_the_page_has_a_row_for_every_layer() -> None:
     assert TITLE in words
     for row in source_cells(layer_rows(sources_of([plan]))):
         assert {cell for cell in row if cell} <= {*words}
+
+
+def test_a_table_has_the_columns_that_hold_something() -> None:
+    sources = {f"h.{layer}.mlp": {"saved": 1024, "host": 2048} for layer in range(6)} | {"": {"saved": 512}}
+    plan = sample_plan(offloaded=("mm_0",), memory=Memory(sources=sources))
+    rows = layer_rows(sources_of([plan]))
+    assert source_labels(rows) == (("module",), ("count", "kept", "on the host"))
+    assert source_cells(rows) == [
+        ["h.*", "6", "6.0 KiB", "12.0 KiB"],
+        ["(root)", "1", "512 B", ""],
+        ["together", "7", "6.5 KiB", "12.0 KiB"],
+    ]
+    assert sources_legend(rows).endswith("On the host: moved there, and back.")
+    assert "again" not in sources_legend(rows)
 
 
 def test_nothing_is_said_of_a_plan_of_an_older_version() -> None:
