@@ -57,10 +57,12 @@ def _gathered_again(account: StepAccount) -> Iterator[tuple[str, int]]:
             yield reshard.module, _local_bytes(flow, reshard.value, target)
 
 
-def _origin(value: Value) -> Value:
-    """Return the parameter that a value is a cast of, or the value itself."""
+def _origin(value: Value) -> tuple[str, int]:
+    """Return name and result of the operator, or the parameter, that a value is of, made again or cast or not."""
     node = uncast(value.node)
-    return Value(node) if node.op == "placeholder" else value
+    if node.op != "placeholder":
+        node = value.node
+    return node.meta.get(RECOMPUTES, node.name), value.result
 
 
 def _run_again(flow: Flow) -> Iterator[tuple[str, int]]:
