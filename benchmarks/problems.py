@@ -39,10 +39,10 @@ from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.stage_modules import cut
 from autoshard.pipeline.plan.stage_plans import StageBudget, StagePlanner, StageTarget
 from autoshard.planner.budget_search import forceable_parameters, memory_prices, peak_weights
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planner import Planner, compute_after
 from autoshard.planner.planning import recomputing_planner
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.planning_problem import BuiltProblem, OverlapDiscount
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
 from autoshard.planner.tiling import Tiling

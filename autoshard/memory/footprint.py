@@ -17,6 +17,13 @@ KINDS: tuple[AllocationKind, ...] = get_args(AllocationKind)
 DescribeMoment = Callable[[int], tuple[str, str, str]]
 """The phase, the path of the module, and the operator that run at a moment."""
 
+Source = Literal["saved", "gathered", "gathered again", "run again", "host"]
+"""Where the backward half has from what the forward half made: kept on the device, as a `"saved"` tensor or a
+`"gathered"` copy; made again, by a collective or by operators; or from the host.
+"""
+
+SOURCES: tuple[Source, ...] = get_args(Source)
+
 _LARGEST = 10  # tensors that a report lists
 
 
@@ -64,6 +71,23 @@ def saved_at_peak(allocations: Sequence[Allocation]) -> dict[int, int]:
         if allocation.kind == "saved" and allocation.start <= moment < allocation.end:
             made[allocation.start] = made.get(allocation.start, 0) + allocation.bytes
     return made
+
+
+def kept_by_module(allocations: Iterable[Allocation], border: int, under_way: int = 1) -> dict[str, dict[Source, int]]:
+    """Return the bytes that a run of a step keeps between its halves, by path of module and `"saved"` or `"gathered"`.
+
+    Args:
+        allocations: of the step.
+        border: the first moment of the backward half.
+        under_way: runs that are under way at once: of what is there before the border, the allocations are of them all.
+    """
+    kept: dict[str, dict[Source, int]] = {}
+    for _, size, start, end, kind, module in allocations:
+        # What the last operator of the forward half saves may be seen at the border first.
+        if size and end > border and ((kind == "saved" and start <= border) or (kind == "gathered" and start < border)):
+            of_module = kept.setdefault(module, {})
+            of_module[kind] = of_module.get(kind, 0) + size * (under_way if start == border else 1)
+    return {path: {kind: size // under_way for kind, size in of_module.items()} for path, of_module in kept.items()}
 
 
 def bytes_by_kind(allocations: Iterable[Allocation], moment: int) -> dict[AllocationKind, int]:
@@ -150,6 +174,9 @@ class Memory:
         modules: path of a module -> bytes of its own at the moment of the peak, by kind.
         saved: the saved tensors at the moment of the peak, by the operators that make them.
         host: bytes that are kept on the host of the device, between the halves of the step; no part of the others.
+        sources: path of a module -> bytes that the backward half of a run reads of what the forward half made there, by
+            where it has them from (`SOURCES`). Those of `"run again"` are of the results that are made again, in place
+            of being kept.
     """
 
     parameters: int = 0
@@ -166,6 +193,7 @@ class Memory:
     modules: dict[str, dict[str, int]] = field(default_factory=dict)
     saved: tuple[SavedTensors, ...] = ()
     host: int = 0
+    sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @staticmethod
     def of(allocations: Sequence[Allocation], place: DescribeMoment | None = None) -> Memory:

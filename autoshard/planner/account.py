@@ -350,10 +350,15 @@ def allocations(
             yield allocation._replace(bytes=(under_way - 1) * allocation.bytes, start=0, end=memory.end - 1)
 
 
-def host_bytes(program: PredictedProgram) -> int:
-    """Return the bytes that a run of a program keeps on the host of one device between its halves."""
+def host_bytes(flow: Flow, program: PredictedProgram) -> dict[str, int]:
+    """Return the bytes that a run of a program keeps on the host of one device between its halves, by module."""
     # They are there at once when the backward half begins.
-    return sum(bytes_of(node.meta["val"]) for node in program.forward.graph.nodes if node.target in HOST_TENSORS)
+    modules = {node.name: flow.graph.module_path(node) for node in flow.rules.operators}
+    held = Counter[str]()
+    for node in program.forward.graph.nodes:
+        if node.target in HOST_TENSORS:
+            held[modules[node.meta["key"]]] += bytes_of(node.meta["val"])
+    return dict(held)
 
 
 def _owner(name: str) -> str:

@@ -15,7 +15,8 @@ from autoshard.capture.offloading import offload_values, values_of_modules
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.patterns.graph_rules import Value
-from autoshard.planner.planning_context import CandidatePlan, PlanningContext
+from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import Constraints
 from autoshard.plans.plan_text import memory_parts
 from autoshard.specs.axes import MeshShape

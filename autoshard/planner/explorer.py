@@ -10,9 +10,9 @@ from dataclasses import replace
 from autoshard.capture.recomputation import recomputable
 from autoshard.errors import BudgetError
 from autoshard.planner.budget_search import ShortfallError, solve_with_memory_rows
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.limit_search import LimitSearch
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.rerun_context import RerunContext
 from autoshard.plans.frontier import pareto_front
 from autoshard.plans.sharding_plan import ShardingPlan

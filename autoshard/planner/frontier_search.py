@@ -17,9 +17,10 @@ import numpy as np
 from autoshard.errors import BudgetError, PlanError
 from autoshard.patterns.decisions import Decisions
 from autoshard.planner.budget_search import find_leanest, forceable_parameters, names_by_size, peak_weights
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import explorer_for
-from autoshard.planner.planning_context import CandidatePlan, PlanningContext
+from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.plans.frontier import pareto_front

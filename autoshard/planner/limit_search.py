@@ -26,9 +26,9 @@ from autoshard.planner.budget_search import (
     largest_names,
     memory_prices,
 )
+from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate
 from autoshard.planner.limit_bound import bound_within
 from autoshard.planner.memory_prices import mix_prices
-from autoshard.planner.planning_context import CandidatePlan, ProgramEstimate
 from autoshard.planner.rerun_context import RerunContext
 
 Entry = TypeVar("Entry")

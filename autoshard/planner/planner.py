@@ -21,10 +21,12 @@ from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph_rules import Value
 from autoshard.patterns.strategy import axis_choices
 from autoshard.planner.account import StepAccount
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.lazy_solver import LazyCosts, LazySolver
-from autoshard.planner.planning_context import BlockSolution, CandidatePlan, PlanningContext, SolveRequest
+from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
+from autoshard.planner.solve_request import BlockSolution, SolveRequest
 from autoshard.planner.solving import CLOSE, SolveOptions, is_large
 from autoshard.planner.tiling import Tiling
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder

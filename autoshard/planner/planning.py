@@ -24,9 +24,9 @@ from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.budget_search import ShortfallError
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.explorer import Explorer, check_host
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, show_progress
 from autoshard.planner.subject import subject_of, work_of
 from autoshard.planner.target_constraints import PinsByName, PlacementsByName, constraints_for, shared_axis

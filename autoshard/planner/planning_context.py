@@ -1,4 +1,4 @@
-"""The graph, rules, prices and tables of a plan; problems over some mesh axes; the time and memory of decisions."""
+"""The graph, rules, prices and tables of a plan; problems over some mesh axes; programs of decisions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,37 +22,24 @@ from autoshard.capture.recomputation import graph_of_plan
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError, warn_caller
-from autoshard.memory.footprint import (
-    AllocationKind,
-    Memory,
-    SavedTensors,
-    changes_by_kind,
-    live_bytes,
-    saved_at_peak,
-)
+from autoshard.memory.footprint import SavedTensors
 from autoshard.names import group_names
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow, StrategySpecs
 from autoshard.patterns.graph_rules import GraphRules, Value
-from autoshard.planner.account import (
-    OperatorPrices,
-    StepAccount,
-    allocations,
-    host_bytes,
-    reduction_timeline,
-    step_calls,
-)
+from autoshard.planner.account import OperatorPrices, StepAccount, reduction_timeline, step_calls
+from autoshard.planner.backward_sources import backward_sources
 from autoshard.planner.boundary_specs import row_outputs
 from autoshard.planner.call_times import CallTimes
+from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate, ReplayedStep
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.progress_line import Progress
-from autoshard.planner.regather import Reuse
+from autoshard.planner.solve_request import BlockSolution, SolveRequest
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.plans.step_replay import StepReplay
 from autoshard.program.predicted_program import PredictedProgram, predict_program
 from autoshard.program.program_replay import KernelPrices
 from autoshard.program.walk import LocalPrograms
@@ -64,176 +51,6 @@ from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.version import __version__
 
 _MAX_ACCOUNTS = 3  # accounts that are kept: the final plan is most often one of the last candidates
-
-
-class ReplayedStep(NamedTuple):
-    """The replay of a program.
-
-    Attributes:
-        seconds: of the step, with communication that slows down the compute beside it.
-        exposed: seconds of the step in which a device communicates and does not compute.
-        calls: the times of its calls.
-    """
-
-    seconds: float
-    exposed: float
-    calls: CallTimes
-
-
-class Footprint(NamedTuple):
-    """Bytes of one device in a step.
-
-    Attributes:
-        memory: the account, with the peak.
-        held: bytes at every moment, of shape `(moments,)`.
-        changes: kind -> moments and bytes, as `changes_by_kind` returns them.
-        saved: bytes of the saved tensors at the peak, by the moments at which they are made.
-    """
-
-    memory: Memory
-    held: np.ndarray
-    changes: dict[AllocationKind, np.ndarray]
-    saved: dict[int, int]
-
-
-class ProgramEstimate:
-    """Time and memory of the program of some decisions, each computed on first use since that takes long.
-
-    Args:
-        context: prices the program; the context of the graph of the decisions.
-        flow: the graph and the decisions.
-    """
-
-    def __init__(self, context: PlanningContext, flow: Flow) -> None:
-        self.context, self._flow = context, flow
-        self._program: PredictedProgram | None = None
-
-    @cached_property
-    def times(self) -> tuple[ReplayedStep, float]:
-        """The replay of the step, and seconds of the optimizer's update."""
-        program = self._take_program()
-        return self.context.replay(program, self.context.prices), self.context.update_seconds(program)
-
-    @cached_property
-    def footprint(self) -> Footprint:
-        """Bytes of one device."""
-        program, context, settings = self._take_program(), self.context, self.context.settings
-        with context.time_phase("account"):
-            allocated = list(
-                allocations(self._flow, program, settings.optimizer, settings.under_way, settings.holds_sums)
-            )
-            held = live_bytes(allocated, len(context.rules.operators) + 1)
-            memory = Memory.of(allocated, context.operation_at)
-            memory = replace(memory, host=settings.under_way * host_bytes(program))
-            return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated))
-
-    def step_replay(self) -> StepReplay:
-        """Return the record of the step for a plan."""
-        return self.times[0].calls.step_replay(self.footprint.changes, len(self.context.rules.operators))
-
-    def _take_program(self) -> PredictedProgram:
-        # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
-        program = self._program or self.context.program(self._flow, self.context.settings.left_unreduced)
-        self._program = None if self._program else program
-        return program
-
-
-@dataclass(frozen=True, slots=True)
-class CandidatePlan:
-    """A solved plan.
-
-    Attributes:
-        decisions: the decisions.
-        cost: seconds of the step without overlap: the sum of compute and collectives.
-        lower_bound: a lower bound of the cost of every plan of the problem.
-        method: the method that found it.
-        estimate: time and memory of its program.
-    """
-
-    decisions: Decisions
-    cost: float
-    lower_bound: float
-    method: str
-    estimate: ProgramEstimate = field(compare=False, repr=False)
-
-    @property
-    def memory(self) -> Memory:
-        """Bytes of one device."""
-        return self.estimate.footprint.memory
-
-    @property
-    def held_bytes(self) -> np.ndarray:
-        """Bytes of one device at every moment of the step."""
-        return self.estimate.footprint.held
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted seconds of the step, with communication that slows down the compute beside it."""
-        return self.estimate.times[0].seconds
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds of the step in which a device communicates and does not compute."""
-        return self.estimate.times[0].exposed
-
-    @property
-    def update_seconds(self) -> float:
-        """Predicted seconds of the optimizer's update, which follows the step."""
-        return self.estimate.times[1]
-
-
-@dataclass(frozen=True, slots=True)
-class SolveRequest:
-    """A problem to solve.
-
-    Attributes:
-        builder: builds the problem.
-        method: a method of the solver.
-        limit: bytes that operators and parameters may hold at any moment; None for no limit.
-        prices: seconds per byte of memory at every moment; None if memory has no price.
-        discount: the price of hidden collectives of a kind; None if they count in full.
-        work: the solver's work limit on one problem; None for no limit.
-    """
-
-    builder: ProblemBuilder
-    method: str
-    limit: float | None
-    prices: np.ndarray | None
-    discount: OverlapDiscount | None
-    work: int | None
-
-    @property
-    def reuse(self) -> Reuse:
-        """The copies that the plan may make again in the backward half."""
-        if self.prices is not None:
-            return "all"
-        return "none" if self.limit is None else "inputs"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSolution:
-    """Decisions that solve a problem.
-
-    Attributes:
-        decisions: the decisions.
-        value: what the solver minimised, at the requested prices.
-        cost: seconds of the step, without prices.
-        lower_bound: a lower bound of `value`.
-        method: the method that found it.
-        interrupted: True if the search was interrupted.
-    """
-
-    decisions: Decisions
-    value: float
-    cost: float
-    lower_bound: float
-    method: str
-    interrupted: bool = False
-
-    @property
-    def gap(self) -> float:
-        """Relative gap between value and bound."""
-        return (self.value - self.lower_bound) / max(abs(self.value), 1e-300)
 
 
 class PlanningContext(ABC):
@@ -606,7 +423,7 @@ class PlanningContext(ABC):
     def describe(self, plan: CandidatePlan) -> ShardingPlan:
         """Return a candidate as the plan that users get."""
         account = self.account(plan.decisions)
-        rest = plan.decisions.rest
+        rest, footprint = plan.decisions.rest, plan.estimate.footprint
         placements: dict[str, tuple[Placement, ...]] = {}
         input_placements: dict[str, tuple[Placement, ...]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -625,7 +442,11 @@ class PlanningContext(ABC):
             shapes=shapes,
             step_seconds=plan.step_seconds,
             update_seconds=plan.update_seconds,
-            memory=replace(plan.memory, saved=self._saved_tensors(plan.estimate.footprint.saved)),
+            memory=replace(
+                plan.memory,
+                saved=self._saved_tensors(footprint.saved),
+                sources=backward_sources(account, footprint.kept),
+            ),
             device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),
             cost=plan.cost,

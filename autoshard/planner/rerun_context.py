@@ -24,8 +24,8 @@ from autoshard.capture.recomputation import RECOMPUTES, recompute_layers, rerunn
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import Value, value_of
 from autoshard.patterns.strategy import ABSENT, Choices
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.regather import MOVED
 from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec

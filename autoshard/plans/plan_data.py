@@ -228,6 +228,7 @@ _SHARDING = record(
         modules=table(table(COUNT)),
         saved=list_of(record(module=TEXT, operator=TEXT, line=TEXT, count=COUNT, bytes=COUNT)),
         host=COUNT,
+        sources=table(table(COUNT)),
     ),
     device_memory=COUNT,
     collectives=list_of(
@@ -270,7 +271,7 @@ _SHARDING = record(
 _SHARDING["required"] = [
     name for name in _SHARDING["required"] if name not in ("update_seconds", "offloaded", "step_replay")
 ]
-for _name in ("modules", "saved", "host"):
+for _name in ("modules", "saved", "host", "sources"):
     _SHARDING["properties"]["memory"]["required"].remove(_name)
 _SHARDING["properties"]["collectives"]["items"]["required"].remove("gradient")
 

@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from autoshard.plans.backward_half import (
+    SOURCES_TITLE,
+    layer_rows,
+    source_cells,
+    source_labels,
+    sources_legend,
+    sources_of,
+)
 from autoshard.plans.expenses import Expenses
 from autoshard.plans.html import (
     Fold,
@@ -17,6 +25,7 @@ from autoshard.plans.html import (
     number_cell,
     table,
     text_cell,
+    text_table,
 )
 from autoshard.plans.module_figures import collectives_figure, modules_figure
 from autoshard.plans.plan_data import PlanContents
@@ -85,6 +94,7 @@ def plan_sections(plan: PlanContents, prefix: str = "", layouts: Sequence[Part] 
         Section("Summary", [facts_table(summary(plan))]),
         Section("What would change it", [*changes, *layouts]),
         Section("Memory at the peak", [memory_bar(plan), *saved_by_operator(plan)]),
+        Section(SOURCES_TITLE, sources_by_layer(plan)),
         Section("Modules", [*modules_figure(plan, prefix), f'<p class="legend-text">{escape(LEGEND)}</p>']),
         Section("Collectives", [*collectives_figure(plan, prefix), *_work(_COLLECTIVE, work, sized=True)]),
         *tensor_sections(plan),
@@ -209,6 +219,14 @@ def saved_by_operator(plan: PlanContents) -> list[Part]:
     texts = ("saved activations of", "operator", "line")
     head = [*((text, False) for text in texts), ("count", True), ("each", True), ("together", True)]
     return [Fold(f"Saved activations by operator: {len(rows)} rows", [table(head, rows)])] if rows else []
+
+
+def sources_by_layer(plan: PlanContents) -> list[Part]:
+    """Return a table of what the backward half has from where: a row for each layer, equal ones in one."""
+    rows = layer_rows(sources_of([plan]))
+    texts, numbers = source_labels(rows)
+    legend = f'<p class="legend-text">{escape(sources_legend(rows))}</p>'
+    return [text_table((*texts, *numbers), source_cells(rows), texts), legend] if rows else []
 
 
 def _class(kind: str) -> str:

@@ -20,6 +20,16 @@ from autoshard.display import WIDTH, NameText, plain
 from autoshard.errors import PlanError
 from autoshard.memory.footprint import Memory
 from autoshard.names import ancestors, group_names, matching, suggestion
+from autoshard.plans.backward_half import (
+    SOURCES_TITLE,
+    LayerRow,
+    layer_rows,
+    module_rows,
+    source_cells,
+    source_labels,
+    sources_legend,
+    sources_of,
+)
 from autoshard.plans.plan_data import Collective, Decision, PlanContents
 from autoshard.specs.spec import placement_text
 from autoshard.units import format_bytes, format_seconds
@@ -322,7 +332,27 @@ def _parts(plan: PlanContents) -> list[Table | Text]:
     tensors = [_tensor_table(kind, rows, plan.mesh.names) for kind, rows in plan_tensors(plan).items()]
     collectives = collective_rows(plan.collectives)
     sent = [_work_table(_COLLECTIVE, collectives, by="bytes", limit=_ROWS)] if collectives else []
-    return [facts, *tensors, *sent, Text(LEGEND)]
+    return [facts, *tensors, *sent, *limited_sources([plan]), Text(LEGEND)]
+
+
+def limited_sources(plans: Sequence[PlanContents]) -> list[Table | Text]:
+    """Return what the backward half of a step, or of the stages of a pipeline, has from where, layer by layer.
+
+    Returns:
+        A table and what its columns mean; nothing where no plan keeps a memory limit: a device then keeps all. Of the
+        stages of a pipeline, all is of one microbatch.
+    """
+    if not any(plan.options.get("memory_limit") or plan.recomputed or plan.offloaded for plan in plans):
+        return []
+    return _sources_table(layer_rows(sources_of(plans)), ", for one microbatch" if len(plans) > 1 else "")
+
+
+def _sources_table(rows: Sequence[LayerRow], of: str = "") -> list[Table | Text]:
+    if not rows:
+        return []
+    table = number_table(*source_labels(rows), source_cells(rows))
+    table.title, table.title_justify, table.title_style = f"{SOURCES_TITLE}{of}", "left", "bold"
+    return [table, Text(f"{sources_legend(rows)}\n")]
 
 
 def _tensor_table(title: str, rows: Sequence[TensorRow], axes: Sequence[str]) -> Table:
@@ -401,6 +431,8 @@ def _explained_work(plan: PlanContents, modules: set[str]) -> list[Table | Text]
         parts.append(_work_table(("operator", "phase", "strategy"), operators))
     collectives = collective_rows(sent for sent in plan.collectives if sent.module in modules)
     parts.append(_work_table(_COLLECTIVE, collectives, by="bytes") if collectives else Text("no collectives here"))
+    sources = {path: of_module for path, of_module in sources_of([plan]).items() if path in modules}
+    parts += _sources_table(module_rows(sources))
     compute, communication = (format_seconds(_total(rows)[2]) for rows in (operators, collectives))
     return [*parts, Text(f"predicted: operators {compute}, collectives {communication}")]
 

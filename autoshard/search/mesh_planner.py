@@ -20,9 +20,9 @@ from autoshard.patterns.graph_rules import value_of
 from autoshard.pipeline.plan.pipeline_devices import PipelineMesh, stage_devices
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import Stopping
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.result import Row
 from autoshard.search.shapes import PipelineAxis, Shape

@@ -14,7 +14,7 @@ from autoshard.cluster.cost import CostModel, work_of_call
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.graph_rules import GraphRules, Value, operand_nodes
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.planner.planning_context import CandidatePlan
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.program.aliasing import makes_view
 from autoshard.search.shapes import Shape
 from autoshard.specs.axes import MeshShape

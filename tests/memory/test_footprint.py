@@ -6,7 +6,7 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.memory.footprint import KINDS, Allocation, Memory, bytes_by_kind, changes_by_kind, peak
+from autoshard.memory.footprint import KINDS, Allocation, Memory, bytes_by_kind, changes_by_kind, kept_by_module, peak
 
 ALLOCATIONS = st.lists(
     st.builds(
@@ -48,6 +48,23 @@ def test_a_step_by_hand() -> None:
 
 def test_what_ends_makes_room_for_what_starts() -> None:
     assert peak([Allocation("a", 8, 0, 2, "saved"), Allocation("b", 8, 2, 4, "saved")]) == (8, 0)
+
+
+def test_what_is_kept_crosses_the_border_of_the_halves() -> None:
+    step = [
+        Allocation("x", 7, 1, 5, "saved", "a"),
+        Allocation("y", 2, 0, 9, "saved", "a"),
+        Allocation("last", 1, 4, 5, "saved", "b"),
+        Allocation("w, whole", 30, 2, 8, "gathered", "b"),
+        Allocation("w, again", 30, 4, 8, "gathered", "b"),
+        Allocation("freed", 40, 2, 4, "gathered", "b"),
+        Allocation("loss", 4, 3, 9, "output", "b"),
+        Allocation("w", 10, 0, 9, "parameter", "b"),
+    ]
+    assert kept_by_module(step, 4) == {"a": {"saved": 9}, "b": {"saved": 1, "gathered": 30}}
+    # Of runs that are under way, the first moments have the tensors of all.
+    others = [held._replace(bytes=2 * held.bytes, start=0) for held in step if held.start < 4 < held.end]
+    assert kept_by_module([*step, *others], 4, under_way=3) == kept_by_module(step, 4)
 
 
 def test_nothing_takes_nothing() -> None:

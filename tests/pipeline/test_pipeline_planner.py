@@ -133,6 +133,11 @@ def test_what_does_not_fit_is_planned_for_less_memory() -> None:
     assert (free.reduced, plan.reduced) == (("step",) * 2,) * 2
     assert plan.step_seconds <= 1.2 * free.step_seconds
     assert PipelinePlan.from_json(plan.to_json()) == plan
+    # What a stage keeps of a microbatch is listed, whatever number of them the search counted with.
+    assert "What the backward half reads, for one microbatch" in str(plan)
+    for stage, cost in zip(plan.stages, plan.costs, strict=True):
+        kept = [sizes.get(source, 0) for sizes in stage.memory.sources.values() for source in ("saved", "gathered")]
+        assert cost.saved_bytes / 2 < sum(kept) <= cost.saved_bytes  # which has the stage's outputs, too
 
 
 def test_tied_parameters_lie_alike_on_all_stages() -> None:

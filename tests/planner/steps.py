@@ -17,9 +17,9 @@ from autoshard.cluster.cluster import Cluster, Link
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.planner.account import StepAccount
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.explorer import Explorer
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.planning_problem import Constraints, OverlapDiscount
 from autoshard.planner.rerun_context import RerunContext
 from autoshard.plans.sharding_plan import ShardingPlan

@@ -15,8 +15,8 @@ import pytest
 
 from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.frontier_search import FrontierSearch, frontier_plans, recombine_plans
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.plans.sharding_plan import ShardingPlan

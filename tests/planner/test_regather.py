@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.capture.nodes import is_view
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.regather import (

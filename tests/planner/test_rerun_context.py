@@ -14,8 +14,8 @@ from torch import nn
 from autoshard.capture.joint import capture
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.strategy import WHOLE
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.plan_checks import checked_flow
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.rerun_context import RerunContext
 from autoshard.specs.spec import Spec
 from tests.planner.steps import joint_graph, planner_of

@@ -16,8 +16,8 @@ import torch
 
 from autoshard.capture.joint import capture
 from autoshard.planner import solving
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import OverlapSearch, Planner
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.progress_line import Progress, progress_text
 from autoshard.planner.solving import SolveOptions, SolveResult, better_result, solve_problem
 from autoshard.plans.sharding_plan import ShardingPlan

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from autoshard import display
 from autoshard.errors import PlanError
@@ -25,7 +26,7 @@ from autoshard.plans import plan_data, plan_text
 from autoshard.plans.alternative import Alternative, forgotten_error
 from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
-from autoshard.plans.plan_text import made_text, shares_text
+from autoshard.plans.plan_text import limited_sources, made_text, shares_text
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.plans.step_picture import gantt, trace, write_picture
 from autoshard.reshard.reductions import DeferredReduction
@@ -290,12 +291,13 @@ class PipelinePlan(HasPage):
             peaks=self.peaks,
         )
 
-    def tables(self) -> list[Table]:
-        """Return rich tables of the plan: its summary, stages, ranks, and candidates for the schedule."""
-        tables = [summary_table(self.summary())]
+    def tables(self) -> list[Table | Text]:
+        """Return rich tables of the plan: its summary, stages, ranks, what the backward half reads, and schedules."""
+        tables: list[Table | Text] = [summary_table(self.summary())]
         if self.costs:
             tables.append(stage_table(self.schedule.placement, self.stage_modules, self.costs))
             tables.append(rank_table(self.simulation))
+        tables += limited_sources(self.stages)
         if self.table:
             tables.append(choice_table(self.table))
         return tables

@@ -10,6 +10,7 @@ from autoshard.capture.marks import assign_task_graphs, defaults_of
 from autoshard.capture.recomputation import recomputable
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.options.target import Target
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.layouts.standard_layouts import Hints, StandardLayout, StandardLayouts
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import (
@@ -20,7 +21,6 @@ from autoshard.planner.planning import (
     run_planner,
     with_provenance,
 )
-from autoshard.planner.planning_context import CandidatePlan
 from autoshard.planner.regather import regather_parameters
 from autoshard.plans.sharding_plan import ShardingPlan
 

@@ -1,0 +1,150 @@
+"""Candidates of a search, with the time and memory of their programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from autoshard.memory.footprint import (
+    AllocationKind,
+    Memory,
+    Source,
+    changes_by_kind,
+    kept_by_module,
+    live_bytes,
+    saved_at_peak,
+)
+from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.planner.account import allocations, host_bytes
+from autoshard.planner.call_times import CallTimes
+from autoshard.plans.step_replay import StepReplay
+from autoshard.program.predicted_program import PredictedProgram
+
+if TYPE_CHECKING:
+    from autoshard.planner.planning_context import PlanningContext
+
+
+class ReplayedStep(NamedTuple):
+    """The replay of a program.
+
+    Attributes:
+        seconds: of the step, with communication that slows down the compute beside it.
+        exposed: seconds of the step in which a device communicates and does not compute.
+        calls: the times of its calls.
+    """
+
+    seconds: float
+    exposed: float
+    calls: CallTimes
+
+
+class Footprint(NamedTuple):
+    """Bytes of one device in a step.
+
+    Attributes:
+        memory: the account, with the peak.
+        held: bytes at every moment, of shape `(moments,)`.
+        changes: kind -> moments and bytes, as `changes_by_kind` returns them.
+        saved: bytes of the saved tensors at the peak, by the moments at which they are made.
+        kept: path of a module -> bytes that a run keeps between its halves, on the device or on the host.
+    """
+
+    memory: Memory
+    held: np.ndarray
+    changes: dict[AllocationKind, np.ndarray]
+    saved: dict[int, int]
+    kept: dict[str, dict[Source, int]]
+
+
+class ProgramEstimate:
+    """Time and memory of the program of some decisions, each computed on first use since that takes long.
+
+    Args:
+        context: prices the program; the context of the graph of the decisions.
+        flow: the graph and the decisions.
+    """
+
+    def __init__(self, context: PlanningContext, flow: Flow) -> None:
+        self.context, self._flow = context, flow
+        self._program: PredictedProgram | None = None
+
+    @cached_property
+    def times(self) -> tuple[ReplayedStep, float]:
+        """The replay of the step, and seconds of the optimizer's update."""
+        program = self._take_program()
+        return self.context.replay(program, self.context.prices), self.context.update_seconds(program)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """Bytes of one device."""
+        program, context, settings = self._take_program(), self.context, self.context.settings
+        with context.time_phase("account"):
+            allocated = list(
+                allocations(self._flow, program, settings.optimizer, settings.under_way, settings.holds_sums)
+            )
+            held = live_bytes(allocated, len(context.rules.operators) + 1)
+            memory = Memory.of(allocated, context.operation_at)
+            phases = [self._flow.graph.phase(node) for node in context.rules.operators]
+            kept = kept_by_module(allocated, phases.count("forward"), settings.under_way)
+            on_host = host_bytes(self._flow, program)
+            for path, size in on_host.items():
+                kept.setdefault(path, {})["host"] = size
+            memory = replace(memory, host=settings.under_way * sum(on_host.values()))
+            return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated), kept)
+
+    def step_replay(self) -> StepReplay:
+        """Return the record of the step for a plan."""
+        return self.times[0].calls.step_replay(self.footprint.changes, len(self.context.rules.operators))
+
+    def _take_program(self) -> PredictedProgram:
+        # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
+        program = self._program or self.context.program(self._flow, self.context.settings.left_unreduced)
+        self._program = None if self._program else program
+        return program
+
+
+@dataclass(frozen=True, slots=True)
+class CandidatePlan:
+    """A solved plan.
+
+    Attributes:
+        decisions: the decisions.
+        cost: seconds of the step without overlap: the sum of compute and collectives.
+        lower_bound: a lower bound of the cost of every plan of the problem.
+        method: the method that found it.
+        estimate: time and memory of its program.
+    """
+
+    decisions: Decisions
+    cost: float
+    lower_bound: float
+    method: str
+    estimate: ProgramEstimate = field(compare=False, repr=False)
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes of one device."""
+        return self.estimate.footprint.memory
+
+    @property
+    def held_bytes(self) -> np.ndarray:
+        """Bytes of one device at every moment of the step."""
+        return self.estimate.footprint.held
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of the step, with communication that slows down the compute beside it."""
+        return self.estimate.times[0].seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of the step in which a device communicates and does not compute."""
+        return self.estimate.times[0].exposed
+
+    @property
+    def update_seconds(self) -> float:
+        """Predicted seconds of the optimizer's update, which follows the step."""
+        return self.estimate.times[1]

@@ -1,0 +1,165 @@
+"""What the backward half of a step reads of the forward half, layer by layer, and where it has it from.
+
+A tensor that both halves read is kept on the device, or gathered again, or made again by operators, or waits on the
+host. A table has a row for each layer, equal layers in one; `str(plan)`, `plan.explain` and the page of a plan show it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.capture.backward_copies import rerun_name
+from autoshard.capture.recomputation import group_by_list_element
+from autoshard.memory.footprint import SOURCES
+from autoshard.names import group_names
+from autoshard.plans.plan_data import Decision, PlanContents
+from autoshard.units import format_bytes, format_seconds
+
+_MOST_LISTED = 4  # operators of a row that have a name
+
+# The column of a source, and what it means.
+_COLUMNS = {
+    "saved": ("kept", "on the device from one half to the other"),
+    "gathered": ("copies kept", "gathered parameters and inputs that stay on the device"),
+    "gathered again": ("gathered again", "copies that both halves gather"),
+    "run again": ("made again", "by operators that run again, in place of being kept"),
+    "host": ("on the host", "moved there, and back"),
+}
+SOURCES_TITLE = "What the backward half reads"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardSources:
+    """Where the backward half has what it reads of a part of the forward half.
+
+    Attributes:
+        bytes: of one device, by source (`memory.footprint.SOURCES`).
+        operators: name of an operator -> how often one of them runs again, without views, which take no time.
+        seconds: predicted, of these operators.
+    """
+
+    bytes: Counter[str] = field(default_factory=Counter)
+    operators: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def __add__(self, other: BackwardSources) -> BackwardSources:
+        operators = self.operators + other.operators
+        return BackwardSources(self.bytes + other.bytes, operators, self.seconds + other.seconds)
+
+
+def rerun_decisions(plan: PlanContents) -> list[Decision]:
+    """Return the operators of the backward half that run again what the forward half ran."""
+    again = {rerun_name(name) for name in plan.recomputed}
+    again |= {rerun_name(choice.node) for choice in plan.choices if choice.phase == "forward"}
+    return [choice for choice in plan.choices if choice.phase == "backward" and choice.node in again]
+
+
+def sources_of(plans: Iterable[PlanContents]) -> dict[str, BackwardSources]:
+    """Return by path of module what the backward half has from where, in the order in which modules run.
+
+    Modules of which it reads nothing are listed, too. Without a backward half there are no such bytes.
+
+    Args:
+        plans: one of a whole step, or those of the stages of a pipeline: then all is of one microbatch.
+    """
+    sources: dict[str, BackwardSources] = {}
+    for plan in plans:
+        for choice in plan.choices:
+            sources.setdefault(choice.module, BackwardSources())
+        for path, sizes in plan.memory.sources.items():
+            sources[path] = sources.get(path, BackwardSources()) + BackwardSources(Counter(sizes))
+        for choice in rerun_decisions(plan):
+            operators = Counter([choice.operator.rpartition(".")[2]] if choice.seconds else [])
+            sources[choice.module] += BackwardSources(Counter(), operators, choice.seconds)
+    return sources
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """Equal layers, or modules outside of layers: one text for their paths, their number, and the sum of them all."""
+
+    text: str
+    count: int
+    sources: BackwardSources
+
+
+def layer_rows(sources: Mapping[str, BackwardSources]) -> list[LayerRow]:
+    """Return the rows of all layers that the backward half reads of, and of the modules outside of layers."""
+    # A layer is the element of a list of modules, as for recomputation.
+    elements = group_by_list_element({path: path for path in sources})
+    layer_of = {path: layer for layer, paths in elements.items() for path in paths}
+    layers: dict[str, BackwardSources] = {}
+    for path, of_module in sources.items():
+        layer = layer_of.get(path, path)
+        layers[layer] = layers.get(layer, BackwardSources()) + of_module
+    return module_rows(layers)
+
+
+def module_rows(sources: Mapping[str, BackwardSources]) -> list[LayerRow]:
+    """Return the rows of all modules that the backward half reads of; modules that are alike are one row."""
+    # Seconds are no part of the key: equal layers differ in them by rounding.
+    keys = {
+        path: (frozenset(one.bytes.items()), frozenset(one.operators.items()))
+        for path, one in sources.items()
+        if one.bytes or one.operators
+    }
+    return [
+        LayerRow(group.text or "(root)", len(group.names), _sum(sources[path] for path in group.names))
+        for group in group_names(keys)
+    ]
+
+
+def _sum(parts: Iterable[BackwardSources]) -> BackwardSources:
+    total = BackwardSources()
+    for part in parts:
+        total += part
+    return total
+
+
+def source_labels(rows: Sequence[LayerRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the labels of the columns of text and of numbers for some rows, without those that would be empty."""
+    again = bool(_total(rows).operators)
+    sizes = (_COLUMNS[source][0] for source in _shown(rows))
+    return ("module", *(("runs again",) if again else ())), ("count", *sizes, *(("time",) if again else ()))
+
+
+def sources_legend(rows: Sequence[LayerRow]) -> str:
+    """Return what the columns mean."""
+    meanings = " ".join(f"{label.capitalize()}: {text}." for label, text in map(_COLUMNS.__getitem__, _shown(rows)))
+    return f"Bytes of one device that the backward half reads of the forward half. {meanings}"
+
+
+def source_cells(rows: Sequence[LayerRow]) -> list[list[str]]:
+    """Return the texts of the columns of `source_labels` for every row, and last for the sum of several rows."""
+    total, shown = _total(rows), _shown(rows)
+    summed = [LayerRow("together", sum(row.count for row in rows), total)] if len(rows) > 1 else []
+    cells = []
+    for row in (*rows, *summed):
+        one = row.sources
+        sizes = [format_bytes(one.bytes[source]) if one.bytes[source] else "" for source in shown]
+        again, seconds = _operators_text(one.operators), format_seconds(one.seconds) if one.operators else ""
+        if total.operators:
+            cells.append([row.text, again, str(row.count), *sizes, seconds])
+        else:
+            cells.append([row.text, str(row.count), *sizes])
+    return cells
+
+
+def _total(rows: Iterable[LayerRow]) -> BackwardSources:
+    return _sum(row.sources for row in rows)
+
+
+def _shown(rows: Iterable[LayerRow]) -> list[str]:
+    """Return the sources that a column is of: those of some bytes."""
+    held = _total(rows).bytes
+    return [source for source in SOURCES if held[source]]
+
+
+def _operators_text(operators: Counter[str]) -> str:
+    """Return `"96: 64 mul, 32 silu"`; empty for none."""
+    named = [f"{count} {name}" for name, count in operators.most_common(_MOST_LISTED)]
+    others = len(operators) - len(named)
+    more = [f"{others} other kind{'s' if others > 1 else ''}"] if others else []
+    return f"{operators.total()}: {', '.join([*named, *more])}" if operators else ""
