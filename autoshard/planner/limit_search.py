@@ -102,8 +102,7 @@ class LimitSearch:
         prices = self._generate()
         self._raise_bound()
         self._mix()
-        # Each plan of a large graph takes seconds.
-        if not self._is_within(_ENOUGH if len(self.context.rules.operators) < _MANY_OPERATORS else _CLOSE):
+        if not self._is_within(self._enough):
             self._force(self._without_reruns)
             if self.context.proposes:
                 self._generate_without_reruns()
@@ -112,6 +111,12 @@ class LimitSearch:
             self._bisect(prices)
             self._mix()
         return self.best
+
+    @property
+    def _enough(self) -> float:
+        """The part by which the best plan may be slower than the best mix and no other plan is tried."""
+        # Each plan of a large graph takes seconds.
+        return _ENOUGH if len(self.context.rules.operators) < _MANY_OPERATORS else _CLOSE
 
     def _lean_searches(self) -> list[LimitSearch]:
         """Return this search, and those in which it is not open what runs again, where less is left to decide."""
@@ -286,7 +291,7 @@ class LimitSearch:
         """Meet plans whose first operators are as in a plan that fits, and the others as in a faster one."""
         for _ in range(_MIXES):
             pair = self._promising_pair()
-            if pair is None or self._is_within(_ENOUGH):
+            if pair is None or self._is_within(self._enough):
                 return
             lean, fast = pair
             self._mixed.add((lean.estimate, fast.estimate))
