@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autoshard.capture._torch import lazy_graph_module
 from autoshard.capture.joint_graph import JointGraph
 from autoshard.capture.nodes import closure
 
@@ -39,7 +40,7 @@ def copy_graph(graph: JointGraph) -> tuple[JointGraph, dict[fx.Node, fx.Node]]:
         assert at[node].name == node.name, f"{node.name} became {at[node].name}"
     copy = replace(
         graph,
-        graph_module=fx.GraphModule(graph.graph_module, new),
+        graph_module=lazy_graph_module(graph.graph_module, new),
         inputs=tuple(replace(source, node=at[source.node]) for source in graph.inputs),
         outputs=tuple(
             output if output.node is None else replace(output, node=at[output.node]) for output in graph.outputs

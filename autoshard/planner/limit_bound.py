@@ -11,10 +11,11 @@ import numpy as np
 from autoshard.patterns.decisions import Decisions
 from autoshard.planner.memory_prices import mix_prices
 from autoshard.planner.planning_context import PlanningContext
-from autoshard.planner.solving import SolveOptions, is_large, solve_by_messages
+from autoshard.planner.planning_problem import BuiltProblem
+from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_by_messages
 
 _ROUNDS = 8  # prices at which the bound is computed, at most
-_ENOUGH = 1e-3  # part of the cost by which more prices have to make the bound better
+_ENOUGH = 1e-3  # part of the cost by which another plan has to make the best mix, and so the bound, better
 
 
 def bound_within(
@@ -46,24 +47,37 @@ def bound_within(
     """
     axes = frozenset(context.axes)
     builder = context.builder.with_constraints(replace(context.constraints, bounding=True))
-    costs, held, best = [*costs], [*held], -math.inf
-    for _ in range(_ROUNDS):
-        prices, _ = mix_prices(costs, held, limit, strongest)
+
+    def solve(prices: np.ndarray, closely: bool) -> tuple[BuiltProblem, SolveResult]:
         with context.time_phase("problem"):
             built = builder.build(axes, None, prices, None, "all")
             tiling = context.tiling(built) if is_large(built.problem) else None
         with context.time_phase("solve"):
-            options = SolveOptions("auto", context.deadline, priced=True)
+            options = SolveOptions("auto", context.deadline, priced=not closely)
             result = solve_by_messages(built.problem, built.program_positions, tiling, options)
-        best, last = max(best, result.lower_bound - limit * float(prices.sum())), best
         if result.interrupted:
             raise KeyboardInterrupt
+        return built, result
+
+    costs, held, best, best_prices = [*costs], [*held], -math.inf, None
+    for _ in range(_ROUNDS):
+        prices, mix = mix_prices(costs, held, limit, strongest)
+        least_mix = mix - limit * float(prices.sum())
+        if (1 + _ENOUGH) * best >= least_mix or context.is_past_deadline:
+            break  # the bound is no better than the best mix at any prices
+        built, result = solve(prices, closely=False)
+        bound = result.lower_bound - limit * float(prices.sum())
+        if bound > best:
+            best, best_prices = bound, prices
         if not result.assignment:
             break
         cost = built.plain.problem.cost(result.assignment)
         meet(built.decode(result.assignment), cost)
-        if best - last <= _ENOUGH * abs(best) or context.is_past_deadline:
-            break
         costs.append(cost)
         held.append(built.held_bytes(result.assignment, len(prices)))
+        if mix - cost - float(prices @ held[-1]) <= _ENOUGH * cost:
+            break  # nor does what these prices lead to make the mix better
+    if best_prices is not None and not context.is_past_deadline:
+        _, result = solve(best_prices, closely=True)
+        best = max(best, result.lower_bound - limit * float(best_prices.sum()))
     return best

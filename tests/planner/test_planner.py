@@ -205,7 +205,7 @@ def test_a_smaller_limit_costs_more_time_and_is_kept() -> None:
     assert _repeated(plans[0]) == _repeated(free)
     for limit, plan in zip(limits, plans, strict=True):
         assert plan.memory.peak <= limit
-        assert plan.lower_bound == free.lower_bound  # of the problem without a limit, which is wider
+        assert plan.lower_bound >= free.lower_bound  # of the problem without a limit, which is wider
     for looser, tighter in itertools.pairwise(plans):
         assert tighter.cost >= looser.cost
         assert tighter.step_seconds >= looser.step_seconds or tighter.step_seconds <= free.step_seconds
