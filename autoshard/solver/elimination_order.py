@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -11,6 +12,9 @@ _WORK = 20
 
 _CHEAP_ORDER = 1e6
 """Entries of all tables up to which the first order is good enough."""
+
+_CHAIN = 1e6
+"""Entries of the table that a node of two neighbours may leave without a comparison with other nodes."""
 
 Score = tuple[float, ...]
 
@@ -45,10 +49,10 @@ def find_order(sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]]
         cap: most entries of a table.
     """
     # Neither score is best everywhere: fill keeps later tables small, least table pays off where a few nodes are wide.
-    first = greedy_order(EliminationGraph(sizes, neighbours, cap), weighted_fill)
+    first = greedy_order(EliminationGraph(sizes, neighbours, cap), weighted_fill, chains=True)
     if first.fits and first.entries <= _CHEAP_ORDER:
         return first
-    second = greedy_order(EliminationGraph(sizes, neighbours, cap), table_size)
+    second = greedy_order(EliminationGraph(sizes, neighbours, cap), table_size, chains=True)
     return min(first, second, key=lambda order: (not order.fits, order.entries))
 
 
@@ -168,6 +172,8 @@ def greedy_order(
     graph: EliminationGraph,
     score: Callable[[EliminationGraph, int], Score],
     worth: Callable[[EliminationGraph, int], Score] | None = None,
+    *,
+    chains: bool = False,
 ) -> EliminationOrder:
     """Eliminate the node of least score, again and again.
 
@@ -176,14 +182,15 @@ def greedy_order(
         score: of a node.
         worth: of holding a node: where a table is over the cap, the node in it of most worth is held. None to end the
             search there.
+        chains: True to eliminate nodes of two neighbours and less first, which takes no scores.
     """
+    steps, tables = _eliminate_chains(graph) if chains else ([], [])
+    width, largest, entries = 2 * bool(steps), max(tables, default=1.0), sum(tables)
     # A heap with lazy deletion: entries are never changed, the newest score of a node decides which entry counts.
     scores = {node: score(graph, node) for node in graph.neighbours}
     heap = [(value, node) for node, value in scores.items()]
     heapify(heap)
-    steps: list[tuple[int, tuple[int, ...]]] = []
     conditioned: list[int] = []
-    width, largest, entries = 0, 1.0, 0.0
     while heap:
         value, node = heappop(heap)
         # An outdated entry of the heap.
@@ -212,3 +219,20 @@ def greedy_order(
                 scores[neighbour] = fresh
                 heappush(heap, (fresh, neighbour))
     return EliminationOrder(tuple(steps), tuple(conditioned), width, largest, entries, True)
+
+
+def _eliminate_chains(graph: EliminationGraph) -> tuple[list[tuple[int, tuple[int, ...]]], list[float]]:
+    """Eliminate nodes of two neighbours and less as long as tables stay small; return the steps and tables' entries."""
+    steps, tables = [], []
+    waiting = deque(graph.neighbours)
+    while waiting:
+        node = waiting.popleft()
+        adjacent = graph.neighbours.get(node)
+        if adjacent is None or len(adjacent) > 2:
+            continue
+        table = graph.table(node)
+        if graph.fits(node, table) and table <= _CHAIN * graph.sizes[node]:
+            steps.append((node, tuple(adjacent)))
+            tables.append(table)
+            waiting.extend(graph.eliminate(node))
+    return steps, tables

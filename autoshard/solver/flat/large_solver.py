@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.solver.flat.core import Core, CoreArrays
+from autoshard.solver.core import Core, CoreArrays
 from autoshard.solver.flat.dual import Dual, loads_of, price_strategies
 from autoshard.solver.flat.neighbours import conditional_costs, search_forests
-from autoshard.solver.flat.presolve import presolve
 from autoshard.solver.flat.random_numbers import random_state
 from autoshard.solver.ilp import solve_core
 from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.presolve import presolve
 from autoshard.solver.problem import Array, IntArray, Problem
 
 _FORESTS = 400

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.core import (
+from autoshard.solver.flat.arena import (
     CELLS,
     EDGES,
     FAILED,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.core import Core, CoreArrays
-from autoshard.solver.flat.presolve import presolve
+from autoshard.solver.core import Core, CoreArrays
+from autoshard.solver.presolve import presolve
 from tests.solver.problems import two_axes, with_memory
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem, solve
-from autoshard.solver.flat.core import Core, CoreArrays
+from autoshard.solver.core import Core, CoreArrays
 from autoshard.solver.flat.large_solver import CoreSearch, Descent, LargeSolver
-from autoshard.solver.flat.presolve import presolve
+from autoshard.solver.presolve import presolve
 from autoshard.solver.ilp import solve_core
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.solver_budget import Budget

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem
 from autoshard.solver.chains import Chains
-from autoshard.solver.flat.core import Core, CoreArrays
-from autoshard.solver.flat.presolve import forbid_oversized, presolve, thin_memory
+from autoshard.solver.core import Core, CoreArrays
+from autoshard.solver.presolve import forbid_oversized, presolve, thin_memory
 from tests.solver.problems import brute_force, small_problems
 
 
