@@ -11,11 +11,11 @@ from autoshard.solver.jit import jit_inner
 OFFSET, WORK = 0, 1
 """Places in `Arena.numbers`: the cost decided so far; the work so far, in table entries read."""
 
-EDGES, CELLS, ITEMS, USED, REMOVED, MAPPED, FAILED, FULL = range(8)
-"""Places in `Arena.counts`: the used length of each array; 1 once a node has lost its last strategy; 1 once an array
-was too short."""
+EDGES, CELLS, USED, REMOVED, MAPPED, FAILED, FULL = range(7)
+"""Places in `Arena.counts`: the used length of each array; 1 once a node has lost its last strategy; a bit for each
+array that was too short: edges, tables, usages, choices."""
 
-FIRST_EDGE, WAITING_EDGES, FIRST_NODE, WAITING_NODES = range(8, 12)
+FIRST_EDGE, WAITING_EDGES, FIRST_NODE, WAITING_NODES = range(7, 11)
 """Places in `Arena.counts`: the starts of the rings of waiting edges and nodes, and the numbers that wait."""
 
 ARENA_NODE = np.dtype(

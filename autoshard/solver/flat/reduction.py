@@ -75,7 +75,7 @@ def _build_arena(core: Core) -> Arena:
         removed=np.zeros((core.nodes, 4), dtype=np.int64),
         choice=np.zeros(4 * len(core.cost) + 4096, dtype=np.int64),
         numbers=np.array([core.constant, 0.0]),
-        counts=np.zeros(12, dtype=np.int64),
+        counts=np.zeros(11, dtype=np.int64),
     )
     nodes, edges, items = arena.nodes, arena.edges, arena.items
     nodes["size"], nodes["offset"] = core.size, core.offset[:-1]
@@ -95,26 +95,23 @@ def _lengthen(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
     return result
 
 
-_GROWING = {"table": CELLS, "usage": USED, "choice": MAPPED}
-
-
 def _run_with_room(arena: Arena, step: Callable[[Arena], object]) -> Arena:
     """Run a step, again with longer arrays as long as one is too short."""
     while True:
         arena.counts[FULL] = 0
         step(arena)
-        if not arena.counts[FULL]:
+        full = int(arena.counts[FULL])
+        if not full:
             return arena
-        # Doubled, so that the copies together cost no more than the final arrays.
-        grown = {name: _lengthen(getattr(arena, name), 2 * len(getattr(arena, name))) for name in _GROWING}
-        edges = len(arena.edges)
-        if arena.counts[EDGES] * 2 > edges:
+        if full & 1:
             # The ring of waiting edges begins at 0 again: it would not be one where it wrapped round.
             arena.edges["waiting"] = np.roll(arena.edges["waiting"], -int(arena.counts[FIRST_EDGE]))
             arena.counts[FIRST_EDGE] = 0
-            grown["edges"] = _lengthen(arena.edges, 2 * edges)
-            grown["halves"] = _lengthen(arena.halves, 4 * edges)
-        arena = arena._replace(**grown)
+        short = [(1, "edges"), (1, "halves"), (2, "table"), (4, "usage"), (8, "choice")]
+        # Doubled, so that the copies together cost no more than the final arrays.
+        arena = arena._replace(
+            **{name: _lengthen(getattr(arena, name), 2 * len(getattr(arena, name))) for bit, name in short if full & bit}
+        )
 
 
 def _compact(arena: Arena, core: Core) -> Core:
