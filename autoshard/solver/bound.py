@@ -99,7 +99,7 @@ def certify(
     best, proved = start, -np.inf
     rest = core
     for _ in range(rounds):
-        rest = presolve(rest, passes=REDUCE)
+        rest = presolve(rest, effort=REDUCE)
         # Strategies were dropped only where no better assignment uses them: nothing left means that the best one is
         # optimal.
         if not rest.feasible:

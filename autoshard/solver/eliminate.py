@@ -61,7 +61,7 @@ def eliminate(core: Core, *, cap: float = DEFAULT_CAP) -> Optimum:
     order = _order(core, min(cap, _CHEAP))
     if order.fits and order.entries <= _CHEAP:
         return run_order(core, order)
-    reduced = presolve(core, passes=REDUCE)
+    reduced = presolve(core, effort=REDUCE)
     if not reduced.feasible:
         return Optimum(None, float("inf"))
     order = _order(reduced, cap)

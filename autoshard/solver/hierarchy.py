@@ -305,7 +305,7 @@ def solve_in_segments(
     """
     # On the whole problem: reductions remove most nodes of a layer, and a path through the rest says little.
     critical = set(backbone(problem, order).critical)
-    core = presolve(Core.of(problem, memory=False), passes=REDUCE)
+    core = presolve(Core.of(problem, memory=False), effort=REDUCE)
     nodes = core.remaining_nodes()
     place = {int(node): number for number, node in enumerate(nodes)}
     sequence = [place[node] for node in interleaved_order(problem, order).tolist() if node in place]

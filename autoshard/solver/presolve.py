@@ -145,12 +145,12 @@ def _spread(core: Core, usages: Array, count: int) -> Array:
     return np.cumsum(change)[:-1]
 
 
-FOLD, REDUCE, THOROUGH = 0, 1, 6
-"""Passes over all nodes for dominated strategies: none, so that no choice that is allowed is lost; one, after which
-little is left to find; as many as large problems under a limit are worth."""
+FOLD, REDUCE, THOROUGH = range(3)
+"""Effort of a presolve: no choice that is allowed is lost; dominated strategies go; dominated pairs go too, which takes
+many times as long and is worth it for large problems under a limit."""
 
 
-def presolve(core: Core, *, passes: int = THOROUGH, upper: float = float("inf"), budget: Budget = UNLIMITED) -> Core:
+def presolve(core: Core, *, effort: int = THOROUGH, upper: float = float("inf"), budget: Budget = UNLIMITED) -> Core:
     """Return an equivalent smaller core.
 
     Unsupported strategies are dropped, edges normalised (dropped where they are zero), nodes of one strategy and those
@@ -159,7 +159,7 @@ def presolve(core: Core, *, passes: int = THOROUGH, upper: float = float("inf"),
 
     Args:
         core: left as it is.
-        passes: over all nodes for dominated strategies, from the second on for dominated pairs too.
+        effort: `FOLD`, `REDUCE` or `THOROUGH`.
         upper: cost of a known assignment; assignments of that cost may be lost. Costs of `core` must then be at least
             zero, as they are after a `presolve`.
         budget: the search for dominated strategies ends with it.
@@ -172,7 +172,7 @@ def presolve(core: Core, *, passes: int = THOROUGH, upper: float = float("inf"),
 
     core = forbid_oversized(thin_memory(core))
     while core.feasible:
-        core = thin_memory(apply_rules(core, passes, upper, budget))
+        core = thin_memory(apply_rules(core, effort, upper, budget))
         fitting = forbid_oversized(core)
         if fitting is core:
             break

@@ -175,7 +175,7 @@ class _SolveState:
     @cached_property
     def folded(self) -> Core:
         """The problem without its limit, as far as it gets smaller without the loss of an allowed choice."""
-        return presolve(self.free, passes=FOLD)
+        return presolve(self.free, effort=FOLD)
 
     def fits(self, choices: Sequence[int]) -> bool:
         return self.moments is None or self.moments.within_limit(self.moments.loads(choices))
@@ -271,7 +271,7 @@ def _search(task: _SolveState, budget: Budget) -> ScoredAssignment:
     if not task.folded.feasible:
         return NO_ASSIGNMENT
     if not candidate.choices and task.problem.components is not None:
-        candidate = alternate(task.folded, task.problem.components, budget=budget)
+        candidate = alternate(task.free, task.problem.components, budget=budget)
     if not candidate.choices:
         candidate = _round_relaxation(task)
     return improve(task.folded, candidate, budget=budget) if candidate.choices else candidate
@@ -282,7 +282,7 @@ def _round_relaxation(task: _SolveState) -> ScoredAssignment:
 
     If that uses something forbidden, finite penalties lead the search out of it.
     """
-    core = presolve(task.folded, passes=REDUCE)
+    core = presolve(task.folded, effort=REDUCE)
     if not core.feasible:
         return NO_ASSIGNMENT
     bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, budget=task.budget.part(0.3))
@@ -295,7 +295,7 @@ def _round_relaxation(task: _SolveState) -> ScoredAssignment:
 
 
 def _ilp(task: _SolveState) -> _MethodResult:
-    return _solve_integer_program(task, presolve(Core.of(task.problem), passes=REDUCE), task.budget)
+    return _solve_integer_program(task, presolve(Core.of(task.problem), effort=REDUCE), task.budget)
 
 
 def _auto(task: _SolveState) -> _MethodResult:
@@ -303,7 +303,7 @@ def _auto(task: _SolveState) -> _MethodResult:
         return _solve_flat(task, finish=True)
     bound = float("-inf")
     if task.moments is not None:
-        core = presolve(Core.of(task.problem), passes=REDUCE)
+        core = presolve(Core.of(task.problem), effort=REDUCE)
         # The integer program knows memory, and is fast at this size; message passing would need prices first.
         if not core.feasible or core.cells <= _SMALL:
             result = _solve_integer_program(task, core, task.budget.part(0.3))
@@ -375,7 +375,7 @@ def _solve_without_limit(task: _SolveState) -> _MethodResult:
         if candidate.choices:
             candidate = improve(task.folded, candidate, cap=1e6, budget=task.budget.part(1.0))
         return _MethodResult(candidate, result.bound, False, "alternate")
-    return _solve_rest(task, presolve(result.rest, passes=REDUCE), result.best, result.bound)
+    return _solve_rest(task, presolve(result.rest, effort=REDUCE), result.best, result.bound)
 
 
 def _solve_rest(task: _SolveState, rest: Core, best: ScoredAssignment, bound: float) -> _MethodResult:

@@ -31,6 +31,9 @@ from autoshard.solver.flat.dominance import process_queues
 from autoshard.solver.flat.rules import link_arena
 from autoshard.solver.solver_budget import Budget
 
+_PASSES = 6
+"""Passes over all nodes for dominated strategies."""
+
 _MOST_WORK = 5e9
 """Table entries read after which the search for dominated strategies ends."""
 
@@ -38,23 +41,24 @@ _WORTH = 0.02
 """Share of the strategies that a pass must drop to be worth another one."""
 
 
-def apply_rules(core: Core, passes: int, upper: float, budget: Budget) -> Core:
-    """Apply every exact step to the nodes and edges of a core."""
+def apply_rules(core: Core, effort: int, upper: float, budget: Budget) -> Core:
+    """Apply every exact step to the nodes and edges of a core; see `presolve`."""
     arena, work = _build_arena(core), min(_MOST_WORK, budget.work)
     # Cheap rules alone first: dominance, quadratic in the strategies, should see a small core.
     arena = _run_with_room(arena, lambda room: process_queues(room, upper, 0, False, work))
     alive = np.isfinite(arena.cost).sum()
-    for attempt in range(passes):
+    for attempt in range(_PASSES if effort else 0):
         if arena.counts[FAILED] or arena.numbers[WORK] > work or budget.is_over:
             break
         dropped = [0]
+        # Pairs are searched from the second pass on, so the first one alone says nothing about the next.
+        pairs = effort > 1 and attempt > 0
 
-        def search(room: Arena, dropped: list[int] = dropped, pairs: bool = attempt > 0) -> None:
+        def search(room: Arena, dropped: list[int] = dropped, pairs: bool = pairs) -> None:
             dropped[0] += process_queues(room, upper, core.nodes, pairs, work)
 
         arena = _run_with_room(arena, search)
-        # Pairs are searched from the second pass on, so the first one alone says nothing about the next.
-        if attempt and dropped[0] < _WORTH * alive:
+        if (pairs or effort == 1) and dropped[0] < _WORTH * alive:
             break
     budget.spend(arena.numbers[WORK])
     return _compact(arena, core)
