@@ -181,11 +181,14 @@ class Core:
         sequence = np.arange(self.nodes) if sequence is None else sequence
         rank = np.empty(self.nodes, dtype=np.int64)
         rank[sequence] = np.arange(self.nodes)
-        vectors, ends = self.vectors, rank[self.ends].tolist()
-        edges = (
-            Edge(source, target, table) if source < target else Edge(target, source, table.T)
-            for (source, target), table in zip(ends, self.tables, strict=True)
-        )
+        # Equal layers have equal tables. Messages look at an object once.
+        distinct: dict[tuple[tuple[int, ...], bytes], Array] = {}
+        edges = []
+        for (source, target), table in zip(rank[self.ends].tolist(), self.tables, strict=True):
+            first, second, turned = (source, target, table) if source < target else (target, source, table.T)
+            shared = distinct.setdefault((turned.shape, turned.tobytes()), turned)
+            edges.append(Edge(first, second, shared))
+        vectors = self.vectors
         return Problem(tuple(vectors[node] for node in sequence.tolist()), tuple(edges))
 
     def expand(self, places: IntArray, origin: Core | None = None) -> IntArray:
@@ -232,10 +235,12 @@ class Core:
         stage = PresolveStage(self.nodes, kept, starts(size[kept]), labels, self.size, removed, choice)
         rows = [labels[low:high] for low, high in pairwise(begins.tolist())]
         whole = (size == self.size).tolist()
-        tables = [
-            (table if whole[source] and whole[target] else table[rows[source][:, None], rows[target]]).ravel()
-            for (source, target), table in zip(self.ends.tolist(), self.tables, strict=True)
-        ]
+        start = starts(size[self.ends].prod(1))
+        # Each part is written where it stays: on large problems most of the time goes to fresh memory.
+        table = np.empty(int(start[-1]))
+        for begin, (source, target), old in zip(start.tolist(), self.ends.tolist(), self.tables, strict=False):
+            part = old if whole[source] and whole[target] else old[rows[source][:, None], rows[target]]
+            table[begin : begin + part.size].reshape(part.shape)[:] = part
         lengths = self.size[self.item_node]
         within = np.arange(int(lengths.sum())) - np.repeat(starts(lengths)[:-1], lengths)
         used = alive[np.repeat(self.offset[self.item_node], lengths) + within]
@@ -245,8 +250,8 @@ class Core:
             offset=stage.starts,
             cost=self.cost[alive],
             ends=number[self.ends].reshape(-1, 2),
-            start=starts(np.array([len(table) for table in tables], dtype=np.int64)),
-            table=np.concatenate(tables) if tables else np.zeros(0),
+            start=start,
+            table=table,
             item_node=number[self.item_node],
             usage_start=starts(size[self.item_node])[:-1],
             usage=self.usage[(np.repeat(self.usage_start, lengths) + within)[used]],

@@ -336,6 +336,10 @@ def _solve_segments(
     found = merge_segments(ordered, messages.against, pivots, width)
     if len(found) < ordered.size:
         return None, relaxed.bound + core.constant
+    bound, left = relaxed.bound, _ITERATIONS - relaxed.iterations
+    if left:
+        # They ended far from the cost that they had rounded. The segments' cost may be near.
+        bound = max(bound, messages.run(left, upper=ordered.cost(found), budget=budget).bound)
     places = np.empty(core.nodes, dtype=np.int64)
     places[sequence] = found
-    return core.expand(places), relaxed.bound + core.constant
+    return core.expand(places), bound + core.constant
