@@ -1,8 +1,7 @@
 from __future__ import annotations
 
+from autoshard.solver.core import Core
 from autoshard.solver.elimination_order import EliminationGraph, conditioned_order, find_order, greedy_order, table_size
-from autoshard.solver.network import Network
-from autoshard.solver.tables import Tables
 from tests.solver.problems import layered_problem
 
 CLIQUE = {node: [other for other in range(12) if other != node] for node in range(12)}
@@ -10,9 +9,8 @@ CLIQUE = {node: [other for other in range(12) if other != node] for node in rang
 
 def test_the_order_of_a_long_problem_stays_narrow() -> None:
     for layers in (2, 20):
-        network = Network.of(layered_problem(layers), Tables())
-        sizes = {node: len(vector) for node, vector in network.vectors.items()}
-        order = find_order(sizes, network.edges, 1e9)
+        core = Core.of(layered_problem(layers))
+        order = find_order(dict(enumerate(core.size.tolist())), core.neighbours(), 1e9)
         assert len(order.steps) == layers * 110
         assert order.largest <= 6**7
 

@@ -113,9 +113,10 @@ def _run_with_room(arena: Arena, step: Callable[[Arena], object]) -> Arena:
             arena.counts[FIRST_EDGE] = 0
         short = [(1, "edges"), (1, "halves"), (2, "table"), (4, "usage"), (8, "choice")]
         # Doubled, so that the copies together cost no more than the final arrays.
-        arena = arena._replace(
-            **{name: _lengthen(getattr(arena, name), 2 * len(getattr(arena, name))) for bit, name in short if full & bit}
-        )
+        longer = {
+            name: _lengthen(getattr(arena, name), 2 * len(getattr(arena, name))) for bit, name in short if full & bit
+        }
+        arena = arena._replace(**longer)
 
 
 def _compact(arena: Arena, core: Core) -> Core:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from autoshard.solver import Edge, Problem, solve
 from autoshard.solver.core import Core, CoreArrays
 from autoshard.solver.flat.large_solver import CoreSearch, Descent, LargeSolver
-from autoshard.solver.presolve import presolve
 from autoshard.solver.ilp import solve_core
 from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.presolve import presolve
 from autoshard.solver.solver_budget import Budget
 from tests.solver.problems import brute_force, small_problems, two_axes, with_memory
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 
 from autoshard.solver import Problem
 from autoshard.solver.core import Core
-from autoshard.solver.presolve import presolve
 from autoshard.solver.ilp import solve_core
+from autoshard.solver.presolve import presolve
 from tests.solver.problems import brute_force, small_problems, two_axes, with_memory
 
 
