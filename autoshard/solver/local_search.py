@@ -175,7 +175,7 @@ def _solve_axis(core: Core, labels: IntArray, current: ScoredAssignment, axis: i
     same: Mask = labels == labels[core.offset[:-1] + places][core.owner]
     # Agreement on every other axis.
     same[:, axis] = True
-    restricted = core.restrict(same.all(1))
+    restricted = core.restrict(np.all(same, axis=1))
     budget.spend(_AXIS_WORK * core.cells)
     try:
         exact = eliminate(restricted, cap=_AXIS_CAP)

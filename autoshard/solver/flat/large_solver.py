@@ -25,6 +25,9 @@ _FORESTS = 400
 _LARGEST = 300
 """Nodes of a neighbourhood at most."""
 
+_MOST = 1 << 60
+"""Table entries that the solve of a neighbourhood may read: no limit in effect."""
+
 _FORBIDDEN = 4.0
 """Cost of a forbidden pair, in multiples of a known cost: finite, since inf - inf would be NaN."""
 
@@ -42,11 +45,12 @@ class Descent:
         seed: of the random numbers.
     """
 
-    def __init__(self, core: Core, view: CoreArrays, scale: float, seed: int) -> None:
+    def __init__(self, core: Core, view: CoreArrays, scale: float, seed: int, most: int = _MOST) -> None:
         self.core = core
         # `move_node` subtracts old costs from sums, and inf - inf would be NaN.
         self.view = view._replace(table=np.minimum(view.table, _FORBIDDEN * max(abs(scale), 1e-300)))
         self.work = 0
+        self._most = most
         self.best: IntArray | None = None
         self.cost = float("inf")
         self._random_state = random_state(seed)
@@ -94,6 +98,7 @@ class Descent:
             self._conditional_costs,
             forests,
             _LARGEST,
+            self._most,
             self._random_state,
             self._state,
             temperature,
