@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,20 +79,11 @@ def _order(core: Core, cap: float) -> EliminationOrder:
     return find_order(dict(enumerate(core.size.tolist())), core.neighbours(), cap)
 
 
-def run_order(core: Core, order: EliminationOrder, held: Mapping[int, int] | None = None) -> Optimum:
-    """Return the best choice with some nodes held, by elimination of the others in a given order.
-
-    Args:
-        core: left as it is.
-        order: of all nodes that are not held.
-        held: node -> its strategy.
-    """
-    places = np.zeros(core.nodes, dtype=np.int64)
-    held = {} if held is None else held
-    places[list(held)] = list(held.values())
+def run_order(core: Core, order: EliminationOrder) -> Optimum:
+    """Return the best choice for a core, by elimination of all nodes in a given order."""
     rank = {node: position for position, (node, _) in enumerate(order.steps)}
     sizes = core.size.tolist()
-    buckets, constant = _buckets(core, rank, held)
+    buckets, constant = _buckets(core, rank), core.constant
     choosers: list[tuple[int, Choose]] = []
     for node in rank:
         factors = buckets.pop(node)
@@ -109,34 +100,23 @@ def run_order(core: Core, order: EliminationOrder, held: Mapping[int, int] | Non
             constant += float(result)
     if not np.isfinite(constant):
         return Optimum(None, float("inf"))
+    places = np.zeros(core.nodes, dtype=np.int64)
     # The last node depends on no other; each one before it on nodes that have been chosen by then.
     for node, choose in reversed(choosers):
         places[node] = choose(places)
     return Optimum(places, constant)
 
 
-def _buckets(core: Core, rank: dict[int, int], held: Mapping[int, int]) -> tuple[dict[int, list[Factor]], float]:
-    """Put every table in the bucket of the node that is eliminated first, with that node as its first axis.
-
-    Returns:
-        The buckets, and the cost of the nodes that are held.
-    """
-    vectors, constant = core.vectors, core.constant
+def _buckets(core: Core, rank: dict[int, int]) -> dict[int, list[Factor]]:
+    """Put every table in the bucket of the node that is eliminated first, with that node as its first axis."""
+    vectors = core.vectors
     buckets: dict[int, list[Factor]] = {node: [((node,), vectors[node])] for node in rank}
-    for node, place in held.items():
-        constant += float(vectors[node][place])
     for (source, target), table in zip(core.ends.tolist(), core.tables, strict=True):
-        if source in held and target in held:
-            constant += float(table[held[source], held[target]])
-        elif source in held:
-            buckets[target].append(((target,), table[held[source]]))
-        elif target in held:
-            buckets[source].append(((source,), table[:, held[target]]))
-        elif rank[source] < rank[target]:
+        if rank[source] < rank[target]:
             buckets[source].append(((source, target), table))
         else:
             buckets[target].append(((target, source), table.T))
-    return buckets, constant
+    return buckets
 
 
 def _minimum_over(node: int, scope: Scope, factors: list[Factor], sizes: list[int]) -> tuple[Array, Choose]:

@@ -56,28 +56,6 @@ def find_order(sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]]
     return min(first, second, key=lambda order: (not order.fits, order.entries))
 
 
-def conditioned_order(
-    sizes: Mapping[int, int],
-    neighbours: Mapping[int, Iterable[int]],
-    cap: float,
-    reluctance: Mapping[int, float],
-) -> EliminationOrder:
-    """Return an order within the cap, made possible by holding some nodes.
-
-    Args:
-        reluctance: node -> penalty of holding it; among the nodes of a table that is too large, the one with the most
-            neighbours per (1 + reluctance) is held.
-    """
-
-    def worth(graph: EliminationGraph, node: int) -> tuple[float, int]:
-        # Holding a node shrinks every table that it is in, by its number of strategies; the root keeps a wide node of
-        # few neighbours from being held before a hub.
-        weight = len(graph.neighbours[node]) * graph.sizes[node] ** 0.5
-        return weight / (1.0 + reluctance.get(node, 0.0)), -node
-
-    return greedy_order(EliminationGraph(sizes, neighbours, cap), weighted_fill, worth)
-
-
 class EliminationGraph:
     """The remaining graph during elimination.
 

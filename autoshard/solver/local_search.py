@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.solver.chains import starts
-from autoshard.solver.core import Core, Mask
-from autoshard.solver.eliminate import WidthError, eliminate, run_order
-from autoshard.solver.elimination_order import conditioned_order
+from autoshard.solver.core import Core, CoreArrays, Mask
+from autoshard.solver.eliminate import WidthError, eliminate
+from autoshard.solver.presolve import FOLD, presolve
 from autoshard.solver.problem import IntArray
 from autoshard.solver.solver_budget import UNLIMITED, Budget
 
@@ -22,11 +21,16 @@ _ORDERS = 6
 _AXIS_CAP = 10_000_000
 """Entries of a table when one axis is solved."""
 
-_NEIGHBOURHOOD_CAP = 200_000
-"""Entries of a table when a neighbourhood is solved."""
+_FORESTS, _PATIENCE = 100, 6
+"""Neighbourhoods of a search, and searches without improvement after which it ends. With half of either, one problem of
+the planner in ten ends at a dearer assignment."""
 
-_AXIS_WORK, _ROUND_WORK = 5, 20
-"""Units of work of an axis and of a neighbourhood per table entry."""
+_MOST = 200_000
+"""Table entries that the solve of a neighbourhood may read: with five times as many, searches take twice as long for
+nothing."""
+
+_AXIS_WORK = 5
+"""Units of work of an axis per table entry."""
 
 _IMPROVEMENT = 1e-12
 """Relative improvement below which an assignment is no better: the rounding of sums."""
@@ -180,8 +184,8 @@ def _solve_axis(core: Core, labels: IntArray, current: ScoredAssignment, axis: i
     try:
         exact = eliminate(restricted, cap=_AXIS_CAP)
     except WidthError:
-        # Too wide for one exact pass: one neighbourhood in its place.
-        return improve(restricted, current, rounds=1, budget=budget)
+        # Too wide for one exact pass: some neighbourhoods in its place.
+        return improve(presolve(restricted, effort=FOLD), current, patience=1, budget=budget)
     return score(restricted, exact.places, exact.cost)
 
 
@@ -189,42 +193,34 @@ def improve(
     core: Core,
     start: ScoredAssignment,
     *,
-    rounds: int = 40,
-    patience: int = 4,
-    cap: float = _NEIGHBOURHOOD_CAP,
+    patience: int = _PATIENCE,
+    most: int = _MOST,
+    seed: int = 0,
     budget: Budget = UNLIMITED,
 ) -> ScoredAssignment:
-    """Change most nodes at once: fix some, so that the rest is narrow enough to be solved exactly.
-
-    Each round fixes other nodes: those that were fixed before are fixed more reluctantly. So a node, pair, chain or
-    tree that can be improved is, once all of it is free.
+    """Solve random trees of nodes exactly with all others held, again and again; see `Descent`.
 
     Args:
-        core: left as it is; without dominated strategies dropped, which the start may use.
+        core: without a limit, after a presolve that drops no dominated strategies, which the start may use.
         start: a finite assignment of the problem.
-        rounds: neighbourhoods at most.
-        patience: neighbourhoods without improvement after which the search ends.
-        cap: entries of a table.
-        budget: no further round starts after its end.
+        patience: searches of `_FORESTS` neighbourhoods without improvement after which the search ends.
+        most: table entries that the solve of a neighbourhood may read.
+        seed: of the random numbers.
+        budget: no further search starts after its end.
     """
-    sizes, neighbours = dict(enumerate(core.size.tolist())), core.neighbours()
-    reluctance: Counter[int] = Counter()
-    best, places, failures = start, core.contract(np.array(start.choices)), 0
-    for _ in range(rounds):
-        if failures >= patience or budget.is_over:
-            break
-        order = conditioned_order(sizes, neighbours, cap, reluctance)
-        reluctance.update(order.conditioned)
-        # What is free is narrow now: its optimum beside the held nodes is exact, and never worse than the start.
-        found = run_order(core, order, {node: int(places[node]) for node in order.conditioned})
-        budget.spend(_ROUND_WORK * core.cells)
-        failures += 1
-        if found.places is not None and ScoredAssignment((), found.cost).improves(best):
-            best, places, failures = score(core, found.places, found.cost), found.places, 0
-        if not order.conditioned:
-            # Nothing was fixed: this is the optimum.
-            break
-    return best
+    # A presolved core has no negative costs: below the constant there is nothing.
+    if not start.cost > core.constant:
+        return start
+    from autoshard.solver.flat.descent import Descent  # with numba
+
+    descent = Descent(core, CoreArrays.of(core), start.cost - core.constant, seed, most)
+    descent.begin(core.contract(np.array(start.choices)), np.zeros(len(core.base)))
+    failures = 0
+    while failures < patience and not budget.is_over:
+        before = descent.work
+        failures = 0 if descent.run(forests=_FORESTS) else failures + 1
+        budget.spend(descent.work - before)
+    return cheaper_of(start, score(core, descent.best, descent.cost))
 
 
 def soften(core: Core) -> Core:
