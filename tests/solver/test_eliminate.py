@@ -5,7 +5,6 @@ from itertools import product
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autoshard.solver import Edge, Problem
 from autoshard.solver.core import Core
@@ -31,25 +30,6 @@ def test_any_order_is_exact(problem: Problem) -> None:
     for score, chains in product((weighted_fill, table_size), (False, True)):
         order = greedy_order(EliminationGraph(sizes, core.neighbours(), 1e9), score, chains=chains)
         assert run_order(core, order).cost == brute_force(problem)
-
-
-@given(problem=small_problems(memory=False), data=st.data())
-@settings(max_examples=50, deadline=None)
-def test_nodes_that_are_held_keep_their_strategy(problem: Problem, data: st.DataObject) -> None:
-    core = Core.of(problem)
-    held = {
-        node: data.draw(st.integers(0, len(vector) - 1))
-        for node, vector in enumerate(problem.costs)
-        if data.draw(st.booleans())
-    }
-    free = {node: around - held.keys() for node, around in core.neighbours().items() if node not in held}
-    sizes = {node: int(core.size[node]) for node in free}
-    optimum = run_order(core, greedy_order(EliminationGraph(sizes, free, 1e9), weighted_fill), held)
-    every = product(*([held[node]] if node in held else range(len(v)) for node, v in enumerate(problem.costs)))
-    assert optimum.cost == min(map(problem.cost, every))
-    if optimum.places is not None:
-        assert problem.cost(optimum.places.tolist()) == optimum.cost
-        assert all(optimum.places[node] == place for node, place in held.items())
 
 
 def eliminate_cost(problem: Problem) -> float:

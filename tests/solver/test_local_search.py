@@ -7,7 +7,7 @@ from autoshard.solver import Edge, Problem, solve
 from autoshard.solver.bound import certify, lower_bound
 from autoshard.solver.core import Core
 from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, alternate, cheaper_of, improve, soften
-from autoshard.solver.presolve import presolve
+from autoshard.solver.presolve import FOLD, presolve
 from autoshard.solver.solver_budget import Budget
 from tests.solver.problems import layered_problem, two_axes
 
@@ -33,30 +33,33 @@ def test_alternation_never_worsens_its_start() -> None:
 
 def test_improvement_is_monotone_and_deterministic() -> None:
     problem = two_axes(60, density=0.9)
-    core = Core.of(problem)
+    core = presolve(Core.of(problem), effort=FOLD)
     start = (0,) * 60
     first = ScoredAssignment(start, problem.cost(start))
-    costs = [improve(core, first, rounds=rounds, cap=2000).cost for rounds in (0, 1, 2, 8)]
+    found = [improve(core, first, patience=patience) for patience in (0, 1, 6)]
+    costs = [result.cost for result in found]
     assert costs == sorted(costs, reverse=True)
-    assert costs[0] == first.cost
-    assert costs[-1] < 0.9 * first.cost
-    assert improve(core, first, rounds=8, cap=2000).choices == improve(core, first, rounds=8, cap=2000).choices
+    assert costs[0] <= first.cost
+    assert solve(problem).cost <= costs[-1] < 0.05 * first.cost
+    assert np.isclose(problem.cost(found[-1].choices), costs[-1])
+    assert improve(core, first).choices == found[-1].choices
 
 
-def test_a_wide_enough_cap_solves_at_once() -> None:
-    problem = layered_problem(2)
-    core = Core.of(problem)
-    start = (0,) * problem.size
-    found_result = improve(core, ScoredAssignment(start, problem.cost(start)), rounds=1, cap=1e7)
-    assert np.isclose(found_result.cost, solve(problem).cost)
+def test_nothing_is_cheaper_than_a_core_that_has_no_nodes() -> None:
+    problem = layered_problem(1, per_layer=4)
+    core = presolve(Core.of(problem), effort=FOLD)
+    assert core.nodes == 0
+    start = ScoredAssignment((0,) * 4, problem.cost((0,) * 4))
+    assert improve(core, start).cost == core.constant
 
 
 def test_a_proof_without_elimination_of_the_whole() -> None:
     """The whole is too wide for the cap; dropping strategies by their floors makes it narrow enough."""
     problem = two_axes(100)
     core = Core.of(problem)
-    found_result = improve(core, alternate(core, problem.components))
-    result = certify(core, found_result, cap=1e5)
+    folded = presolve(core, effort=FOLD)
+    found_result = improve(folded, alternate(core, problem.components))
+    result = certify(folded, found_result, cap=1e5)
     assert result.rest is None
     assert np.isclose(result.best.cost, solve(problem).cost, rtol=1e-8)
     assert result.bound == result.best.cost
@@ -79,20 +82,20 @@ def test_penalties_lead_out_of_what_is_forbidden() -> None:
     start = (0,) * 7
     assert problem.cost(start) == np.inf
     soft = soften(core)
-    found_result = improve(soft, ScoredAssignment(start, soft.value(np.array(start))), cap=1e4)
+    found_result = improve(soft, ScoredAssignment(start, soft.value(np.array(start))))
     assert sorted(found_result.choices) == list(range(7))
     assert np.isclose(problem.cost(found_result.choices), found_result.cost)
 
 
 def test_work_ends_a_search_between_its_steps() -> None:
     """Less work than one step is counted as: each loop ends after the step that it is in."""
-    problem = two_axes(60, density=0.9)
+    problem = two_axes(600, labels=3, density=0.9)
     core = Core.of(problem)
-    start = (0,) * 60
+    start = (0,) * 600
     first = ScoredAssignment(start, problem.cost(start))
-    once = improve(core, first, rounds=1, cap=2000)
     budget = Budget(work_limit=1)
-    assert improve(core, first, cap=2000, budget=budget).choices == once.choices
+    whole = improve(presolve(core, effort=FOLD), first)
+    assert whole.cost < improve(presolve(core, effort=FOLD), first, budget=budget).cost < first.cost
     assert budget.work < 0
     assert lower_bound(presolve(core), budget=Budget(work_limit=1)).iterations == 1
     budget = Budget(work_limit=1)
