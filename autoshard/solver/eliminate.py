@@ -22,7 +22,7 @@ _SMALL = 1 << 16
 Larger tables are computed one strategy at a time, and the choice is stored.
 """
 
-_CHEAP = 4e6
+_CHEAP = 1.2e7
 """Entries of all tables up to which elimination starts at once, without a thorough reduction first."""
 
 Scope = tuple[int, ...]
