@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from autoshard.solver.buckets import Scope, buckets, spread
 from autoshard.solver.core import Core
 from autoshard.solver.elimination_order import EliminationOrder, find_order
 from autoshard.solver.presolve import REDUCE, presolve
@@ -25,7 +27,6 @@ Larger tables are computed one strategy at a time, and the choice is stored.
 _CHEAP = 1.2e7
 """Entries of all tables up to which elimination starts at once, without a thorough reduction first."""
 
-Scope = tuple[int, ...]
 Factor = tuple[Scope, Array]
 Choose = Callable[[IntArray], int]
 
@@ -82,64 +83,47 @@ def _order(core: Core, cap: float) -> EliminationOrder:
 def run_order(core: Core, order: EliminationOrder) -> Optimum:
     """Return the best choice for a core, by elimination of all nodes in a given order."""
     rank = {node: position for position, (node, _) in enumerate(order.steps)}
-    sizes = core.size.tolist()
-    buckets, constant = _buckets(core, rank), core.constant
-    choosers: list[tuple[int, Choose]] = []
-    for node in rank:
-        factors = buckets.pop(node)
-        # Of all nodes in the bucket's tables, this one is the first in the order; the others are what its minimum
-        # depends on.
-        scope = tuple(sorted(set().union(*(part for part, _ in factors)), key=rank.__getitem__))[1:]
-        result, choose = _minimum_over(node, scope, factors, sizes)
-        choosers.append((node, choose))
-        if scope:
-            # The minimum waits where the first of its nodes is eliminated: then all terms with that node are in one
-            # bucket.
-            buckets[scope[0]].append((scope, result))
-        else:
+    factors: list[Factor] = [((node,), vector) for node, vector in enumerate(core.vectors)]
+    for (source, target), table in zip(core.ends.tolist(), core.tables, strict=True):
+        turned = rank[source] > rank[target]
+        factors.append(((target, source), table.T) if turned else ((source, target), table))
+    sizes, constant = core.size.tolist(), core.constant
+    minima: list[Factor] = []
+    choosers: list[Choose] = []
+    tree = buckets(list(rank), factors, itemgetter(0))
+    for bucket in tree:
+        # Axes in the order of elimination: the node itself comes first, so that a strategy's entries lie side by side.
+        joint = bucket.scope[::-1]
+        terms = [*bucket.terms, *(minima[child] for child in bucket.children)]
+        result, choose = _minimum_over(joint, terms, sizes)
+        minima.append((joint[1:], result))
+        choosers.append(choose)
+        if not bucket.rest:
             constant += float(result)
     if not np.isfinite(constant):
         return Optimum(None, float("inf"))
     places = np.zeros(core.nodes, dtype=np.int64)
     # The last node depends on no other; each one before it on nodes that have been chosen by then.
-    for node, choose in reversed(choosers):
-        places[node] = choose(places)
+    for bucket, choose in zip(reversed(tree), reversed(choosers), strict=True):
+        places[bucket.node] = choose(places)
     return Optimum(places, constant)
 
 
-def _buckets(core: Core, rank: dict[int, int]) -> dict[int, list[Factor]]:
-    """Put every table in the bucket of the node that is eliminated first, with that node as its first axis."""
-    vectors = core.vectors
-    buckets: dict[int, list[Factor]] = {node: [((node,), vectors[node])] for node in rank}
-    for (source, target), table in zip(core.ends.tolist(), core.tables, strict=True):
-        if rank[source] < rank[target]:
-            buckets[source].append(((source, target), table))
-        else:
-            buckets[target].append(((target, source), table.T))
-    return buckets
-
-
-def _minimum_over(node: int, scope: Scope, factors: list[Factor], sizes: list[int]) -> tuple[Array, Choose]:
-    """Return the minimum of the sum of the factors over `node`, a table over `scope`, and a chooser of the node."""
-    joint = (node, *scope)
+def _minimum_over(joint: Scope, factors: list[Factor], sizes: list[int]) -> tuple[Array, Choose]:
+    """Return the minimum of the sum of the factors over the first node of `joint`, a table over the others, and a
+    chooser of the node."""
     shape = tuple(sizes[member] for member in joint)
     # Narrow factors first: their sum stays small for long.
     factors = sorted(factors, key=lambda factor: (factor[1].size, factor[0]))
-    spread = [_spread(part, table, joint) for part, table in factors]
+    tables = [spread(table, part, joint) for part, table in factors]
     # Entries of the joint table, the node included, which is never stored whole above this size.
     if np.prod(shape, dtype=float) > _SMALL:
-        return _minimum_by_strategy(scope, shape, spread)
-    total = spread[0]
-    for table in spread[1:]:
+        return _minimum_by_strategy(joint[1:], shape, tables)
+    total = tables[0]
+    for table in tables[1:]:
         total = total + table
     # The argmin over a joint table is not kept: recomputing one column on the way back is cheaper than storing all.
     return np.broadcast_to(total, shape).min(0), _recompute(factors)
-
-
-def _spread(part: Scope, table: Array, joint: Scope) -> Array:
-    """Return the table with axes of size 1 for nodes that it does not depend on."""
-    sizes = dict(zip(part, table.shape, strict=True))
-    return table.reshape(tuple(sizes.get(node, 1) for node in joint))
 
 
 def _recompute(factors: list[Factor]) -> Choose:
@@ -155,14 +139,14 @@ def _recompute(factors: list[Factor]) -> Choose:
     return choose
 
 
-def _minimum_by_strategy(scope: Scope, shape: tuple[int, ...], spread: list[Array]) -> tuple[Array, Choose]:
+def _minimum_by_strategy(scope: Scope, shape: tuple[int, ...], tables: list[Array]) -> tuple[Array, Choose]:
     """Compute `_minimum_over` for large tables, one strategy at a time, and store the best strategies."""
     result = np.full(shape[1:], np.inf)
     # A byte per entry, where strategies allow it: this is the largest array of a solve.
     winner = np.zeros(shape[1:], dtype=np.uint8 if shape[0] <= 256 else np.uint32)
     for strategy in range(shape[0]):
         total = np.zeros(())
-        for table in spread:
+        for table in tables:
             total = total + (table[strategy] if table.shape[0] > 1 else table[0])
         # Strictly less: the first of equal strategies wins, as `argmin` has it in the other branch.
         better = np.broadcast_to(total < result, shape[1:])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoshard.solver.bound import TOLERANCE
 from autoshard.solver.core import Core, CoreArrays
 from autoshard.solver.flat.descent import Descent
 from autoshard.solver.flat.dual import Dual
@@ -14,9 +15,6 @@ from autoshard.solver.ilp import solve_core
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.presolve import presolve
 from autoshard.solver.problem import Array, IntArray, Problem
-
-TOLERANCE = 1e-9
-"""Relative difference in cost below which two assignments count as equally good."""
 
 _PASSES = 30
 """Passes of messages in one round."""
