@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import log
 
 _WORK = 20
 """All tables together may have this many times the entries of the largest table allowed."""
@@ -41,18 +42,18 @@ class EliminationOrder:
 
 
 def find_order(sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]], cap: float) -> EliminationOrder:
-    """Return a greedy order by least weighted fill or, if that one is expensive, the better of it and least table.
+    """Return a greedy order by least fill or, if that one is expensive, the better of it and one by other weights.
 
     Args:
         sizes: strategies of each node.
         neighbours: the graph.
         cap: most entries of a table.
     """
-    # Neither score is best everywhere: fill keeps later tables small, least table pays off where a few nodes are wide.
+    # Neither score is best everywhere. By logarithms, a few wide nodes do not count for all others.
     first = greedy_order(EliminationGraph(sizes, neighbours, cap), weighted_fill, chains=True)
     if first.fits and first.entries <= _CHEAP_ORDER:
         return first
-    second = greedy_order(EliminationGraph(sizes, neighbours, cap), table_size, chains=True)
+    second = greedy_order(EliminationGraph(sizes, neighbours, cap), logarithmic_fill, chains=True)
     return min(first, second, key=lambda order: (not order.fits, order.entries))
 
 
@@ -75,6 +76,7 @@ class EliminationGraph:
     ) -> None:
         self.sizes = sizes
         self.cap = cap
+        self.logarithms = {node: log(size) for node, size in sizes.items()}
         self._most = {node: cap * size if reduced else cap for node, size in sizes.items()}
         self.neighbours = {node: set(adjacent) for node, adjacent in neighbours.items()}
 
@@ -91,17 +93,16 @@ class EliminationGraph:
         """Return True if a table that `table` returned is within the cap."""
         return table <= self._most[node]
 
-    def missing(self, node: int) -> float:
-        """Return the entries of the edges that eliminating the node would add."""
+    def missing(self, node: int, weights: Mapping[int, float] | None = None) -> float:
+        """Return the entries of the edges that eliminating the node would add, with weights in place of sizes."""
+        weights = self.sizes if weights is None else weights
         total = 0.0
         adjacent = self.neighbours[node]
         for neighbour in adjacent:
             absent = adjacent - self.neighbours[neighbour]
             # The neighbour itself is always absent from its own neighbours.
             if len(absent) > 1:
-                total += self.sizes[neighbour] * sum(
-                    self.sizes[opposite] for opposite in absent if opposite != neighbour
-                )
+                total += weights[neighbour] * sum(weights[opposite] for opposite in absent if opposite != neighbour)
         # Every absent edge was counted from both of its ends.
         return total / 2
 
@@ -131,19 +132,18 @@ class EliminationGraph:
 
 def weighted_fill(graph: EliminationGraph, node: int) -> Score:
     """Return the entries of the added edges, then of the table."""
-    return _score(graph, node)
+    return _fill(graph, node, graph.sizes)
 
 
-def table_size(graph: EliminationGraph, node: int) -> Score:
-    """Return the entries of the table, then of the added edges."""
-    return _score(graph, node)[::-1]
+def logarithmic_fill(graph: EliminationGraph, node: int) -> Score:
+    """Return the entries of the added edges by the logarithms of their ends' sizes, then those of the table."""
+    return _fill(graph, node, graph.logarithms)
 
 
-def _score(graph: EliminationGraph, node: int) -> Score:
-    """Return the entries of the added edges and of the table."""
+def _fill(graph: EliminationGraph, node: int, weights: Mapping[int, float]) -> Score:
     table = graph.table(node)
     # A hub has very many pairs of neighbours: they are not counted if its table is too large anyway.
-    return (graph.missing(node) if graph.fits(node, table) else float("inf")), table
+    return (graph.missing(node, weights) if graph.fits(node, table) else float("inf")), table
 
 
 def greedy_order(

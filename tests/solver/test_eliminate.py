@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from autoshard.solver import Edge, Problem
 from autoshard.solver.core import Core
 from autoshard.solver.eliminate import WidthError, eliminate, run_order
-from autoshard.solver.elimination_order import EliminationGraph, greedy_order, table_size, weighted_fill
+from autoshard.solver.elimination_order import EliminationGraph, greedy_order, logarithmic_fill, weighted_fill
 from tests.solver.problems import brute_force, small_problems
 
 
@@ -27,7 +27,7 @@ def test_elimination_is_exact(problem: Problem) -> None:
 def test_any_order_is_exact(problem: Problem) -> None:
     core = Core.of(problem)
     sizes = dict(enumerate(core.size.tolist()))
-    for score, chains in product((weighted_fill, table_size), (False, True)):
+    for score, chains in product((weighted_fill, logarithmic_fill), (False, True)):
         order = greedy_order(EliminationGraph(sizes, core.neighbours(), 1e9), score, chains=chains)
         assert run_order(core, order).cost == brute_force(problem)
 

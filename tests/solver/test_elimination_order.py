@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from autoshard.solver.core import Core
-from autoshard.solver.elimination_order import EliminationGraph, find_order, greedy_order, table_size
+from autoshard.solver.elimination_order import EliminationGraph, find_order, greedy_order, logarithmic_fill
 from tests.solver.problems import layered_problem
 
 CLIQUE = {node: [other for other in range(12) if other != node] for node in range(12)}
@@ -17,7 +17,7 @@ def test_the_order_of_a_long_problem_stays_narrow() -> None:
 
 def test_holding_nodes_keeps_every_table_within_the_cap() -> None:
     graph = EliminationGraph(dict.fromkeys(CLIQUE, 6), CLIQUE, 1000)
-    order = greedy_order(graph, table_size, lambda graph, node: (len(graph.neighbours[node]), -node))
+    order = greedy_order(graph, logarithmic_fill, lambda graph, node: (len(graph.neighbours[node]), -node))
     assert order.largest <= 1000
     assert order.conditioned
     assert sorted([*order.conditioned, *(node for node, _ in order.steps)]) == list(range(12))
@@ -30,4 +30,4 @@ def test_a_cap_on_minima_counts_without_the_node() -> None:
     assert last.fits
     assert [node for node, _ in last.steps] == [0, 1, 2, 3]
     assert not greedy_order(EliminationGraph(dict.fromkeys(star, 6), star, 6**3), lambda graph, node: (node,)).fits
-    assert greedy_order(EliminationGraph(dict.fromkeys(star, 6), star, 6**3), table_size).fits
+    assert greedy_order(EliminationGraph(dict.fromkeys(star, 6), star, 6**3), logarithmic_fill).fits
