@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import log
 
-_WORK = 10
+_WORK = 20
 """All tables together may have this many times the entries of the largest table allowed."""
 
 _CHEAP_ORDER = 1e6

@@ -31,9 +31,6 @@ _INTEGER_CELLS = 80_000
 _WORK = 100
 """Units of work of exact elimination per table entry."""
 
-_LAST_PATIENCE = 60
-"""Searches of neighbourhoods without improvement after which a solve ends that no other method can go on with."""
-
 _SMALL = 4_000
 """Entries of edge tables up to which a problem under a limit goes to the integer program at once."""
 
@@ -372,11 +369,11 @@ def _solve_without_limit(task: _SolveState) -> _MethodResult:
     task.record("proof", result.best, result.bound, 0)
     if result.rest is None or task.budget.is_close(result.best.cost, result.bound):
         return _MethodResult(result.best, result.bound, result.rest is None, "alternate")
-    # Too large for the integer program: the remaining time goes to more neighbourhoods.
+    # Too large for the integer program: other neighbourhoods may still help.
     if result.rest.cells > _INTEGER_CELLS:
         candidate = result.best
         if candidate.choices:
-            candidate = improve(task.folded, candidate, patience=_LAST_PATIENCE, budget=task.budget.part(1.0))
+            candidate = improve(task.folded, candidate, seed=task.seed + 1, budget=task.budget.part(1.0))
         return _MethodResult(candidate, result.bound, False, "alternate")
     return _solve_rest(task, presolve(result.rest, effort=REDUCE), result.best, result.bound)
 
