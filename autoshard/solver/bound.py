@@ -1,4 +1,4 @@
-"""Lower bounds of networks by message passing, and proofs of optimality by them.
+"""Lower bounds of cores by message passing, and proofs of optimality by them.
 
 The bound is for the problem and for each strategy. A proof drops the strategies that no better assignment uses, and
 solves the rest.
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.solver.core import Core
 from autoshard.solver.eliminate import DEFAULT_CAP, WidthError, eliminate
-from autoshard.solver.local_search import ScoredAssignment, cheaper_of, improve
-from autoshard.solver.network import Network, reduce
+from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, cheaper_of, improve, score
+from autoshard.solver.presolve import REDUCE, presolve
 from autoshard.solver.problem import Array
 from autoshard.solver.solver_budget import UNLIMITED, Budget
 from autoshard.solver.trws import Messages
@@ -23,42 +24,36 @@ _PATIENCE = 40
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A lower bound of a network.
+    """A lower bound of a core.
 
     Attributes:
-        value: no assignment of the network costs less.
-        floors: node -> per remaining strategy, a lower bound of all assignments that use it.
-        choices: the best assignment rounded meanwhile (node -> strategy of the problem), including the nodes that were
-            reduced away; empty if none was finite.
-        cost: its cost in the network.
+        value: no assignment of the core costs less.
+        floors: per strategy, a lower bound of all assignments that use it.
+        best: the best assignment rounded meanwhile, `NO_ASSIGNMENT` if none was finite.
         iterations: number of forward and backward passes.
     """
 
     value: float
-    floors: dict[int, Array]
-    choices: dict[int, int]
-    cost: float
+    floors: Array
+    best: ScoredAssignment
     iterations: int
 
 
-def lower_bound(
-    core: Network, *, upper: float = float("inf"), iterations: int = 200, budget: Budget = UNLIMITED
-) -> Bound:
-    """Return a lower bound of a reduced network by message passing.
+def lower_bound(core: Core, *, upper: float = float("inf"), iterations: int = 200, budget: Budget = UNLIMITED) -> Bound:
+    """Return a lower bound of a core by message passing.
 
     Args:
-        core: a feasible network after `reduce` (every strategy supported by every neighbour).
+        core: a feasible core after `presolve` (every strategy supported by every neighbour).
         upper: cost of a known assignment: the search ends when the bound reaches it.
         iterations: forward and backward passes, at most.
         budget: no further iteration starts after its end.
     """
-    nodes = sorted(core.vectors)
-    messages = Messages(core.to_problem(nodes), range(len(nodes)))
-    relaxed = messages.run(iterations, upper=upper - core.offset, patience=_PATIENCE, budget=budget)
-    floors = {node: floors + core.offset for node, floors in zip(nodes, messages.floors(), strict=True)}
-    chosen = zip(nodes, relaxed.assignment, strict=False)
-    choices = core.expand({node: int(core.labels[node][place]) for node, place in chosen}) if relaxed.assignment else {}
-    return Bound(relaxed.bound + core.offset, floors, choices, relaxed.cost + core.offset, relaxed.iterations)
+    messages = Messages(core.to_problem(), range(core.nodes))
+    relaxed = messages.run(iterations, upper=upper - core.constant, patience=_PATIENCE, budget=budget)
+    floors = np.concatenate([*messages.floors(), np.zeros(0)]) + core.constant
+    finite = np.isfinite(relaxed.cost)
+    best = score(core, np.array(relaxed.assignment, dtype=np.int64)) if finite else NO_ASSIGNMENT
+    return Bound(relaxed.bound + core.constant, floors, best, relaxed.iterations)
 
 
 TOLERANCE = 1e-9
@@ -67,7 +62,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class CertifyResult:
-    """An assignment with a bound, and the network of strategies that a better one may use.
+    """An assignment with a bound, and the core of strategies that a better one may use.
 
     Attributes:
         best: the best assignment known.
@@ -77,11 +72,11 @@ class CertifyResult:
 
     best: ScoredAssignment
     bound: float
-    rest: Network | None
+    rest: Core | None
 
 
 def certify(
-    network: Network,
+    core: Core,
     start: ScoredAssignment,
     *,
     cap: float | None = DEFAULT_CAP,
@@ -91,20 +86,20 @@ def certify(
     """Improve an assignment and its bound in turn, until they meet or nothing moves.
 
     A strategy is dropped if its floor, the bound of all assignments that use it, reaches the cost of the best
-    assignment. That reduces the network, which tightens the next bound. A network that is narrow enough is solved
-    exactly.
+    assignment. Presolve then makes the core smaller, which tightens the next bound. A core that is narrow enough is
+    solved exactly.
 
     Args:
-        network: left as it is.
+        core: left as it is; without dominated strategies dropped, which the start may use.
         start: a known assignment, `NO_ASSIGNMENT` if none is known.
         cap: entries of a table for the exact solve; None for no exact solve.
         budget: no further round starts after its end.
         rounds: bounds computed, at most.
     """
     best, proved = start, -np.inf
-    rest = network.copy()
+    rest = core
     for _ in range(rounds):
-        rest = reduce(rest)
+        rest = presolve(rest, effort=REDUCE)
         # Strategies were dropped only where no better assignment uses them: nothing left means that the best one is
         # optimal.
         if not rest.feasible:
@@ -119,32 +114,30 @@ def certify(
             return CertifyResult(best, best.cost, None)
         improved = best
         # An assignment far above the best one is not worth the time; a tenth is a guess that works.
-        if bound.choices and bound.cost <= best.cost + abs(best.cost) * 0.1:
-            candidate = ScoredAssignment(bound.choices, bound.cost)
-            # In the whole network: the rounded assignment may be improved by strategies that were dropped from the
-            # rest.
-            improved = cheaper_of(best, improve(network, candidate, budget=budget))
+        if bound.best.choices and bound.best.cost <= best.cost + abs(best.cost) * 0.1:
+            # In the whole core: the rounded assignment may be improved by strategies that were dropped from the rest.
+            improved = cheaper_of(best, improve(core, bound.best, budget=budget))
         progress = improved.improves(best)
         best = improved
         if proved >= _target(best):
             return CertifyResult(best, best.cost, None)
         target = _target(best)
-        fixed = rest.restrict({node: np.flatnonzero(floor < target) for node, floor in bound.floors.items()})
-        old, new = (sum(map(len, part.vectors.values())) for part in (rest, fixed))
+        out = bound.floors >= target
+        fixed = rest.forbid(out)
         # One strategy in fifty must go for another round; a guess that works.
-        if budget.is_over or budget.is_close(best.cost, proved) or not (progress or new < 0.98 * old):
+        if budget.is_over or budget.is_close(best.cost, proved) or not (progress or out.mean() > 0.02):
             return CertifyResult(best, proved, fixed)
         rest = fixed
     return CertifyResult(best, proved, rest)
 
 
-def _eliminate(rest: Network, cap: float) -> ScoredAssignment | None:
-    """Return the optimum of a network; None if it is too wide."""
+def _eliminate(rest: Core, cap: float) -> ScoredAssignment | None:
+    """Return the optimum of a core; None if it is too wide."""
     try:
         solved = eliminate(rest, cap=cap)
     except WidthError:
         return None
-    return ScoredAssignment(solved.choices, solved.cost)
+    return score(rest, solved.places, solved.cost)
 
 
 def _target(best: ScoredAssignment) -> float:

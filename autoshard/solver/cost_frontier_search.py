@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from autoshard.solver.elimination_order import EliminationOrder
 from autoshard.solver.frontier_corners import Costs, KnownPoints
 from autoshard.solver.frontier_track import Tracker, frontier_order
 from autoshard.solver.problem import Array, Edge, IntArray, Problem, SolverError
 from autoshard.solver.solve import solve
-from autoshard.solver.tables import find_undominated, largest_increase
 
 Method = Literal["ldp", "elimination"]
 
@@ -257,6 +257,30 @@ def _undominated_of_node(
         allowed = np.isfinite(table[at])
         # NaN where both are forbidden everywhere, which compares False.
         with np.errstate(invalid="ignore"):
-            slower = slower + largest_increase(table[at], allowed)
-        larger = larger + (largest_increase(edge_usage[at], allowed) if edge_usage is not None else 0.0)
-    return strategies[find_undominated(slower, larger)]
+            slower = slower + _largest_increase(table[at], allowed)
+        larger = larger + (_largest_increase(edge_usage[at], allowed) if edge_usage is not None else 0.0)
+    return strategies[_find_undominated(slower, larger)]
+
+
+def _largest_increase(table: Array, allowed: npt.NDArray[np.bool_]) -> Array:
+    """Return [s, t]: the most that choosing row t instead of row s can add, over the columns in which s is allowed."""
+    # Infinity minus infinity, in columns that do not count: where s is forbidden, t is no worse, even if it is too.
+    with np.errstate(invalid="ignore"):
+        more = table[None, :, :] - table[:, None, :]
+    return np.asarray(np.where(allowed[:, None, :], more, -np.inf).max(2))
+
+
+def _find_undominated(*increases: Array) -> IntArray:
+    """Return the positions of the strategies that no other one beats, ascending; the first of equal ones stays.
+
+    Args:
+        increases: [s, t] per criterion, the most that choosing t instead of s can add; t beats s if that is at most
+            zero for all of them.
+    """
+    better = np.logical_and.reduce([increase <= 0 for increase in increases])
+    np.fill_diagonal(better, False)
+    keep = np.ones(len(better), dtype=bool)
+    # Only a strategy that is still there may drop another: rounding must not drop a whole circle.
+    for strategy in reversed(range(len(better))):
+        keep[strategy] = not (better[strategy] & keep).any()
+    return np.flatnonzero(keep)

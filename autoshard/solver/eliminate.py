@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from autoshard.solver.buckets import Scope, buckets, spread
+from autoshard.solver.core import Core
 from autoshard.solver.elimination_order import EliminationOrder, find_order
-from autoshard.solver.network import Network, fold, reduce
-from autoshard.solver.problem import Array, SolverError
+from autoshard.solver.presolve import REDUCE, presolve
+from autoshard.solver.problem import Array, IntArray, SolverError
 
 DEFAULT_CAP = 50_000_000
 """Entries of the largest table that elimination builds."""
@@ -21,12 +24,11 @@ _SMALL = 1 << 16
 Larger tables are computed one strategy at a time, and the choice is stored.
 """
 
-_CHEAP = 4e6
+_CHEAP = 1.2e7
 """Entries of all tables up to which elimination starts at once, without a thorough reduction first."""
 
-Scope = tuple[int, ...]
 Factor = tuple[Scope, Array]
-Choose = Callable[[dict[int, int]], int]
+Choose = Callable[[IntArray], int]
 
 
 class WidthError(SolverError):
@@ -35,170 +37,99 @@ class WidthError(SolverError):
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """An optimum: node -> strategy of the problem, and its cost; no choices and `inf` if nothing is feasible."""
+    """An optimum: a choice per node (None if nothing is feasible), and its cost."""
 
-    choices: dict[int, int]
+    places: IntArray | None
     cost: float
 
 
-def eliminate(network: Network, *, cap: float = DEFAULT_CAP) -> Optimum:
-    """Solve a network exactly, without regard to memory.
+def eliminate(core: Core, *, cap: float = DEFAULT_CAP) -> Optimum:
+    """Solve a core exactly, without regard to memory.
 
-    The network is reduced, then nodes are eliminated one after another: the tables of a node are added up, and the
-    minimum over its strategies is a table over its neighbours. Order: least fill, weighted by the number of strategies.
+    Nodes are eliminated one after another: the tables of a node are added up, and the minimum over its strategies is a
+    table over its neighbours. Where that takes long, the core is presolved first.
 
     Args:
-        network: left as it is.
+        core: left as it is.
         cap: entries of the largest table allowed, checked before any table is built.
 
     Raises:
         WidthError: the order found needs a larger table.
     """
-    core, order = reduce_and_order(network, cap)
-    if order is None:
-        return Optimum({}, float("inf"))
+    if not core.feasible:
+        return Optimum(None, float("inf"))
+    # Presolve takes longer than most eliminations: it is done only where tables would be large.
+    order = _order(core, min(cap, _CHEAP))
+    if order.fits and order.entries <= _CHEAP:
+        return run_order(core, order)
+    reduced = presolve(core, effort=REDUCE)
+    if not reduced.feasible:
+        return Optimum(None, float("inf"))
+    order = _order(reduced, cap)
     if not order.fits:
         raise WidthError(
             f"elimination needs more than the {cap:.3g} table entries allowed (it came to a table of "
             f"{order.largest:.3g} over {order.width + 1} nodes): the problem is too entangled for one exact pass. Use "
             'method="auto", which bounds and searches, or give fewer strategies per node'
         )
-    choices, cost = run_order(core, order)
-    if not np.isfinite(cost):
-        return Optimum({}, float("inf"))
-    return Optimum(core.expand(choices), cost + core.offset)
+    optimum = run_order(reduced, order)
+    return optimum if optimum.places is None else Optimum(reduced.expand(optimum.places, core), optimum.cost)
 
 
-def reduce_and_order(network: Network, cap: float) -> tuple[Network, EliminationOrder | None]:
-    """Return a reduced copy of the network and its elimination order; None if nothing is feasible."""
-    # Thorough reduction takes longer than most eliminations: it is done only where tables would be large.
-    core = fold(network.copy())
-    if not core.feasible:
-        return core, None
-    order = _order(core, min(cap, _CHEAP))
-    if order.fits and order.entries <= _CHEAP:
-        return core, order
-    core = reduce(core)
-    return core, _order(core, cap) if core.feasible else None
+def _order(core: Core, cap: float) -> EliminationOrder:
+    return find_order(dict(enumerate(core.size.tolist())), core.neighbours(), cap)
 
 
-def _order(core: Network, cap: float) -> EliminationOrder:
-    return find_order({node: len(vector) for node, vector in core.vectors.items()}, core.edges, cap)
-
-
-def run_order(core: Network, order: EliminationOrder) -> tuple[dict[int, int], float]:
-    """Eliminate every node of a network in a given order; equal components are solved once.
-
-    Returns:
-        The choices (node -> strategy of the problem), empty if no assignment is finite; the cost without the offset.
-    """
-    solved: dict[Hashable, tuple[list[int], float]] = {}
-    choices: dict[int, int] = {}
-    total = 0.0
-    for nodes in _components(core, [node for node, _ in order.steps]):
-        # Towers and blocks that are alike and not joined (after the shared hub was held) are solved once.
-        signature = _signature(core, nodes)
-        if signature not in solved:
-            solved[signature] = _run_component(core, nodes)
-        places, cost = solved[signature]
-        if not np.isfinite(cost):
-            return {}, float("inf")
-        total += cost
-        choices.update((node, int(core.labels[node][place])) for node, place in zip(nodes, places, strict=True))
-    return choices, total
-
-
-def _components(core: Network, nodes: list[int]) -> list[list[int]]:
-    """Return the nodes by connected component, in their order within each."""
-    number: dict[int, int] = {}
-    for start in nodes:
-        waiting = [] if start in number else [start]
-        while waiting:
-            node = waiting.pop()
-            if node not in number:
-                number[node] = start
-                waiting.extend(core.edges[node])
-    components: dict[int, list[int]] = {}
-    for node in nodes:
-        components.setdefault(number[node], []).append(node)
-    return list(components.values())
-
-
-def _signature(core: Network, nodes: list[int]) -> Hashable:
-    """Return a key, equal for components with equal costs and edges in the order of elimination."""
-    rank = {node: position for position, node in enumerate(nodes)}
-    return tuple(
-        # Tables are interned: equal ones are one object.
-        (id(core.vectors[node]), *sorted((rank[neighbour], id(table)) for neighbour, table in core.edges[node].items()))
-        for node in nodes
-    )
-
-
-def _run_component(core: Network, nodes: list[int]) -> tuple[list[int], float]:
-    """Eliminate nodes in their order; return the position of each choice, empty if nothing is finite, and the cost."""
-    rank = {node: position for position, node in enumerate(nodes)}
-    buckets = _buckets(core, rank)
-    constant = 0.0
-    choosers: list[tuple[int, Choose]] = []
-    for node in nodes:
-        factors = buckets.pop(node)
-        # Of all nodes in the bucket's tables, this one is the first in the order; the others are what its minimum
-        # depends on.
-        scope = tuple(sorted(set().union(*(part for part, _ in factors)), key=rank.__getitem__))[1:]
-        result, choose = _minimum_over(node, scope, factors, core)
-        choosers.append((node, choose))
-        if scope:
-            # The minimum waits where the first of its nodes is eliminated: then all terms with that node are in one
-            # bucket.
-            buckets[scope[0]].append((scope, result))
-        else:
+def run_order(core: Core, order: EliminationOrder) -> Optimum:
+    """Return the best choice for a core, by elimination of all nodes in a given order."""
+    rank = {node: position for position, (node, _) in enumerate(order.steps)}
+    factors: list[Factor] = [((node,), vector) for node, vector in enumerate(core.vectors)]
+    for (source, target), table in zip(core.ends.tolist(), core.tables, strict=True):
+        turned = rank[source] > rank[target]
+        factors.append(((target, source), table.T) if turned else ((source, target), table))
+    sizes, constant = core.size.tolist(), core.constant
+    minima: list[Factor] = []
+    choosers: list[Choose] = []
+    tree = buckets(list(rank), factors, itemgetter(0))
+    for bucket in tree:
+        # Axes in the order of elimination: the node itself comes first, so that a strategy's entries lie side by side.
+        joint = bucket.scope[::-1]
+        terms = [*bucket.terms, *(minima[child] for child in bucket.children)]
+        result, choose = _minimum_over(joint, terms, sizes)
+        minima.append((joint[1:], result))
+        choosers.append(choose)
+        if not bucket.rest:
             constant += float(result)
     if not np.isfinite(constant):
-        return [], float("inf")
-    places: dict[int, int] = {}
+        return Optimum(None, float("inf"))
+    places = np.zeros(core.nodes, dtype=np.int64)
     # The last node depends on no other; each one before it on nodes that have been chosen by then.
-    for node, choose in reversed(choosers):
-        places[node] = choose(places)
-    return [places[node] for node in nodes], constant
+    for bucket, choose in zip(reversed(tree), reversed(choosers), strict=True):
+        places[bucket.node] = choose(places)
+    return Optimum(places, constant)
 
 
-def _buckets(core: Network, rank: dict[int, int]) -> dict[int, list[Factor]]:
-    """Put every table in the bucket of the node that is eliminated first, with that node as its first axis."""
-    buckets: dict[int, list[Factor]] = {node: [((node,), core.vectors[node])] for node in rank}
-    for node in rank:
-        for neighbour, table in core.edges[node].items():
-            if rank[node] < rank[neighbour]:
-                buckets[node].append(((node, neighbour), table))
-    return buckets
-
-
-def _minimum_over(node: int, scope: Scope, factors: list[Factor], core: Network) -> tuple[Array, Choose]:
-    """Return the minimum of the sum of the factors over `node`, a table over `scope`, and a chooser of the node."""
-    joint = (node, *scope)
-    shape = tuple(len(core.vectors[member]) for member in joint)
+def _minimum_over(joint: Scope, factors: list[Factor], sizes: list[int]) -> tuple[Array, Choose]:
+    """Return the minimum of the sum of the factors over the first node of `joint`, a table over the others, and a
+    chooser of the node."""
+    shape = tuple(sizes[member] for member in joint)
     # Narrow factors first: their sum stays small for long.
     factors = sorted(factors, key=lambda factor: (factor[1].size, factor[0]))
-    spread = [_spread(part, table, joint) for part, table in factors]
+    tables = [spread(table, part, joint) for part, table in factors]
     # Entries of the joint table, the node included, which is never stored whole above this size.
     if np.prod(shape, dtype=float) > _SMALL:
-        return _minimum_by_strategy(scope, shape, spread)
-    total = spread[0]
-    for table in spread[1:]:
+        return _minimum_by_strategy(joint[1:], shape, tables)
+    total = tables[0]
+    for table in tables[1:]:
         total = total + table
     # The argmin over a joint table is not kept: recomputing one column on the way back is cheaper than storing all.
     return np.broadcast_to(total, shape).min(0), _recompute(factors)
 
 
-def _spread(part: Scope, table: Array, joint: Scope) -> Array:
-    """Return the table with axes of size 1 for nodes that it does not depend on."""
-    sizes = dict(zip(part, table.shape, strict=True))
-    return table.reshape(tuple(sizes.get(node, 1) for node in joint))
-
-
 def _recompute(factors: list[Factor]) -> Choose:
     """Return a chooser that adds up the factors at the neighbours' values."""
 
-    def choose(places: dict[int, int]) -> int:
+    def choose(places: IntArray) -> int:
         total: Array = np.zeros(())
         for part, table in factors:
             index: tuple[Any, ...] = (slice(None), *(places[neighbour] for neighbour in part[1:]))
@@ -208,14 +139,14 @@ def _recompute(factors: list[Factor]) -> Choose:
     return choose
 
 
-def _minimum_by_strategy(scope: Scope, shape: tuple[int, ...], spread: list[Array]) -> tuple[Array, Choose]:
+def _minimum_by_strategy(scope: Scope, shape: tuple[int, ...], tables: list[Array]) -> tuple[Array, Choose]:
     """Compute `_minimum_over` for large tables, one strategy at a time, and store the best strategies."""
     result = np.full(shape[1:], np.inf)
     # A byte per entry, where strategies allow it: this is the largest array of a solve.
     winner = np.zeros(shape[1:], dtype=np.uint8 if shape[0] <= 256 else np.uint32)
     for strategy in range(shape[0]):
         total = np.zeros(())
-        for table in spread:
+        for table in tables:
             total = total + (table[strategy] if table.shape[0] > 1 else table[0])
         # Strictly less: the first of equal strategies wins, as `argmin` has it in the other branch.
         better = np.broadcast_to(total < result, shape[1:])

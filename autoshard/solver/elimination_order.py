@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import log
 
 _WORK = 20
 """All tables together may have this many times the entries of the largest table allowed."""
 
 _CHEAP_ORDER = 1e6
 """Entries of all tables up to which the first order is good enough."""
+
+_CHAIN = 1e6
+"""Entries of the table that a node of two neighbours may leave without a comparison with other nodes."""
 
 Score = tuple[float, ...]
 
@@ -37,41 +42,19 @@ class EliminationOrder:
 
 
 def find_order(sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]], cap: float) -> EliminationOrder:
-    """Return a greedy order by least weighted fill or, if that one is expensive, the better of it and least table.
+    """Return a greedy order by least fill or, if that one is expensive, the better of it and one by other weights.
 
     Args:
         sizes: strategies of each node.
         neighbours: the graph.
         cap: most entries of a table.
     """
-    # Neither score is best everywhere: fill keeps later tables small, least table pays off where a few nodes are wide.
-    first = greedy_order(EliminationGraph(sizes, neighbours, cap), weighted_fill)
+    # Neither score is best everywhere. By logarithms, a few wide nodes do not count for all others.
+    first = greedy_order(EliminationGraph(sizes, neighbours, cap), weighted_fill, chains=True)
     if first.fits and first.entries <= _CHEAP_ORDER:
         return first
-    second = greedy_order(EliminationGraph(sizes, neighbours, cap), table_size)
+    second = greedy_order(EliminationGraph(sizes, neighbours, cap), logarithmic_fill, chains=True)
     return min(first, second, key=lambda order: (not order.fits, order.entries))
-
-
-def conditioned_order(
-    sizes: Mapping[int, int],
-    neighbours: Mapping[int, Iterable[int]],
-    cap: float,
-    reluctance: Mapping[int, float],
-) -> EliminationOrder:
-    """Return an order within the cap, made possible by holding some nodes.
-
-    Args:
-        reluctance: node -> penalty of holding it; among the nodes of a table that is too large, the one with the most
-            neighbours per (1 + reluctance) is held.
-    """
-
-    def worth(graph: EliminationGraph, node: int) -> tuple[float, int]:
-        # Holding a node shrinks every table that it is in, by its number of strategies; the root keeps a wide node of
-        # few neighbours from being held before a hub.
-        weight = len(graph.neighbours[node]) * graph.sizes[node] ** 0.5
-        return weight / (1.0 + reluctance.get(node, 0.0)), -node
-
-    return greedy_order(EliminationGraph(sizes, neighbours, cap), weighted_fill, worth)
 
 
 class EliminationGraph:
@@ -93,6 +76,7 @@ class EliminationGraph:
     ) -> None:
         self.sizes = sizes
         self.cap = cap
+        self.logarithms = {node: log(size) for node, size in sizes.items()}
         self._most = {node: cap * size if reduced else cap for node, size in sizes.items()}
         self.neighbours = {node: set(adjacent) for node, adjacent in neighbours.items()}
 
@@ -109,17 +93,16 @@ class EliminationGraph:
         """Return True if a table that `table` returned is within the cap."""
         return table <= self._most[node]
 
-    def missing(self, node: int) -> float:
-        """Return the entries of the edges that eliminating the node would add."""
+    def missing(self, node: int, weights: Mapping[int, float] | None = None) -> float:
+        """Return the entries of the edges that eliminating the node would add, with weights in place of sizes."""
+        weights = self.sizes if weights is None else weights
         total = 0.0
         adjacent = self.neighbours[node]
         for neighbour in adjacent:
             absent = adjacent - self.neighbours[neighbour]
             # The neighbour itself is always absent from its own neighbours.
             if len(absent) > 1:
-                total += self.sizes[neighbour] * sum(
-                    self.sizes[opposite] for opposite in absent if opposite != neighbour
-                )
+                total += weights[neighbour] * sum(weights[opposite] for opposite in absent if opposite != neighbour)
         # Every absent edge was counted from both of its ends.
         return total / 2
 
@@ -149,25 +132,26 @@ class EliminationGraph:
 
 def weighted_fill(graph: EliminationGraph, node: int) -> Score:
     """Return the entries of the added edges, then of the table."""
-    return _score(graph, node)
+    return _fill(graph, node, graph.sizes)
 
 
-def table_size(graph: EliminationGraph, node: int) -> Score:
-    """Return the entries of the table, then of the added edges."""
-    return _score(graph, node)[::-1]
+def logarithmic_fill(graph: EliminationGraph, node: int) -> Score:
+    """Return the entries of the added edges by the logarithms of their ends' sizes, then those of the table."""
+    return _fill(graph, node, graph.logarithms)
 
 
-def _score(graph: EliminationGraph, node: int) -> Score:
-    """Return the entries of the added edges and of the table."""
+def _fill(graph: EliminationGraph, node: int, weights: Mapping[int, float]) -> Score:
     table = graph.table(node)
     # A hub has very many pairs of neighbours: they are not counted if its table is too large anyway.
-    return (graph.missing(node) if graph.fits(node, table) else float("inf")), table
+    return (graph.missing(node, weights) if graph.fits(node, table) else float("inf")), table
 
 
 def greedy_order(
     graph: EliminationGraph,
     score: Callable[[EliminationGraph, int], Score],
     worth: Callable[[EliminationGraph, int], Score] | None = None,
+    *,
+    chains: bool = False,
 ) -> EliminationOrder:
     """Eliminate the node of least score, again and again.
 
@@ -176,14 +160,15 @@ def greedy_order(
         score: of a node.
         worth: of holding a node: where a table is over the cap, the node in it of most worth is held. None to end the
             search there.
+        chains: True to eliminate nodes of two neighbours and less first, which takes no scores.
     """
+    steps, tables = _eliminate_chains(graph) if chains else ([], [])
+    width, largest, entries = 2 * bool(steps), max(tables, default=1.0), sum(tables)
     # A heap with lazy deletion: entries are never changed, the newest score of a node decides which entry counts.
     scores = {node: score(graph, node) for node in graph.neighbours}
     heap = [(value, node) for node, value in scores.items()]
     heapify(heap)
-    steps: list[tuple[int, tuple[int, ...]]] = []
     conditioned: list[int] = []
-    width, largest, entries = 0, 1.0, 0.0
     while heap:
         value, node = heappop(heap)
         # An outdated entry of the heap.
@@ -212,3 +197,20 @@ def greedy_order(
                 scores[neighbour] = fresh
                 heappush(heap, (fresh, neighbour))
     return EliminationOrder(tuple(steps), tuple(conditioned), width, largest, entries, True)
+
+
+def _eliminate_chains(graph: EliminationGraph) -> tuple[list[tuple[int, tuple[int, ...]]], list[float]]:
+    """Eliminate nodes of two neighbours and less as long as tables stay small; return the steps and tables' entries."""
+    steps, tables = [], []
+    waiting = deque(graph.neighbours)
+    while waiting:
+        node = waiting.popleft()
+        adjacent = graph.neighbours.get(node)
+        if adjacent is None or len(adjacent) > 2:
+            continue
+        table = graph.table(node)
+        if graph.fits(node, table) and table <= _CHAIN * graph.sizes[node]:
+            steps.append((node, tuple(adjacent)))
+            tables.append(table)
+            waiting.extend(graph.eliminate(node))
+    return steps, tables

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from autoshard.solver.buckets import Bucket, Scope, spread
 from autoshard.solver.problem import Array, IntArray
 
 _ROUNDING = 1e-12
@@ -207,11 +208,6 @@ class PruningBounds:
         return np.unique(row)
 
 
-Scope = tuple[int, ...]
-
-Entries = TypeVar("Entries", Array, IntArray)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
     """Time and memory of every combination of strategies of the nodes in a scope; infinite time forbids.
@@ -232,59 +228,6 @@ class Costs:
         return np.where(allowed[..., None], total, np.inf)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
-    """The terms of the sum when a node is eliminated.
-
-    Attributes:
-        scope: of the sum: the nodes that its minimum depends on, and last the eliminated node.
-        costs: the costs in the sum.
-        children: positions of the buckets whose minima are in the sum.
-    """
-
-    scope: Scope
-    costs: tuple[Costs, ...]
-    children: tuple[int, ...]
-
-    @property
-    def node(self) -> int:
-        """The eliminated node."""
-        return self.scope[-1]
-
-    @property
-    def rest(self) -> Scope:
-        """The nodes that the minimum depends on; empty where a component ends."""
-        return self.scope[:-1]
-
-
-def buckets(order: Sequence[int], costs: Sequence[Costs]) -> list[Bucket]:
-    """Return the buckets of nodes that are eliminated in this order; costs of an empty scope are in none."""
-    place = {node: number for number, node in enumerate(order)}
-    by_node: list[list[Costs]] = [[] for _ in order]
-    for cost in costs:
-        if cost.scope:
-            by_node[place[cost.scope[-1]]].append(cost)
-    children: list[list[int]] = [[] for _ in order]
-    result: list[Bucket] = []
-    for number, node in enumerate(order):
-        members = {member for cost in by_node[number] for member in cost.scope}
-        members.update(member for child in children[number] for member in result[child].rest)
-        # The eliminated node is last, so that the minimum over it is over the last axis of strategies.
-        scope = sorted({node, *members}, key=place.__getitem__, reverse=True)
-        result.append(Bucket(tuple(scope), tuple(by_node[number]), tuple(children[number])))
-        if len(scope) > 1:
-            # The minimum is added where the next of its nodes is eliminated: the buckets form a tree, and each is
-            # summed once.
-            children[place[scope[-2]]].append(number)
-    return result
-
-
-def spread(table: Entries, scope: Scope, joint: Scope) -> Entries:
-    """Return a table over `scope` as one over a scope that contains it in the same order; other axes stay last."""
-    sizes = dict(zip(scope, table.shape, strict=False))
-    return table.reshape([sizes.get(node, 1) for node in joint] + list(table.shape[len(scope) :]))
-
-
 class PricedProblem:
     """A problem at several prices.
 
@@ -301,7 +244,7 @@ class PricedProblem:
         weights: as above.
     """
 
-    def __init__(self, sizes: Mapping[int, int], costs: Costs, tree: Sequence[Bucket], weights: Array) -> None:
+    def __init__(self, sizes: Mapping[int, int], costs: Costs, tree: Sequence[Bucket[Costs]], weights: Array) -> None:
         self.sizes = sizes
         self.tree = tree
         self.weights = weights
@@ -313,9 +256,9 @@ class PricedProblem:
             if not bucket.rest:
                 self.best = self.best + minimum
 
-    def _sum(self, bucket: Bucket) -> Array:
+    def _sum(self, bucket: Bucket[Costs]) -> Array:
         total = np.zeros([self.sizes[node] for node in bucket.scope] + [len(self.weights)])
-        for cost in bucket.costs:
+        for cost in bucket.terms:
             total += spread(cost.at(self.weights), cost.scope, bucket.scope)
         for child in bucket.children:
             total += spread(self.minima[child], self.tree[child].rest, bucket.scope)
@@ -328,7 +271,7 @@ class PricedProblem:
         # A bucket's rest is eliminated after it: those choices are known by now.
         for bucket in reversed(self.tree):
             total = np.zeros((self.sizes[bucket.node], len(prices)))
-            parts = [(cost.scope, cost.at(self.weights)) for cost in bucket.costs]
+            parts = [(cost.scope, cost.at(self.weights)) for cost in bucket.terms]
             parts += [(self.tree[child].rest, self.minima[child]) for child in bucket.children]
             for scope, table in parts:
                 at: tuple[Any, ...] = (slice(None), *(choices[node] for node in scope[:-1]), prices)

@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import numpy as np
 
+from autoshard.solver.buckets import Bucket, Scope, buckets, spread
 from autoshard.solver.elimination_order import EliminationGraph, EliminationOrder, Score, greedy_order
-from autoshard.solver.frontier_corners import (
-    Bucket,
-    Costs,
-    KnownPoints,
-    OpenCorners,
-    PricedProblem,
-    PruningBounds,
-    Scope,
-    buckets,
-    spread,
-)
+from autoshard.solver.frontier_corners import Costs, KnownPoints, OpenCorners, PricedProblem, PruningBounds
 from autoshard.solver.frontier_table import UNIT, FrontierTable, Joiner, unroll
 from autoshard.solver.problem import Array, IntArray
 
@@ -81,7 +73,7 @@ class Tracker:
             np.array(sum(float(cost.time) for cost in constants)),
             np.array(sum(float(cost.memory) for cost in constants)),
         )
-        self.tree = buckets(order, costs)
+        self.tree = buckets(order, costs, attrgetter("scope"))
 
     def run(self) -> tuple[KnownPoints, float]:
         """Return assignments [points, places in the order], and how much slower than the exact frontier they are at
@@ -113,7 +105,7 @@ class Tracker:
         time = np.full(len(assignments), float(self.constant.time))
         memory = np.full(len(assignments), float(self.constant.memory))
         for bucket in self.tree:
-            for cost in bucket.costs:
+            for cost in bucket.terms:
                 at = tuple(strategies[node] for node in cost.scope)
                 time += cost.time[at]
                 memory += cost.memory[at]
@@ -121,7 +113,7 @@ class Tracker:
 
     def _upper_bounds(self) -> tuple[float, float]:
         """Return memory and time that no assignment exceeds."""
-        all_costs = [cost for bucket in self.tree for cost in bucket.costs]
+        all_costs = [cost for bucket in self.tree for cost in bucket.terms]
         memory = sum(float(cost.memory.max()) for cost in all_costs) + float(self.constant.memory)
         finite = (cost.time[np.isfinite(cost.time)] for cost in all_costs)
         time = sum(float(times.max(initial=0.0)) for times in finite) + float(self.constant.time)
@@ -213,7 +205,7 @@ class Tracker:
         return combined
 
     def _eliminate_bucket(
-        self, joiner: Joiner, bucket: Bucket, tables: Sequence[FrontierTable], pruning: PruningBounds
+        self, joiner: Joiner, bucket: Bucket[Costs], tables: Sequence[FrontierTable], pruning: PruningBounds
     ) -> FrontierTable:
         """Return the frontiers of the sum of a bucket, minimised over its node.
 
@@ -222,10 +214,10 @@ class Tracker:
         neighbours, a table over all of them corresponds to the node of concatenated strategies of branch elimination
         (Eq. 6).
         """
-        scope = self._union_scope([cost.scope for cost in bucket.costs], bucket)
+        scope = self._union_scope([cost.scope for cost in bucket.terms], bucket)
         shape = [self.sizes[node] for node in scope]
         time, memory = np.zeros(shape), np.zeros(shape)
-        for cost in bucket.costs:
+        for cost in bucket.terms:
             time += spread(cost.time, cost.scope, scope)
             memory += spread(cost.memory, cost.scope, scope)
         together = FrontierTable.of(time, memory)
@@ -240,7 +232,7 @@ class Tracker:
         left, right = self._cells(scope, bucket.scope), self._cells(inner, bucket.scope)
         return joiner.join(together, last, left, right, self.sizes[bucket.node], bucket.node, pruning)
 
-    def _union_scope(self, scopes: Sequence[Scope], bucket: Bucket) -> Scope:
+    def _union_scope(self, scopes: Sequence[Scope], bucket: Bucket[Costs]) -> Scope:
         """Return the nodes of a bucket that are in some scopes, and its own node."""
         present = {bucket.node}.union(*scopes)
         return tuple(node for node in bucket.scope if node in present)

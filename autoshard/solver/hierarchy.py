@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.solver.network import Network, reduce
+from autoshard.solver.core import Core
+from autoshard.solver.presolve import REDUCE, presolve
 from autoshard.solver.problem import Array, IntArray, Problem, SolverError
 from autoshard.solver.solver_budget import UNLIMITED, Budget
-from autoshard.solver.tables import Tables
 from autoshard.solver.trws import Messages
 
 _HEAVY = 0.5
@@ -305,14 +305,16 @@ def solve_in_segments(
     """
     # On the whole problem: reductions remove most nodes of a layer, and a path through the rest says little.
     critical = set(backbone(problem, order).critical)
-    network = reduce(Network.of(problem, Tables()))
-    sequence = [int(node) for node in interleaved_order(problem, order) if node in network.vectors]
-    pivots = {place for place, node in enumerate(sequence) if node in critical}
-    choices: dict[int, int] | None = None
+    core = presolve(Core.of(problem, memory=False), effort=REDUCE)
+    nodes = core.remaining_nodes()
+    place = {int(node): number for number, node in enumerate(nodes)}
+    sequence = [place[node] for node in interleaved_order(problem, order).tolist() if node in place]
+    pivots = {number for number, node in enumerate(sequence) if int(nodes[node]) in critical}
+    choices: IntArray | None = None
     bound = float("inf")
-    if network.feasible:
-        choices, bound = _solve_segments(network, sequence, pivots, width, budget)
-    assignment = () if choices is None else tuple(choices[node] for node in range(problem.size))
+    if core.feasible:
+        choices, bound = _solve_segments(core, np.array(sequence, dtype=np.int64), pivots, width, budget)
+    assignment = () if choices is None else tuple(choices.tolist())
     cost = float("inf") if choices is None else problem.cost(assignment)
     if choices is not None and not problem.within_limit(problem.peak(assignment)):
         raise SolverError(
@@ -323,16 +325,21 @@ def solve_in_segments(
 
 
 def _solve_segments(
-    network: Network, sequence: list[int], pivots: set[int], width: int, budget: Budget
-) -> tuple[dict[int, int] | None, float]:
+    core: Core, sequence: IntArray, pivots: set[int], width: int, budget: Budget
+) -> tuple[IntArray | None, float]:
     """Return strategies of all nodes, None if there are none, and a bound."""
-    core = network.to_problem(sequence)
-    messages = Messages(core, range(core.size))
+    ordered = core.to_problem(sequence)
+    messages = Messages(ordered, range(ordered.size))
     relaxed = messages.run(_ITERATIONS, budget=budget)
     # The message to the source of an edge is the least future cost of each of its strategies, as far as the relaxation
     # knows.
-    places = merge_segments(core, messages.against, pivots, width)
-    if len(places) < core.size:
-        return None, relaxed.bound + network.offset
-    chosen = {node: int(network.labels[node][place]) for node, place in zip(sequence, places, strict=True)}
-    return network.expand(chosen), relaxed.bound + network.offset
+    found = merge_segments(ordered, messages.against, pivots, width)
+    if len(found) < ordered.size:
+        return None, relaxed.bound + core.constant
+    bound, left = relaxed.bound, _ITERATIONS - relaxed.iterations
+    if left:
+        # They ended far from the cost that they had rounded. The segments' cost may be near.
+        bound = max(bound, messages.run(left, upper=ordered.cost(found), budget=budget).bound)
+    places = np.empty(core.nodes, dtype=np.int64)
+    places[sequence] = found
+    return core.expand(places), bound + core.constant

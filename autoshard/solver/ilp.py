@@ -5,18 +5,14 @@ It has products of the choices of neighbours, and rows of memory that are added 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from autoshard.solver.chains import starts
-from autoshard.solver.flat.core import Core
-from autoshard.solver.flat.presolve import thin_memory
+from autoshard.solver.core import Core
 from autoshard.solver.linear import LinearProgram, minimise
-from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment
-from autoshard.solver.network import Network
-from autoshard.solver.problem import Array, IntArray, Moments
+from autoshard.solver.problem import Array, IntArray
 from autoshard.solver.solver_budget import UNLIMITED, Budget
 
 _MAGNITUDE = 1e5
@@ -169,72 +165,3 @@ def _violated_moments(core: Core, places: IntArray) -> IntArray:
     stretches = np.array_split(np.arange(len(excess)), min(_ROWS, len(excess))) if len(excess) else []
     worst = [int(stretch[excess[stretch].argmax()]) for stretch in stretches]
     return np.array([moment for moment in worst if excess[moment] > 0], dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class IntegerResult:
-    """An assignment (`NO_ASSIGNMENT` if none was found), a bound, and True if the result is final either way."""
-
-    best: ScoredAssignment
-    bound: float
-    proved: bool
-
-
-def solve_integer(
-    network: Network,
-    *,
-    moments: Moments | None = None,
-    hint: ScoredAssignment = NO_ASSIGNMENT,
-    budget: Budget = UNLIMITED,
-    seed: int = 0,
-) -> IntegerResult:
-    """Solve a reduced network by mixed integer programming, see `flat.integer`.
-
-    Args:
-        network: after `reduce`; with usages where there are moments.
-        moments: the limit; None where memory plays no part.
-        hint: a known assignment.
-        budget: as in `solve_core`.
-        seed: of the backend.
-
-    Source: Rhino 4.2 and 4.4.
-    """
-    core = thin_memory(network_to_core(network, moments)) if network.feasible else None
-    if core is None or not core.feasible:
-        return IntegerResult(NO_ASSIGNMENT, float("inf"), True)
-    positions = network.positions(hint.choices) if hint.choices else None
-    start = None if positions is None else np.array([positions[node] for node in network.vectors], dtype=np.int64)
-    answer = solve_core(core, start=start, budget=budget, seed=seed)
-    if answer.places is None:
-        return IntegerResult(NO_ASSIGNMENT, answer.bound, answer.proved)
-    pairs = zip(network.vectors, answer.places.tolist(), strict=True)
-    choices = {node: int(network.labels[node][place]) for node, place in pairs}
-    # Valued in the network: the program's own sum was scaled.
-    best = ScoredAssignment(network.expand(choices), network.value(choices))
-    return IntegerResult(best, min(answer.bound, best.cost), answer.proved)
-
-
-def network_to_core(network: Network, moments: Moments | None) -> Core:
-    """Return the remaining nodes of a network as a core, in the order of the network."""
-    sequence = list(network.vectors)
-    core = replace(Core.of(network.to_problem(sequence)), constant=network.offset)
-    if moments is None:
-        return core
-    number = {node: place for place, node in enumerate(sequence)}
-    live = [node for node in network.usages if moments.first[node] < moments.last[node]]
-    rows = np.array([number[node] for node in live], dtype=np.int64)
-    # Eliminated nodes still hold their memory, whatever is chosen for the others.
-    fixed_usage = np.zeros(len(moments.usages))
-    for node, usage in network.held.items():
-        fixed_usage[node] = usage
-    return replace(
-        core,
-        item_node=rows,
-        low=np.array([moments.first[node] for node in live], dtype=np.int64),
-        high=np.array([moments.last[node] for node in live], dtype=np.int64),
-        usage_start=starts(core.size[rows])[:-1],
-        usage=np.concatenate([*(network.usages[node] for node in live), np.zeros(0)]),
-        base=moments.spread(fixed_usage),
-        limit=moments.limit,
-        moment=np.arange(moments.count),
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -483,7 +483,7 @@ class Moments:
         np.subtract.at(change, self.last, usages)
         return np.cumsum(change)[: self.count]
 
-    def loads(self, choices: Mapping[int, int]) -> Array:
+    def loads(self, choices: Sequence[int]) -> Array:
         """Return the bytes in use at each moment under a complete assignment."""
         return self.spread(np.array([usage[choices[node]] for node, usage in enumerate(self.usages)]))
 

@@ -10,13 +10,13 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.solver.bound import TOLERANCE, certify, lower_bound
+from autoshard.solver.core import Core
 from autoshard.solver.eliminate import WidthError, eliminate
 from autoshard.solver.incumbent import Incumbent, SolverProgress
-from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, alternate, cheaper_of, improve, soften
-from autoshard.solver.network import Network, reduce
+from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, alternate, cheaper_of, improve, score, soften
+from autoshard.solver.presolve import FOLD, REDUCE, presolve
 from autoshard.solver.problem import Moments, Problem, SolverError
 from autoshard.solver.solver_budget import Budget
-from autoshard.solver.tables import Tables
 
 METHODS = ("auto", "eliminate", "alternate", "ilp")
 
@@ -120,7 +120,7 @@ def solve(
         raise SolverError(f"work_limit={work_limit} allows nothing; give a positive number of units, or None")
     if not gap >= 0.0:
         raise SolverError(f"gap={gap} is no relative difference; give one of at least 0, such as 1e-3")
-    initial = NO_ASSIGNMENT if start is None else ScoredAssignment(dict(enumerate(start)), problem.cost(start))
+    initial = NO_ASSIGNMENT if start is None else ScoredAssignment(tuple(start), problem.cost(start))
     if initial.choices and not np.isfinite(initial.cost):
         raise SolverError("start uses a forbidden strategy or pair; give an assignment of finite cost, or None")
 
@@ -135,7 +135,7 @@ def solve(
     with budget.interruptible():
         task = _SolveState(problem, incumbent, seed, initial)
         outcome = (
-            _METHODS[method](task) if problem.size else _MethodResult(ScoredAssignment({}, 0.0), 0.0, True, method)
+            _METHODS[method](task) if problem.size else _MethodResult(ScoredAssignment((), 0.0), 0.0, True, method)
         )
     if not budget.interrupted:
         return _solution(problem, outcome, incumbent)
@@ -156,7 +156,7 @@ class _MethodResult:
 
 
 class _SolveState:
-    """A problem during its solve: its network, moments, best results, and the assignment that it starts from."""
+    """A problem during its solve: its moments, best results, and the assignment that it starts from."""
 
     def __init__(self, problem: Problem, incumbent: Incumbent, seed: int, start: ScoredAssignment) -> None:
         self.problem = problem
@@ -168,30 +168,25 @@ class _SolveState:
         self.large = problem.size >= _LARGE and problem.components is None
 
     @cached_property
-    def network(self) -> Network:
-        """The problem as a network, made at the first use: flat arrays do without."""
-        return Network.of(self.problem, Tables())
+    def free(self) -> Core:
+        """The problem without its limit."""
+        return Core.of(self.problem, memory=False)
 
-    def core(self, *, dominance: bool) -> Network:
-        """Return the network reduced as far as memory allows, with usages if a limit can bind."""
-        network = Network.of(self.problem, self.network.tables, memory=self.moments is not None)
-        return reduce(network, dominance=dominance)
+    @cached_property
+    def folded(self) -> Core:
+        """The problem without its limit, as far as it gets smaller without the loss of an allowed choice."""
+        return presolve(self.free, effort=FOLD)
 
-    def fits(self, choices: dict[int, int]) -> bool:
+    def fits(self, choices: Sequence[int]) -> bool:
         return self.moments is None or self.moments.within_limit(self.moments.loads(choices))
 
     def record(self, phase: str, candidate: ScoredAssignment, bound: float, work: float) -> None:
         """Record the result of a step without the limit, a bound of every assignment, and the work of the step."""
         if np.isfinite(candidate.cost) and self.fits(candidate.choices):
-            # A function: of many offers only the last one is read.
-            self.incumbent.offer(candidate.cost, lambda: _assignment(self.problem, candidate), phase)
+            self.incumbent.offer(candidate.cost, lambda: candidate.choices, phase)
         self.incumbent.raise_bound(bound)
         self.budget.spend(work)
         self.incumbent.report(phase)
-
-
-def _assignment(problem: Problem, scored: ScoredAssignment) -> tuple[int, ...]:
-    return tuple(scored.choices[node] for node in range(problem.size))
 
 
 def _binding_moments(problem: Problem) -> Moments | None:
@@ -207,14 +202,14 @@ def _solution(problem: Problem, outcome: _MethodResult, incumbent: Incumbent) ->
     method_cost = outcome.best.cost
     if incumbent.cost < (method_cost - TOLERANCE * abs(method_cost) if np.isfinite(method_cost) else method_cost):
         # An earlier step found a better assignment than the last one.
-        best = ScoredAssignment(dict(enumerate(incumbent.assignment)), incumbent.cost)
+        best = ScoredAssignment(incumbent.assignment, incumbent.cost)
         outcome = replace(outcome, best=best, method=incumbent.method, proved=False)
     if not np.isfinite(outcome.best.cost):
         status = "infeasible" if outcome.proved else "unknown"
         bound = float("inf") if outcome.proved else outcome.bound
         return Solution((), float("inf"), bound, 0.0, status, outcome.method, incumbent.seconds)
     incumbent.raise_bound(outcome.bound)
-    assignment = _assignment(problem, outcome.best)
+    assignment = outcome.best.choices
     # Summed anew in the problem's own tables: costs of a search carry the rounding of reductions.
     cost = problem.cost(assignment)
     proved = outcome.proved or outcome.bound >= cost - TOLERANCE * abs(cost)
@@ -241,15 +236,19 @@ def _incumbent_solution(problem: Problem, incumbent: Incumbent) -> Solution:
 
 
 def _eliminate(task: _SolveState) -> _MethodResult:
-    exact = eliminate(task.network)
-    optimum = ScoredAssignment(exact.choices, exact.cost)
-    if exact.choices and not task.fits(exact.choices):
-        peak = task.problem.peak(_assignment(task.problem, optimum))
+    optimum = _optimum(task.free)
+    if optimum.choices and not task.fits(optimum.choices):
+        peak = task.problem.peak(optimum.choices)
         raise SolverError(
             f"the memory limit of {task.problem.limit:.6g} binds: the optimum without it peaks at "
             f'{peak:.6g}. Elimination knows no memory; use method="auto" or "ilp"'
         )
-    return _MethodResult(optimum, exact.cost, True, "eliminate")
+    return _MethodResult(optimum, optimum.cost, True, "eliminate")
+
+
+def _optimum(core: Core) -> ScoredAssignment:
+    exact = eliminate(core)
+    return score(core, exact.places, exact.cost)
 
 
 def _alternate(task: _SolveState) -> _MethodResult:
@@ -259,7 +258,7 @@ def _alternate(task: _SolveState) -> _MethodResult:
     task.record("search", candidate, float("-inf"), 0)
     if candidate.choices and not task.fits(candidate.choices):
         return _solve_flat(task, finish=False)
-    result = certify(task.network, candidate, cap=None, budget=task.budget.part(1.0), rounds=1)
+    result = certify(task.folded, candidate, cap=None, budget=task.budget.part(1.0), rounds=1)
     # The assignment that the bound rounds may be cheaper, but exceed the limit.
     best = result.best if not result.best.choices or task.fits(result.best.choices) else candidate
     return _MethodResult(best, result.bound, result.rest is None and best is result.best, "alternate")
@@ -269,11 +268,13 @@ def _search(task: _SolveState, budget: Budget) -> ScoredAssignment:
     """Return a good assignment without the limit: alternation where strategies have labels, then large
     neighbourhoods."""
     candidate = task.start
+    if not task.folded.feasible:
+        return NO_ASSIGNMENT
     if not candidate.choices and task.problem.components is not None:
-        candidate = alternate(task.network, task.problem.components, budget=budget)
+        candidate = alternate(task.free, task.problem.components, budget=budget)
     if not candidate.choices:
         candidate = _round_relaxation(task)
-    return improve(task.network, candidate, budget=budget) if candidate.choices else candidate
+    return improve(task.folded, candidate, budget=budget) if candidate.choices else candidate
 
 
 def _round_relaxation(task: _SolveState) -> ScoredAssignment:
@@ -281,25 +282,20 @@ def _round_relaxation(task: _SolveState) -> ScoredAssignment:
 
     If that uses something forbidden, finite penalties lead the search out of it.
     """
-    core = reduce(task.network.copy())
+    core = presolve(task.folded, effort=REDUCE)
     if not core.feasible:
         return NO_ASSIGNMENT
     bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, budget=task.budget.part(0.3))
-    if bound.choices:
-        return ScoredAssignment(bound.choices, bound.cost)
+    if bound.best.choices:
+        return bound.best
     soft = soften(core)
-    choices = {node: int(soft.labels[node][vector.argmin()]) for node, vector in soft.vectors.items()}
-    candidate = improve(soft, ScoredAssignment(soft.expand(choices), soft.value(choices)), budget=task.budget.part(0.5))
-    cost = core.value(candidate.choices)
-    return ScoredAssignment(candidate.choices, cost) if np.isfinite(cost) else NO_ASSIGNMENT
+    places = np.array([vector.argmin() for vector in soft.vectors], dtype=np.int64)
+    candidate = improve(soft, score(soft, places), budget=task.budget.part(0.5))
+    return score(core, core.contract(np.array(candidate.choices)))
 
 
 def _ilp(task: _SolveState) -> _MethodResult:
-    from autoshard.solver.ilp import solve_integer  # with numba, as `_solve_flat` says
-
-    core = task.core(dominance=True)
-    result = solve_integer(core, moments=task.moments, budget=task.budget, seed=task.seed)
-    return _MethodResult(result.best, result.bound, result.proved, "ilp")
+    return _solve_integer_program(task, presolve(Core.of(task.problem), effort=REDUCE), task.budget)
 
 
 def _auto(task: _SolveState) -> _MethodResult:
@@ -307,10 +303,11 @@ def _auto(task: _SolveState) -> _MethodResult:
         return _solve_flat(task, finish=True)
     bound = float("-inf")
     if task.moments is not None:
-        core = task.core(dominance=True)
+        core = presolve(Core.of(task.problem), effort=REDUCE)
         # The integer program knows memory, and is fast at this size; message passing would need prices first.
         if not core.feasible or core.cells <= _SMALL:
-            result = _solve_integer_program(task, core)
+            result = _solve_integer_program(task, core, task.budget.part(0.3))
+            task.record("integer program", result.best, result.bound, 0)
             if result.proved:
                 return result
             bound = result.bound
@@ -322,18 +319,26 @@ def _auto(task: _SolveState) -> _MethodResult:
     return _solve_flat(task, finish=True)
 
 
-def _solve_integer_program(task: _SolveState, core: Network) -> _MethodResult:
-    """Solve a small problem under a limit by the integer program."""
-    from autoshard.solver.ilp import solve_integer  # with numba, as `_solve_flat` says
+def _solve_integer_program(
+    task: _SolveState, core: Core, budget: Budget, hint: ScoredAssignment = NO_ASSIGNMENT
+) -> _MethodResult:
+    """Solve a core by the integer program, from a hint if there is one."""
+    # numba takes a second to import, and most problems do without it.
+    from autoshard.solver.ilp import solve_core
 
-    result = solve_integer(core, moments=task.moments, budget=task.budget.part(0.3), seed=task.seed)
-    task.record("integer program", result.best, result.bound, 0)
-    return _MethodResult(result.best, result.bound, result.proved, "ilp")
+    if not core.feasible:
+        return _MethodResult(NO_ASSIGNMENT, float("inf"), True, "ilp")
+    start = core.contract(np.array(hint.choices)) if hint.choices else None
+    # A smaller core may lack strategies of the hint, which then is no start.
+    if start is not None and not np.isfinite(core.value(start)):
+        start = None
+    answer = solve_core(core, start=start, budget=budget, seed=task.seed)
+    best = score(core, answer.places)
+    return _MethodResult(best, min(answer.bound, best.cost), answer.proved, "ilp")
 
 
 def _solve_flat(task: _SolveState, *, finish: bool) -> _MethodResult:
     """Solve by presolve, prices and neighbourhoods on flat arrays."""
-    # numba takes a second to import, and most problems do without it.
     from autoshard.solver.flat.large_solver import LargeSolver
 
     incumbent = task.incumbent
@@ -341,18 +346,18 @@ def _solve_flat(task: _SolveState, *, finish: bool) -> _MethodResult:
     assignment = incumbent.assignment
     if not assignment:
         return _MethodResult(NO_ASSIGNMENT, incumbent.lower_bound, proved, "flat")
-    best = ScoredAssignment(dict(enumerate(assignment)), incumbent.cost)
+    best = ScoredAssignment(assignment, incumbent.cost)
     return _MethodResult(best, incumbent.lower_bound, proved, incumbent.method)
 
 
 def _solve_without_limit(task: _SolveState) -> _MethodResult:
     """Return the optimum without the memory limit, or a good assignment and a bound."""
     try:
-        exact = eliminate(task.network)
-        candidate = ScoredAssignment(exact.choices, exact.cost)
-        work = _WORK * task.network.cells
-        task.record("without the limit, elimination" if task.moments else "elimination", candidate, exact.cost, work)
-        return _MethodResult(candidate, exact.cost, True, "eliminate")
+        candidate = _optimum(task.free)
+        work = _WORK * task.free.cells
+        phase = "without the limit, elimination" if task.moments else "elimination"
+        task.record(phase, candidate, candidate.cost, work)
+        return _MethodResult(candidate, candidate.cost, True, "eliminate")
     except WidthError:
         task.record("search", NO_ASSIGNMENT, float("-inf"), 0)
     candidate = _search(task, task.budget.part(0.4))
@@ -360,30 +365,26 @@ def _solve_without_limit(task: _SolveState) -> _MethodResult:
     if candidate.choices and not task.fits(candidate.choices):
         # The limit binds: a proof without it would take time from the search with prices.
         return _MethodResult(candidate, float("-inf"), False, "alternate")
-    result = certify(task.network, candidate, budget=task.budget.part(0.7))
+    result = certify(task.folded, candidate, budget=task.budget.part(0.7))
     task.record("proof", result.best, result.bound, 0)
     if result.rest is None or task.budget.is_close(result.best.cost, result.bound):
         return _MethodResult(result.best, result.bound, result.rest is None, "alternate")
-    # Too large for the integer program: the remaining time goes to larger neighbourhoods.
+    # Too large for the integer program: other neighbourhoods may still help.
     if result.rest.cells > _INTEGER_CELLS:
         candidate = result.best
         if candidate.choices:
-            candidate = improve(task.network, candidate, cap=1e6, budget=task.budget.part(1.0))
+            candidate = improve(task.folded, candidate, seed=task.seed + 1, budget=task.budget.part(1.0))
         return _MethodResult(candidate, result.bound, False, "alternate")
-    return _solve_rest(task, reduce(result.rest), result.best, result.bound)
+    return _solve_rest(task, presolve(result.rest, effort=REDUCE), result.best, result.bound)
 
 
-def _solve_rest(task: _SolveState, rest: Network, best: ScoredAssignment, bound: float) -> _MethodResult:
+def _solve_rest(task: _SolveState, rest: Core, best: ScoredAssignment, bound: float) -> _MethodResult:
     """Solve the rest of a proof by the integer program; no dropped strategy is in a better assignment than `best`."""
-    from autoshard.solver.ilp import solve_integer  # with numba, as `_solve_flat` says
-
     if not rest.feasible:
         return _MethodResult(best, best.cost, True, "ilp")
     if task.budget.is_over:
         return _MethodResult(best, bound, False, "ilp")
-    # A reduced network may lack strategies of the best assignment, which then is no start.
-    hint = best if best.choices and rest.positions(best.choices) is not None else NO_ASSIGNMENT
-    result = solve_integer(rest, hint=hint, budget=task.budget, seed=task.seed)
+    result = _solve_integer_program(task, rest, task.budget, best)
     best = cheaper_of(best, result.best)
     return _MethodResult(best, max(bound, min(result.bound, best.cost)), result.proved, "ilp")
 

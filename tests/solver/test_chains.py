@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoshard.solver import Edge, Problem
 from autoshard.solver.chains import Chains
-from autoshard.solver.flat.core import Core, CoreArrays
+from autoshard.solver.core import Core, CoreArrays
 from autoshard.solver.problem import Blend, BlendedEdge
 from autoshard.solver.trws import Messages
 

@@ -6,11 +6,13 @@ Elimination at many prices at once: optima of the whole, and of every choice, ag
 from __future__ import annotations
 
 from itertools import product
+from operator import attrgetter
 
 import numpy as np
 import pytest
 
-from autoshard.solver.frontier_corners import Costs, KnownPoints, OpenCorners, PricedProblem, PruningBounds, buckets
+from autoshard.solver.buckets import buckets
+from autoshard.solver.frontier_corners import Costs, KnownPoints, OpenCorners, PricedProblem, PruningBounds
 
 WEIGHTS = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 2.0]])
 BEST = np.array([2.0, 1.0, 6.0])  # of the points (memory, time) (1, 6) and (2, 2), and of a hull that passes below
@@ -92,7 +94,9 @@ def every(costs: list[Costs]) -> dict[tuple[int, ...], np.ndarray]:
 
 def test_optima_at_every_price() -> None:
     costs = ring()
-    priced = PricedProblem(SIZES, Costs((), np.array(0.0), np.array(0.0)), buckets(ORDER, costs), PRICED_WEIGHTS)
+    priced = PricedProblem(
+        SIZES, Costs((), np.array(0.0), np.array(0.0)), buckets(ORDER, costs, attrgetter("scope")), PRICED_WEIGHTS
+    )
     all_costs = every(costs)
     assert (priced.best == np.min(list(all_costs.values()), axis=0)).all()
     optima = priced.optima()
@@ -103,7 +107,7 @@ def test_optima_at_every_price() -> None:
 
 def test_optima_given_the_strategies_of_every_bucket() -> None:
     costs = ring()
-    tree = buckets(ORDER, costs)
+    tree = buckets(ORDER, costs, attrgetter("scope"))
     priced = PricedProblem(SIZES, Costs((), np.array(0.0), np.array(0.0)), tree, PRICED_WEIGHTS)
     all_costs = every(costs)
     for bucket, (wholes, outside) in zip(reversed(tree), priced.conditional_optima(), strict=True):

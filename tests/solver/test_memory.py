@@ -16,7 +16,7 @@ from tests.solver.problems import small_problems, two_axes, with_memory
 def test_moments_see_every_peak(problem: Problem) -> None:
     moments = Moments.of(replace(problem, limit=10.0))
     choice = [len(vector) - 1 for vector in problem.costs]
-    loads = moments.loads(dict(enumerate(choice)))
+    loads = moments.loads(choice)
     assert np.isclose(max(0.0, loads.max(initial=0.0)), problem.peak(choice))
     assert (moments.least() <= loads).all()
     assert (loads <= moments.most()).all()
@@ -27,7 +27,7 @@ def test_moments_see_every_peak(problem: Problem) -> None:
 def test_prices_sum_over_lives(problem: Problem) -> None:
     moments = Moments.of(replace(problem, limit=10.0))
     prices = np.arange(1.0, moments.count + 1)
-    choice = dict.fromkeys(range(problem.size), 0)
+    choice = [0] * problem.size
     held = np.array([usage[0] for usage in problem.usages])
     assert np.isclose(prices @ moments.loads(choice), moments.prices(prices) @ held)
 

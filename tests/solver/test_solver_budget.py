@@ -7,8 +7,8 @@ import pytest
 
 from autoshard.solver import Problem, SolverError, SolverProgress, solve
 from autoshard.solver.bound import certify, lower_bound
+from autoshard.solver.core import Core
 from autoshard.solver.local_search import NO_ASSIGNMENT
-from autoshard.solver.network import Network, Tables
 from autoshard.solver.solver_budget import UNLIMITED, Budget
 from tests.solver.problems import layered_problem, two_axes, with_memory
 
@@ -68,11 +68,11 @@ def test_a_search_ends_where_little_is_left_to_gain(hard: Problem) -> None:
 
 
 def test_a_proof_ends_where_little_is_left_to_prove() -> None:
-    network = Network.of(two_axes(30, labels=4, density=3.0), Tables())
+    core = Core.of(two_axes(30, labels=4, density=3.0))
     bounds = {0.5: 0, 0.0: 0}
     for gap in bounds:
         with mock.patch("autoshard.solver.bound.lower_bound", wraps=lower_bound) as bounded:
-            certified = certify(network, NO_ASSIGNMENT, cap=None, budget=Budget(gap=gap))
+            certified = certify(core, NO_ASSIGNMENT, cap=None, budget=Budget(gap=gap))
         assert (1 - gap) * certified.best.cost <= certified.bound or gap == 0.0
         bounds[gap] = bounded.call_count
     assert bounds[0.5] < bounds[0.0]

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.solver import Edge, Problem
 from autoshard.solver.problem import Array
-from autoshard.solver.tables import Tables, equal_rows_and_columns
+from autoshard.solver.tables import equal_rows_and_columns
 from autoshard.solver.trws import Messages
 
 
@@ -52,15 +52,3 @@ def test_passes_over_classes_bound_a_chain_exactly(order: tuple[int, ...]) -> No
     assert relaxed.bound == pytest.approx(least.min(), rel=1e-9)
     assert relaxed.cost == least.min()
     assert problem.cost(relaxed.assignment) == least.min()
-
-
-@pytest.mark.parametrize("count", [3, 128, 129])
-def test_a_node_between_two_is_replaced_by_an_edge(count: int) -> None:
-    """128 and more strategies: the sums are many enough for the compiled loop."""
-    random = np.random.default_rng(count)
-    vector, first, second = random.random(count), random.random((count, 130)), random.random((127, count)).T
-    second[0, 0] = first[0] = np.inf
-    tables = Tables()
-    joined = tables.series(vector, first, second)
-    assert np.array_equal(joined[5], (vector[:, None] + first[:, 5, None] + second).min(0))
-    assert np.array_equal(joined[:, 0], (vector[:, None] + first + second[:, :1]).min(0))

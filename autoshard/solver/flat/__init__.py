@@ -1,6 +1,4 @@
-"""Large problems under a memory limit, as flat arrays that numba's loops run over.
+"""Compiled loops over flat arrays: the rules of presolve, prices on memory over time, and search in neighbourhoods.
 
-`Network` caches the results of equal tables, which suits long stacks of equal layers, and pays some microseconds for
-every operation. Problems of tens of thousands of different nodes under a memory limit need millions of small steps
-instead: the loops of this package.
+Problems of tens of thousands of nodes under a memory limit need millions of small steps.
 """

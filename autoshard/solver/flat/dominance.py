@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.core import FAILED, FULL, WORK, pop_edge, pop_node, push_edge, push_node, strides
+from autoshard.solver.flat.arena import FAILED, FULL, WORK, pop_edge, pop_node, push_edge, push_node, strides
 from autoshard.solver.flat.rules import queue_after_loss, tidy_edge, tidy_node
 from autoshard.solver.jit import jit, jit_inner
 

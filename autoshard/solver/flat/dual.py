@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.solver.chains import Chains, subtract_rounding
-from autoshard.solver.flat.core import Core, CoreArrays
+from autoshard.solver.core import Core, CoreArrays
 from autoshard.solver.jit import jit
 from autoshard.solver.problem import Array, IntArray
 from autoshard.solver.solver_budget import UNLIMITED, Budget

@@ -21,7 +21,7 @@ True if it is a member."""
 
 
 @jit_inner
-def grow_forest(view, state, root, hub, target, members, marks, border):  # type: ignore[no-untyped-def]
+def grow_forest(view, state, root, hub, target, most, members, marks, border):  # type: ignore[no-untyped-def]
     """Grow a random forest, in which the parent of each member comes before it.
 
     Args:
@@ -30,6 +30,7 @@ def grow_forest(view, state, root, hub, target, members, marks, border):  # type
         root: the node to start from, where there is no hub.
         hub: a node that members may be joined with besides, -1 for none: trees start at its neighbours.
         target: number of nodes to reach.
+        most: table entries that a solve of the forest may read: those of its links, once per strategy of the hub.
         members: written: `node` and `link`.
         marks: `touched` 0 before and after; `inside` False before, and True for the members and the hub after.
         border: room for candidates: half-edges at them that lead to a member, or -1 - node for roots.
@@ -37,12 +38,13 @@ def grow_forest(view, state, root, hub, target, members, marks, border):  # type
     Returns:
         The number of members.
     """
-    size, waiting, capacity = 0, 0, len(border)
+    size, waiting, capacity, cells = 0, 0, len(border), 0
     if hub < 0:
         border[0] = -1 - root
         waiting = 1
     else:
         marks[hub].inside = True
+        most //= view.nodes[hub].size
         first = view.nodes[hub].around
         degree = view.nodes[hub + 1].around - first
         # A hub may have more neighbours than the border has room for. A random first one leaves none out every time.
@@ -62,6 +64,11 @@ def grow_forest(view, state, root, hub, target, members, marks, border):  # type
         # A second link to the members would close a cycle, and the set would be no forest.
         if marks[candidate].inside or marks[candidate].touched != (0 if towards < 0 else 1):
             continue
+        if towards >= 0:
+            entries = view.nodes[candidate].size * view.nodes[view.around[towards].neighbour].size
+            if cells + entries > most:
+                continue
+            cells += entries
         members[size].node = candidate
         members[size].link = -1 if towards < 0 else towards
         marks[candidate].inside = True
@@ -269,7 +276,7 @@ def add_loads(view, loads, fullest, change, first, last):  # type: ignore[no-unt
 
 @jit
 def search_forests(  # type: ignore[no-untyped-def]
-    view, places, loads, priced, penalty, conditional, steps, largest, seed, state, temperature
+    view, places, loads, priced, penalty, conditional, steps, largest, most, seed, state, temperature
 ):
     """Solve random forests, half of them together with a hub, with all other nodes held; accept better choices.
 
@@ -284,6 +291,7 @@ def search_forests(  # type: ignore[no-untyped-def]
         conditional: per strategy its cost beside the neighbours' choices (`conditional_costs`); changed.
         steps: forests to solve.
         largest: nodes of a forest at most.
+        most: table entries that the solve of a forest may read.
         seed: state of the random numbers; changed.
         state: multiple of the prices to start from, and the work so far; changed.
         temperature: largest increase in cost of an accepted change, times a random number.
@@ -315,7 +323,7 @@ def search_forests(  # type: ignore[no-untyped-def]
         if len(view.around) and draw(seed) < 0.5:
             # By its degree: the other end of any half-edge.
             hub = view.around[pick(seed, len(view.around))].neighbour
-        size = grow_forest(view, seed, pick(seed, nodes), hub, target, members, marks, border)
+        size = grow_forest(view, seed, pick(seed, nodes), hub, target, most, members, marks, border)
         total, before = free_costs(view, places, conditional, members, size, marks, hub, plain, hub_costs)
         for member in range(size):
             marks[members[member].node].inside = False
@@ -415,6 +423,9 @@ def search_forests(  # type: ignore[no-untyped-def]
                 if not unpriced:
                     # A slow average over accepted forests: the next ones start where the limit has lately been met.
                     state[0] = min(max(state[0] * 0.98 + scale * 0.02, 0.05), 4.0)
+                break
+            if moments == 0:
+                # Without memory there are no prices to vary.
                 break
             if unpriced:
                 if fits:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.core import (
+from autoshard.solver.flat.arena import (
     CELLS,
     EDGES,
     FAILED,
     FULL,
-    ITEMS,
     MAPPED,
     OFFSET,
     REMOVED,
@@ -155,7 +154,7 @@ def merge_nodes(arena, half):  # type: ignore[no-untyped-def]
     while item >= 0:
         items += 1
         item = arena.items[item].following
-    if not has_room(arena, arena.nodes[leave].degree, cells, items, items * wide, wide):
+    if not has_room(arena, arena.nodes[leave].degree, cells, items * wide, wide):
         return False
     chosen = record_removal(arena, leave, keep, _NONE, wide)
     begin, row, column = strides(arena, half)
@@ -215,20 +214,18 @@ def move_items(arena, leave, keep, chosen):  # type: ignore[no-untyped-def]
 
 
 @jit_inner
-def has_room(arena, edges, cells, items, used, mapped):  # type: ignore[no-untyped-def]
+def has_room(arena, edges, cells, used, mapped):  # type: ignore[no-untyped-def]
     """Return True if the arrays have room for that many more entries; otherwise set `FULL`, and the step is retried."""
     counts = arena.counts
-    enough = (
-        counts[EDGES] + edges <= len(arena.edges)
-        and counts[CELLS] + cells <= len(arena.table)
-        and counts[ITEMS] + items <= len(arena.items)
-        and counts[USED] + used <= len(arena.usage)
-        and counts[MAPPED] + mapped <= len(arena.choice)
+    # A bit for each array: loops can't lengthen arrays. The caller does, and runs the step again, which has changed
+    # nothing yet.
+    counts[FULL] |= (
+        (counts[EDGES] + edges > len(arena.edges))
+        + 2 * (counts[CELLS] + cells > len(arena.table))
+        + 4 * (counts[USED] + used > len(arena.usage))
+        + 8 * (counts[MAPPED] + mapped > len(arena.choice))
     )
-    if not enough:
-        # Loops can't lengthen arrays: the caller does, and runs the step again, which has changed nothing yet.
-        counts[FULL] = 1
-    return enough
+    return counts[FULL] == 0
 
 
 @jit_inner
@@ -313,7 +310,7 @@ def tidy_node(arena, node, upper):  # type: ignore[no-untyped-def]
 @jit_inner
 def fix_node(arena, node, choice):  # type: ignore[no-untyped-def]
     """Remove a node of one strategy: its row of each edge is a cost of the neighbour."""
-    if not has_room(arena, _ZERO, _ZERO, _ZERO, _ZERO, _ONE):
+    if not has_room(arena, _ZERO, _ZERO, _ZERO, _ONE):
         push_node(arena, node)
         return
     arena.choice[record_removal(arena, node, _NONE, _NONE, _ONE)] = choice
@@ -338,7 +335,7 @@ def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
     """Remove a node of degree two or less that uses no memory: its best strategy follows from its neighbours'."""
     offset, size = arena.nodes[node].offset, arena.nodes[node].size
     if arena.nodes[node].degree == 0:
-        if has_room(arena, _ZERO, _ZERO, _ZERO, _ZERO, _ONE):
+        if has_room(arena, _ZERO, _ZERO, _ZERO, _ONE):
             arena.choice[record_removal(arena, node, _NONE, _NONE, _ONE)] = np.argmin(
                 arena.cost[offset : offset + size]
             )
@@ -352,7 +349,7 @@ def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
     right = arena.halves[second ^ 1].end if second >= 0 else -1
     width = arena.nodes[right].size if second >= 0 else 1
     entries = arena.nodes[left].size * width
-    if not has_room(arena, _ONE, entries, _ZERO, _ZERO, entries):
+    if not has_room(arena, _ONE, entries, _ZERO, entries):
         push_node(arena, node)
         return
     chosen = record_removal(arena, node, left, right, entries)
@@ -369,20 +366,32 @@ def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
     arena.nodes[node].gone = True
     arena.numbers[WORK] += entries * size
     to, to_row, to_column = strides(arena, into) if second >= 0 else (0, 0, 0)
+    # The costs beside the second neighbour in rows side by side, so that the compiler vectorises the inner loop.
+    beside, least = np.zeros((size, width)), np.empty(width)
+    if second >= 0:
+        for s in range(size):
+            for b in range(width):
+                beside[s, b] = arena.table[second_begin + s * second_row + b * second_column]
     for a in range(arena.nodes[left].size):
-        for b in range(width):
-            least, best = np.inf, 0
-            for s in range(size):
-                value = arena.cost[offset + s] + arena.table[begin + s * row + a * column]
-                if second >= 0:
-                    value += arena.table[second_begin + s * second_row + b * second_column]
-                if value < least:
-                    least, best = value, s
-            arena.choice[chosen + a * width + b] = best
-            if second >= 0:
-                arena.table[to + a * to_row + b * to_column] += least
-            else:
-                arena.cost[arena.nodes[left].offset + a] += least
+        if arena.cost[arena.nodes[left].offset + a] == np.inf:
+            continue
+        best = arena.choice[chosen + a * width : chosen + (a + 1) * width]
+        least[:] = np.inf
+        for s in range(size):
+            through = arena.cost[offset + s] + arena.table[begin + s * row + a * column]
+            if through == np.inf:
+                continue
+            added = beside[s]
+            for b in range(width):
+                value = through + added[b]
+                better = value < least[b]
+                least[b] = value if better else least[b]
+                best[b] = s if better else best[b]
+        if second >= 0:
+            for b in range(width):
+                arena.table[to + a * to_row + b * to_column] += least[b]
+        else:
+            arena.cost[arena.nodes[left].offset + a] += least[0]
     if second >= 0:
         push_edge(arena, into >> 1)
         push_node(arena, right)

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 
 from autoshard.solver import Problem, solve
-from autoshard.solver.flat.core import Core, CoreArrays
+from autoshard.solver.core import Core, CoreArrays
 from autoshard.solver.flat.dual import Dual
-from autoshard.solver.flat.presolve import presolve
+from autoshard.solver.presolve import presolve
 from tests.solver.problems import brute_force, small_problems, two_axes, with_memory
 
 

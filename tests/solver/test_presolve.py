@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem
 from autoshard.solver.chains import Chains
-from autoshard.solver.flat.core import Core, CoreArrays
-from autoshard.solver.flat.presolve import forbid_oversized, presolve, thin_memory
+from autoshard.solver.core import Core, CoreArrays
+from autoshard.solver.presolve import FOLD, REDUCE, THOROUGH, forbid_oversized, presolve, thin_memory
 from tests.solver.problems import brute_force, small_problems
 
 
@@ -21,11 +21,12 @@ def optimum(core: Core) -> float:
     return min((core.value(places) for places in fits), default=np.inf) if core.feasible else np.inf
 
 
+@pytest.mark.parametrize("effort", [FOLD, REDUCE, THOROUGH])
 @given(problem=small_problems())
-@settings(max_examples=80, deadline=None)
-def test_presolve_keeps_an_optimum_and_leads_back_to_it(problem: Problem) -> None:
+@settings(max_examples=60, deadline=None)
+def test_presolve_keeps_an_optimum_and_leads_back_to_it(problem: Problem, effort: int) -> None:
     best = brute_force(problem)
-    core = presolve(Core.of(problem))
+    core = presolve(Core.of(problem), effort=effort)
     assert optimum(core) == pytest.approx(best)
     if not np.isfinite(best):
         return
@@ -34,12 +35,35 @@ def test_presolve_keeps_an_optimum_and_leads_back_to_it(problem: Problem) -> Non
         assignment = core.expand(places).tolist()
         if np.isfinite(core.value(places)):  # a pair that another one beats is forbidden
             assert problem.cost(assignment) == pytest.approx(core.value(places))
-        again = core.expand(places)
-        for stage in core.stages:
-            again = stage.contract(again)
-        assert again.tolist() == list(choice)
+        assert core.contract(core.expand(places)).tolist() == list(choice)
         if (core.loads(places) <= core.slack).all():
             assert problem.within_limit(problem.peak(assignment))
+
+
+@given(problem=small_problems(memory=False))
+@settings(max_examples=60, deadline=None)
+def test_folding_loses_no_choice_that_is_allowed(problem: Problem) -> None:
+    core = presolve(Core.of(problem), effort=FOLD)
+    for choice in product(*(range(len(vector)) for vector in problem.costs)):
+        cost = problem.cost(choice)
+        if np.isfinite(cost):
+            assert core.value(core.contract(np.array(choice))) <= cost + 1e-9
+
+
+def test_chains_and_trees_vanish() -> None:
+    random = np.random.default_rng(0)
+    chain = Problem((random.random(4),) * 30, tuple(Edge(n - 1, n, random.random((4, 4))) for n in range(1, 30)))
+    core = presolve(Core.of(chain), effort=FOLD)
+    assert not core.nodes
+    assert np.isclose(core.constant, chain.cost(core.expand(np.zeros(0, dtype=np.int64)).tolist()))
+
+
+def test_separable_edges_are_dropped() -> None:
+    random = np.random.default_rng(0)
+    separable = random.random(5)[:, None] + random.random(5)[None, :]
+    pairs = [(a, b) for a in range(6) for b in range(a)]
+    problem = Problem(tuple(random.random((6, 5))), tuple(Edge(a, b, separable) for a, b in pairs))
+    assert not presolve(Core.of(problem), effort=FOLD).nodes
 
 
 @given(problem=small_problems())

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 
 from autoshard.solver import Problem
-from autoshard.solver.flat.core import Core
-from autoshard.solver.flat.presolve import presolve
+from autoshard.solver.core import Core
 from autoshard.solver.ilp import solve_core
+from autoshard.solver.presolve import presolve
 from tests.solver.problems import brute_force, small_problems, two_axes, with_memory
 
 

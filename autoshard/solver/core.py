@@ -1,20 +1,22 @@
-"""Large problems as flat arrays for numba's loops: before, during and after exact presolve.
+"""A problem as flat arrays, which presolve makes smaller and every method of the solver reads.
 
-`Arena` is the working memory of presolve: nodes are removed from it and edges are added to it. `Core` is the problem
-that is left, with the presolves that made it. `CoreArrays` are its records, with the edges and memory items of every
-node side by side.
+A `Core` knows the presolves that made it, and maps choices for its nodes to choices for the problem and back.
+`CoreArrays` are its records for compiled loops, with the edges and memory items of every node side by side.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from autoshard.solver.chains import ChainGraph, link_halves, starts
-from autoshard.solver.jit import jit_inner
-from autoshard.solver.problem import Array, IntArray, Moments, Problem
+from autoshard.solver.problem import Array, Edge, IntArray, Moments, Problem
+
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +68,9 @@ class PresolveStage:
         return result
 
 
+_NO_ROWS, _NO_CHOICES = np.zeros((0, 4), dtype=np.int64), np.zeros(0, dtype=np.int64)
+
+
 @dataclass(slots=True, eq=False)
 class Core:
     """One choice per node, costs on nodes and edges, memory items over moments; everything in flat arrays.
@@ -112,12 +117,17 @@ class Core:
         return len(self.size)
 
     @classmethod
-    def of(cls, problem: Problem) -> Core:
-        """Return the problem in flat arrays; moments are those with maximal sets of live nodes."""
+    def of(cls, problem: Problem, *, memory: bool = True) -> Core:
+        """Return the problem in flat arrays; moments are those with maximal sets of live nodes.
+
+        Args:
+            problem: the problem.
+            memory: False to leave its limit out.
+        """
         size = np.array([len(vector) for vector in problem.costs], dtype=np.int64)
         ends = np.array([(edge.source, edge.target) for edge in problem.edges], dtype=np.int64).reshape(-1, 2)
         tables = [edge.costs.ravel() for edge in problem.edges]
-        limited = problem.limit is not None and problem.usages is not None
+        limited = memory and problem.limit is not None and problem.usages is not None
         # Without a limit there are no moments, and memory costs nothing in any loop.
         moments = Moments.of(problem) if limited else None
         live = np.flatnonzero(moments.first < moments.last) if moments else np.zeros(0, dtype=np.int64)
@@ -139,11 +149,115 @@ class Core:
             moment=np.arange(moments.count if moments else 0),
         )
 
-    def expand(self, places: IntArray) -> IntArray:
-        """Return the choice for the problem's nodes that a choice for the core's stands for."""
-        for stage in reversed(self.stages):
+    @property
+    def owner(self) -> IntArray:
+        """The node of every strategy."""
+        return np.repeat(np.arange(self.nodes), self.size)
+
+    @property
+    def vectors(self) -> list[Array]:
+        """The costs of every node's strategies, as views."""
+        return np.split(self.cost, self.offset[1:-1]) if self.nodes else []
+
+    @property
+    def tables(self) -> list[Array]:
+        """The table of every edge, as views."""
+        shapes, begins = self.size[self.ends].tolist(), self.start.tolist()
+        return [
+            self.table[begin : begin + rows * columns].reshape(rows, columns)
+            for begin, (rows, columns) in zip(begins, shapes, strict=False)
+        ]
+
+    def neighbours(self) -> dict[int, set[int]]:
+        """Return the nodes that share an edge with each node."""
+        result: dict[int, set[int]] = {node: set() for node in range(self.nodes)}
+        for source, target in self.ends.tolist():
+            result[source].add(target)
+            result[target].add(source)
+        return result
+
+    def to_problem(self, sequence: IntArray | None = None) -> Problem:
+        """Return nodes and edges as a problem without memory: nodes in a given order, edges from the earlier one."""
+        sequence = np.arange(self.nodes) if sequence is None else sequence
+        rank = np.empty(self.nodes, dtype=np.int64)
+        rank[sequence] = np.arange(self.nodes)
+        # Equal layers have equal tables. Messages look at an object once.
+        distinct: dict[tuple[tuple[int, ...], bytes], Array] = {}
+        edges = []
+        for (source, target), table in zip(rank[self.ends].tolist(), self.tables, strict=True):
+            first, second, turned = (source, target, table) if source < target else (target, source, table.T)
+            shared = distinct.setdefault((turned.shape, turned.tobytes()), turned)
+            edges.append(Edge(first, second, shared))
+        vectors = self.vectors
+        return Problem(tuple(vectors[node] for node in sequence.tolist()), tuple(edges))
+
+    def expand(self, places: IntArray, origin: Core | None = None) -> IntArray:
+        """Return the choice for the problem, or for the core that this one was made from, that a choice stands for."""
+        for stage in reversed(self.stages[len(origin.stages) if origin else 0 :]):
             places = stage.expand(places)
         return places
+
+    def contract(self, places: IntArray, origin: Core | None = None) -> IntArray:
+        """Return the choice for this core that a choice for the problem, or for an earlier core, contains."""
+        for stage in self.stages[len(origin.stages) if origin else 0 :]:
+            places = stage.contract(places)
+        return places
+
+    def origins(self) -> tuple[IntArray, IntArray]:
+        """Return per strategy its node in the problem, and its number there."""
+        nodes = self.owner
+        strategies = np.arange(len(nodes)) - self.offset[nodes]
+        for stage in reversed(self.stages):
+            strategies = stage.labels[stage.starts[nodes] + strategies]
+            nodes = stage.kept[nodes]
+        return nodes, strategies
+
+    def remaining_nodes(self) -> IntArray:
+        """Return per node its number in the problem."""
+        return self.origins()[0][self.offset[:-1]]
+
+    def forbid(self, strategies: Mask) -> Core:
+        """Return the core with some strategies forbidden."""
+        return replace(self, cost=np.where(strategies, np.inf, self.cost))
+
+    def restrict(self, alive: Mask, removed: IntArray = _NO_ROWS, choice: IntArray = _NO_CHOICES) -> Core:
+        """Return the core with only some strategies; nodes without any go.
+
+        Args:
+            alive: per strategy True if it stays.
+            removed, choice: how the choices of the nodes that go follow from others, see `PresolveStage`.
+        """
+        owner = self.owner
+        size = np.bincount(owner[alive], minlength=self.nodes)
+        kept, labels = np.flatnonzero(size), np.flatnonzero(alive) - self.offset[owner[alive]]
+        number = np.cumsum(size > 0) - 1
+        begins = starts(size)
+        stage = PresolveStage(self.nodes, kept, starts(size[kept]), labels, self.size, removed, choice)
+        rows = [labels[low:high] for low, high in pairwise(begins.tolist())]
+        whole = (size == self.size).tolist()
+        start = starts(size[self.ends].prod(1))
+        # Each part is written where it stays: on large problems most of the time goes to fresh memory.
+        table = np.empty(int(start[-1]))
+        for begin, (source, target), old in zip(start.tolist(), self.ends.tolist(), self.tables, strict=False):
+            part = old if whole[source] and whole[target] else old[rows[source][:, None], rows[target]]
+            table[begin : begin + part.size].reshape(part.shape)[:] = part
+        lengths = self.size[self.item_node]
+        within = np.arange(int(lengths.sum())) - np.repeat(starts(lengths)[:-1], lengths)
+        used = alive[np.repeat(self.offset[self.item_node], lengths) + within]
+        return replace(
+            self,
+            size=size[kept],
+            offset=stage.starts,
+            cost=self.cost[alive],
+            ends=number[self.ends].reshape(-1, 2),
+            start=start,
+            table=table,
+            item_node=number[self.item_node],
+            usage_start=starts(size[self.item_node])[:-1],
+            usage=self.usage[(np.repeat(self.usage_start, lengths) + within)[used]],
+            stages=(*self.stages, stage),
+            feasible=self.feasible and len(kept) + len(removed) == self.nodes,
+        )
 
     def value(self, places: IntArray) -> float:
         """Return the cost of a choice, the constant included."""
@@ -221,192 +335,3 @@ class CoreArrays(NamedTuple):
     def graph(self) -> ChainGraph:
         """The nodes and edges."""
         return ChainGraph(self.nodes, self.around, self.table)
-
-
-OFFSET, WORK = 0, 1
-"""Places in `Arena.numbers`: the cost decided so far; the work so far, in table entries read."""
-
-EDGES, CELLS, ITEMS, USED, REMOVED, MAPPED, FAILED, FULL = range(8)
-"""Places in `Arena.counts`: the used length of each array; 1 once a node has lost its last strategy; 1 once an array
-was too short."""
-
-FIRST_EDGE, WAITING_EDGES, FIRST_NODE, WAITING_NODES = range(8, 12)
-"""Places in `Arena.counts`: the starts of the rings of waiting edges and nodes, and the numbers that wait."""
-
-ARENA_NODE = np.dtype(
-    [
-        *((name, np.int64) for name in ("size", "offset", "head", "degree", "first_item", "waiting")),
-        *((name, np.bool_) for name in ("gone", "stale", "queued")),
-    ],
-    align=True,
-)
-ARENA_HALF = np.dtype([(name, np.int64) for name in ("end", "after", "before")], align=True)
-ARENA_EDGE = np.dtype(
-    [("start", np.int64), ("waiting", np.int64), ("dropped", np.bool_), ("queued", np.bool_)], align=True
-)
-ARENA_ITEM = np.dtype([(name, np.int64) for name in ("low", "high", "start", "following")], align=True)
-"""Records rather than an array per field: numba compiles more code for every array that a loop is given."""
-
-
-class Arena(NamedTuple):
-    """A graph, in arrays that numba's loops change in place. A strategy is gone when its cost is infinite.
-
-    Half-edge 2e stands at the node of the rows of edge e, 2e + 1 at that of the columns.
-
-    Attributes:
-        nodes: per node its number of strategies, the start of its costs in `cost`, its first half-edge (-1: none), its
-            degree, its first memory item (-1: none), `gone` if it was removed, and `stale` if its items may have become
-            constant.
-        halves: per half-edge its node, and the half-edges after and before it in the list of that node.
-        edges: per edge the start of its table in `table`, row-major over all strategies of its ends, and `dropped` if
-            it was removed.
-        items: per memory item the moments [low, high), the start of its usages in `usage`, and the next item of its
-            node.
-        cost: costs of the strategies of all nodes.
-        table: all tables.
-        usage: all items' usages, one per strategy of the node.
-        base: changes of the memory that is used under any choice (a difference array over moments).
-        removed: rows (node, neighbour or -1, neighbour or -1, start in `choice`) in order of removal.
-        choice: best strategies of removed nodes, by the strategies of those neighbours.
-        numbers, counts: see the constants above.
-
-    The fields `waiting` of all nodes form a ring buffer of queued nodes; `queued` is True for its members. Likewise for
-    edges.
-    """
-
-    nodes: Any
-    halves: Any
-    edges: Any
-    items: Any
-    cost: Any
-    table: Any
-    usage: Any
-    base: Any
-    removed: Any
-    choice: Any
-    numbers: Any
-    counts: Any
-
-
-@jit_inner
-def push_edge(arena, edge):  # type: ignore[no-untyped-def]
-    """Queue an edge, unless it is queued or dropped."""
-    if not arena.edges[edge].queued and not arena.edges[edge].dropped:
-        arena.edges[edge].queued = True
-        # An edge waits at most once, so a ring as long as the array of edges is never full.
-        place = (arena.counts[FIRST_EDGE] + arena.counts[WAITING_EDGES]) % len(arena.edges)
-        arena.edges[place].waiting = edge
-        arena.counts[WAITING_EDGES] += 1
-
-
-@jit_inner
-def push_node(arena, node):  # type: ignore[no-untyped-def]
-    """Queue a node, unless it is queued or removed."""
-    if not arena.nodes[node].queued and not arena.nodes[node].gone:
-        arena.nodes[node].queued = True
-        place = (arena.counts[FIRST_NODE] + arena.counts[WAITING_NODES]) % len(arena.nodes)
-        arena.nodes[place].waiting = node
-        arena.counts[WAITING_NODES] += 1
-
-
-@jit_inner
-def pop_edge(arena):  # type: ignore[no-untyped-def]
-    """Return the next queued edge, -1 if there is none."""
-    if arena.counts[WAITING_EDGES] == 0:
-        return -1
-    edge = arena.edges[arena.counts[FIRST_EDGE]].waiting
-    arena.counts[FIRST_EDGE] = (arena.counts[FIRST_EDGE] + 1) % len(arena.edges)
-    arena.counts[WAITING_EDGES] -= 1
-    arena.edges[edge].queued = False
-    return edge
-
-
-@jit_inner
-def pop_node(arena):  # type: ignore[no-untyped-def]
-    """Return the next queued node, -1 if there is none."""
-    if arena.counts[WAITING_NODES] == 0:
-        return -1
-    node = arena.nodes[arena.counts[FIRST_NODE]].waiting
-    arena.counts[FIRST_NODE] = (arena.counts[FIRST_NODE] + 1) % len(arena.nodes)
-    arena.counts[WAITING_NODES] -= 1
-    arena.nodes[node].queued = False
-    return node
-
-
-@jit_inner
-def link(arena, half):  # type: ignore[no-untyped-def]
-    """Insert a half-edge at the head of the list of its node."""
-    node = arena.halves[half].end
-    following = arena.nodes[node].head
-    arena.halves[half].after = following
-    arena.halves[half].before = -1
-    if following >= 0:
-        arena.halves[following].before = half
-    arena.nodes[node].head = half
-    arena.nodes[node].degree += 1
-
-
-@jit_inner
-def unlink(arena, half):  # type: ignore[no-untyped-def]
-    """Remove a half-edge from the list of its node."""
-    node = arena.halves[half].end
-    previous, following = arena.halves[half].before, arena.halves[half].after
-    if previous >= 0:
-        arena.halves[previous].after = following
-    else:
-        arena.nodes[node].head = following
-    if following >= 0:
-        arena.halves[following].before = previous
-    arena.nodes[node].degree -= 1
-
-
-@jit_inner
-def drop_edge(arena, edge):  # type: ignore[no-untyped-def]
-    """Remove an edge; its table stays where it is."""
-    unlink(arena, 2 * edge)
-    unlink(arena, 2 * edge + 1)
-    arena.edges[edge].dropped = True
-
-
-@jit_inner
-def find_edge(arena, source, target):  # type: ignore[no-untyped-def]
-    """Return the half-edge at `source` of the edge between two nodes, -1 if there is none."""
-    # A hub may have thousands of edges: the list of the end with fewer is searched.
-    near, far = (source, target) if arena.nodes[source].degree <= arena.nodes[target].degree else (target, source)
-    half = arena.nodes[near].head
-    while half >= 0:
-        arena.numbers[WORK] += 1
-        if arena.halves[half ^ 1].end == far:
-            # The two half-edges of an edge differ in their last bit.
-            return half if near == source else half ^ 1
-        half = arena.halves[half].after
-    return -1
-
-
-@jit_inner
-def new_edge(arena, source, target):  # type: ignore[no-untyped-def]
-    """Add an edge with a table of zeros, `source` at its rows, and return it; the caller has checked the room."""
-    edge = arena.counts[EDGES]
-    arena.counts[EDGES] += 1
-    arena.halves[2 * edge].end = source
-    arena.halves[2 * edge + 1].end = target
-    arena.edges[edge].start = arena.counts[CELLS]
-    cells = arena.nodes[source].size * arena.nodes[target].size
-    arena.table[arena.counts[CELLS] : arena.counts[CELLS] + cells] = 0.0
-    arena.counts[CELLS] += cells
-    arena.edges[edge].dropped = False
-    arena.edges[edge].queued = False
-    link(arena, 2 * edge)
-    link(arena, 2 * edge + 1)
-    return edge
-
-
-@jit_inner
-def strides(arena, half):  # type: ignore[no-untyped-def]
-    """Return the start of a half-edge's table, and the strides over the strategies of its node and of the other one."""
-    edge = half >> 1
-    columns = arena.nodes[arena.halves[2 * edge + 1].end].size
-    # From the columns' end, the table is read transposed.
-    if half & 1:
-        return arena.edges[edge].start, 1, columns
-    return arena.edges[edge].start, columns, 1
