@@ -98,10 +98,10 @@ class _Twice(nn.Module):
 
 
 def test_a_hint_moves_what_its_modules_save() -> None:
-    x = torch.randn(8, 16)
+    x, twice = torch.randn(8, 16), _Twice()
 
     def plan(hints: dict[str, Any], **options: Any) -> ShardingPlan:
-        return autoshard.plan(_Twice(), MESH, (x,), hints=hints, cluster=fast_links(), **options)
+        return autoshard.plan(twice, MESH, (x,), hints=hints, cluster=fast_links(), **options)
 
     second = plan({"layers.1*": autoshard.offload()})
     both = plan({"layers.*": autoshard.offload()})

@@ -1,4 +1,7 @@
-"""Removal of strategies, and of pairs, that another choice beats in cost and memory, whatever the neighbours choose."""
+"""Removal of strategies, and of pairs, that another choice beats in cost and memory, whatever the neighbours choose.
+
+The loops read and change the arrays of `arena.py` in place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A lower bound under a memory limit: prices on memory over time, and message passing at these prices."""
+"""A lower bound under a memory limit: prices on memory over time, and message passing at these prices.
+
+The passes are those of `chains.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Large-neighbourhood search under a hard memory limit.
 
-A neighbourhood is a random set of nodes whose edges among them form a forest. It is solved exactly at prices on memory.
+A neighbourhood is a random set of nodes whose edges among them form a forest. It is solved exactly at prices on memory;
+without a limit, memory has no price.
 """
 
 from __future__ import annotations
