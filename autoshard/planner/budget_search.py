@@ -64,7 +64,9 @@ class ShortfallError(BudgetError):
     """
 
     def __init__(self, limit: int, leanest: CandidatePlan, late: bool) -> None:
-        self._planner, self._limit, self._leanest, self._late = leanest.estimate.context, limit, leanest, late
+        planner = leanest.estimate.context
+        assert isinstance(planner, PlanningContext)
+        self._planner, self._limit, self._leanest, self._late = planner, limit, leanest, late
         self._least = leanest.memory
         super().__init__(self._message(()), self._least.peak)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from autoshard.capture.joint import JointGraph
 from autoshard.memory.footprint import (
     AllocationKind,
     Memory,
@@ -17,14 +19,16 @@ from autoshard.memory.footprint import (
     live_bytes,
     saved_at_peak,
 )
+from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.patterns.graph_rules import GraphRules
 from autoshard.planner.account import allocations, host_bytes
 from autoshard.planner.call_times import CallTimes
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.plans.step_replay import StepReplay
 from autoshard.program.predicted_program import PredictedProgram
-
-if TYPE_CHECKING:
-    from autoshard.planner.planning_context import PlanningContext
+from autoshard.program.program_replay import KernelPrices
+from autoshard.reshard.reductions import DeferredReduction
 
 
 class ReplayedStep(NamedTuple):
@@ -59,6 +63,34 @@ class Footprint(NamedTuple):
     kept: dict[str, dict[Source, int]]
 
 
+class ProgramPricing(Protocol):
+    """The graph of some decisions, and what makes and prices their programs; see `PlanningContext`."""
+
+    @property
+    def graph(self) -> JointGraph: ...
+
+    @property
+    def rules(self) -> GraphRules: ...
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def prices(self) -> KernelPrices: ...
+
+    def program(self, flow: Flow, reduced: DeferredReduction | None = None) -> PredictedProgram: ...
+
+    def replay(self, program: PredictedProgram, prices: KernelPrices) -> ReplayedStep: ...
+
+    def update_seconds(self, program: PredictedProgram) -> float: ...
+
+    def operation_at(self, moment: int) -> tuple[str, str, str]: ...
+
+    def time_phase(self, phase: str) -> AbstractContextManager[None]: ...
+
+    def describe(self, plan: CandidatePlan) -> ShardingPlan: ...
+
+
 class ProgramEstimate:
     """Time and memory of the program of some decisions, each computed on first use since that takes long.
 
@@ -67,7 +99,7 @@ class ProgramEstimate:
         flow: the graph and the decisions.
     """
 
-    def __init__(self, context: PlanningContext, flow: Flow) -> None:
+    def __init__(self, context: ProgramPricing, flow: Flow) -> None:
         self.context, self._flow = context, flow
         self._program: PredictedProgram | None = None
 

@@ -121,19 +121,21 @@ def _sum(parts: Iterable[BackwardSources]) -> BackwardSources:
 def source_labels(rows: Sequence[LayerRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the labels of the columns of text and of numbers for some rows, without those that would be empty."""
     again = bool(_total(rows).operators)
-    sizes = (_COLUMNS[source][0] for source in _shown(rows))
+    sizes = (_COLUMNS[source][0] for source in _shown_sources(rows))
     return ("module", *(("runs again",) if again else ())), ("count", *sizes, *(("time",) if again else ()))
 
 
 def sources_legend(rows: Sequence[LayerRow]) -> str:
     """Return what the columns mean."""
-    meanings = " ".join(f"{label.capitalize()}: {text}." for label, text in map(_COLUMNS.__getitem__, _shown(rows)))
+    meanings = " ".join(
+        f"{label.capitalize()}: {text}." for label, text in map(_COLUMNS.__getitem__, _shown_sources(rows))
+    )
     return f"Bytes of one device that the backward half reads of the forward half. {meanings}"
 
 
 def source_cells(rows: Sequence[LayerRow]) -> list[list[str]]:
     """Return the texts of the columns of `source_labels` for every row, and last for the sum of several rows."""
-    total, shown = _total(rows), _shown(rows)
+    total, shown = _total(rows), _shown_sources(rows)
     summed = [LayerRow("together", sum(row.count for row in rows), total)] if len(rows) > 1 else []
     cells = []
     for row in (*rows, *summed):
@@ -151,7 +153,7 @@ def _total(rows: Iterable[LayerRow]) -> BackwardSources:
     return _sum(row.sources for row in rows)
 
 
-def _shown(rows: Iterable[LayerRow]) -> list[str]:
+def _shown_sources(rows: Iterable[LayerRow]) -> list[str]:
     """Return the sources that a column is of: those of some bytes."""
     held = _total(rows).bytes
     return [source for source in SOURCES if held[source]]
