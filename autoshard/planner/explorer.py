@@ -110,9 +110,9 @@ class Explorer:
         fastest = planner.fastest(cheapest)
         if limit is None or fastest.memory.peak <= limit:
             return fastest
-        plan = self._within(limit, cheapest, fastest)
         # A bound of the problem without a limit is one with it, and if operators run again.
-        return replace(plan, lower_bound=min(max(cheapest.lower_bound, self._bound), plan.cost))
+        self._bound = cheapest.lower_bound
+        return self._with_bound(self._within(limit, cheapest, fastest))
 
     def _within(self, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> CandidatePlan:
         planner, context = self.planner, self._context()
@@ -122,14 +122,15 @@ class Explorer:
         self._search = LimitSearch(context, limit, known)
         plan = self._search.run_forced() if planner.settings.method == "force" else self._search.run()
         moves = planner.settings.offload == "auto" and planner.settings.method != "force"
-        self._bound = -math.inf if moves else self._search.bound
+        if not moves:
+            self._bound = max(self._bound, self._search.bound)
         for price in _COPY_PRICES if moves else ():
             if not planner.is_past_deadline:
                 # What was met without moves stays in the search.
                 self._search = LimitSearch(self._context(price), limit, [cheapest, *self._search.met])
                 plan = self._search.run()
                 if price == min(_COPY_PRICES):  # no plan costs less at another one
-                    self._bound = self._search.bound
+                    self._bound = max(self._bound, self._search.bound)
         planner.met[:] = self._search.met
         rows = solve_with_memory_rows(planner, limit) if planner.settings.method == "ilp" else None
         if rows is not None and (plan is None or rows.step_seconds < plan.step_seconds):
@@ -140,10 +141,17 @@ class Explorer:
 
     def _best_met(self) -> CandidatePlan:
         """Return the best plan that was met and fits the limit; raise `KeyboardInterrupt` if there is none."""
-        best = self.planner.best if self._search is None else self._search.best
+        if self._search is None:
+            best = self.planner.best
+        else:
+            best = None if self._search.best is None else self._with_bound(self._search.best)
         if best is None:
             raise KeyboardInterrupt
         return best
+
+    def _with_bound(self, plan: CandidatePlan) -> CandidatePlan:
+        """Return a plan with the bound of all plans, in place of one at the prices of memory that led to it."""
+        return replace(plan, lower_bound=min(self._bound, plan.cost))
 
 
 def _peak_and_step(plan: CandidatePlan) -> tuple[int, float]:

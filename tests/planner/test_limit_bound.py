@@ -89,6 +89,20 @@ def test_the_gap_of_a_plan_is_that_of_sharding_and_recomputation_together(share:
     assert plan.gap < 0.01
 
 
+def test_an_interrupted_search_tells_a_bound_of_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = joint_graph("gpt")
+    free = planner_of(graph, {"x": 4}, PLANNED).plan()
+
+    def interrupt(search: LimitSearch) -> None:
+        raise KeyboardInterrupt
+
+    # Plans at prices of memory were met, and the best of them is returned.
+    monkeypatch.setattr(LimitSearch, "_mix", interrupt)
+    with pytest.warns(UserWarning, match="interrupted"):
+        plan = plan_with_recompute(planner_of(graph, {"x": 4}, PLANNED, memory_limit=round(0.6 * free.memory.peak)))
+    assert free.lower_bound <= plan.lower_bound <= plan.cost
+
+
 def test_meshes_of_three_axes_keep_the_bound_without_a_limit() -> None:
     graph = joint_graph("mlp")
     planner = planner_of(graph, {"x": 2, "y": 2, "z": 2}, PLANNED)
