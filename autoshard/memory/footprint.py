@@ -14,6 +14,8 @@ AllocationKind = Literal[
 ]
 
 KINDS: tuple[AllocationKind, ...] = get_args(AllocationKind)
+AT_REST: frozenset[AllocationKind] = frozenset({"parameter", "optimizer", "buffer", "input"})
+"""What an input of the step holds, from before it to behind it."""
 DescribeMoment = Callable[[int], tuple[str, str, str]]
 """The phase, the path of the module, and the operator that run at a moment."""
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from autoshard.capture.joint import JointGraph
 from autoshard.memory.footprint import (
+    AT_REST,
+    Allocation,
     AllocationKind,
     Memory,
     Source,
@@ -54,6 +56,8 @@ class Footprint(NamedTuple):
         changes: kind -> moments and bytes, as `changes_by_kind` returns them.
         saved: bytes of the saved tensors at the peak, by the moments at which they are made.
         kept: path of a module -> bytes that a run keeps between its halves, on the device or on the host.
+        lives: of every allocation its bytes, the first moment, and the first moment after it: shape `(allocations, 3)`.
+        makers: of every allocation the operator that makes it, or the input that is held, by the name of its node.
     """
 
     memory: Memory
@@ -61,6 +65,8 @@ class Footprint(NamedTuple):
     changes: dict[AllocationKind, np.ndarray]
     saved: dict[int, int]
     kept: dict[str, dict[Source, int]]
+    lives: np.ndarray
+    makers: tuple[str, ...]
 
 
 class ProgramPricing(Protocol):
@@ -125,7 +131,20 @@ class ProgramEstimate:
             for path, size in on_host.items():
                 kept.setdefault(path, {})["host"] = size
             memory = replace(memory, host=settings.under_way * sum(on_host.values()))
-            return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated), kept)
+            lives = np.array([each[1:4] for each in allocated], dtype=np.int64).reshape(-1, 3)
+            makers = tuple(map(self._maker, allocated))
+            return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated), kept, lives, makers)
+
+    def _maker(self, allocation: Allocation) -> str:
+        """Return the name of the node that makes an allocation."""
+        if allocation.kind in AT_REST:
+            return self._inputs[allocation.name]
+        operators = self.context.rules.operators
+        return operators[allocation.start].name if allocation.start < len(operators) else ""
+
+    @cached_property
+    def _inputs(self) -> dict[str, str]:
+        return {source.name: source.node.name for source in self.context.graph.inputs}
 
     def step_replay(self) -> StepReplay:
         """Return the record of the step for a plan."""

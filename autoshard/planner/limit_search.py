@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 
@@ -30,8 +29,7 @@ from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate
 from autoshard.planner.limit_bound import bound_within
 from autoshard.planner.memory_prices import mix_prices
 from autoshard.planner.rerun_context import RerunContext
-
-Entry = TypeVar("Entry")
+from autoshard.planner.splice import Splice
 
 _ROUNDS = 12  # plans made at prices of memory, at most
 _STRONGEST = 30.0  # steps that the limit's bytes have where no mix of plans fits
@@ -42,7 +40,7 @@ _STRENGTHS = (10.0, 0.01)  # the largest and the smallest price of the limit's b
 _LEVELS = 30  # prices between these
 _FORCED_LEVELS = 10  # levels on which ever more parameters are forced to be sharded
 _MIXES = 3  # pairs of plans that are mixed, at most
-_MAX_COUNTS = 6  # numbers of operators that are tried of a pair, at most
+_MAX_COUNTS = 5  # numbers of operators that are tried of a pair, at most
 _FULL = 3e-3  # part of the limit by which a plan may stay below it
 
 _LEAN_ROUNDS = 6  # plans made where memory alone has a price, at most
@@ -299,23 +297,18 @@ class LimitSearch:
 
     def _search_splices(self, splice: Splice) -> None:
         """Meet the plans of a splice with about the fewest operators as in the lean plan that fit."""
-        low, high, above, below = 0, splice.length, splice.fast.memory.peak, splice.lean.memory.peak
-        last = math.inf
+        low, high, missed = 0, splice.length, 0.0
         for _ in range(_MAX_COUNTS):
-            full = below >= (1 - _FULL) * self.limit
-            if high - low <= 1 or full or self.context.is_past_deadline:
+            if high - low <= 1 or self.context.is_past_deadline:
                 return
-            # The more operators are as in the lean plan, the less is held, most often by about as much each. Where that
-            # hardly narrows the interval, it is halved.
-            share = 0.5 if last / 2 < high - low < last else (above - self.limit) / max(above - below, 1)
-            last = high - low
-            count = min(max(low + math.ceil(share * last), low + 1), high - 1)
+            # What is foreseen leaves out what the seam changes: about as much as the last time.
+            count = splice.fewest_within(self.limit - missed, low, high)
             plan = splice.plan(count)
             self._meet(plan)
-            if self._fits(plan):
-                high, below = count, plan.memory.peak
-            else:
-                low, above = count, plan.memory.peak
+            missed = plan.memory.peak - splice.foreseen_peak(count)
+            low, high = (low, count) if self._fits(plan) else (count, high)
+            if self._fits(plan) and plan.memory.peak >= (1 - _FULL) * self.limit:
+                return
 
     def _promising_pair(self) -> tuple[CandidatePlan, CandidatePlan] | None:
         """Return the plan that fits and the faster one that does not whose mix promises the shortest step."""
@@ -337,56 +330,6 @@ class LimitSearch:
         if not pairs or min(pairs)[0] > (1 - _ENOUGH) * best:
             return None
         return min(pairs)[2:]
-
-
-class Splice:
-    """Plans in which the first operators of the forward half are as in one plan, and the others as in another one.
-
-    Args:
-        context: the problem in which operators may run again.
-        lean: the plan of the first operators, whose tensors are kept longest.
-        fast: the plan of the others.
-
-    Attributes:
-        length: the number of operators of the forward half.
-    """
-
-    def __init__(self, context: RerunContext, lean: CandidatePlan, fast: CandidatePlan) -> None:
-        self.context, self.lean, self.fast = context, lean, fast
-        self.length = 1 + max(context.forward_places.values(), default=-1)
-
-    def plan(self, count: int) -> CandidatePlan:
-        """Return the plan in which so many operators are as in the lean plan."""
-        places = self.context.forward_places
-
-        def is_lean(name: str) -> bool:
-            return places.get(name, 0) < count
-
-        def select(of: Callable[[Decisions], Mapping[str, Entry]]) -> dict[str, Entry]:
-            lean, fast = of(self.lean.decisions), of(self.fast.decisions)
-            # The key of a hub begins with the name of its value's operator.
-            chosen = {key: entry for key, entry in lean.items() if is_lean(_operator_name(key))}
-            return chosen | {key: entry for key, entry in fast.items() if not is_lean(_operator_name(key))}
-
-        decisions = Decisions(
-            select(lambda each: each.choices),
-            select(lambda each: each.rest),
-            self.lean.decisions.outputs,
-            select(lambda each: each.hubs),
-        )
-        reruns = [
-            name
-            for plan, wanted in ((self.lean, True), (self.fast, False))
-            for name in self.context.names_of(plan)
-            if is_lean(name) == wanted
-        ]
-        planner = self.context.planner_with(reruns)
-        account = planner.account(self.context.settle(decisions, planner))
-        return self.context.evaluate_reruns(reruns, decisions, account.total_seconds, 0.0, "two plans spliced")
-
-
-def _operator_name(key: str) -> str:
-    return key.partition("@")[0].partition(":")[0]
 
 
 def _peak(plan: CandidatePlan) -> int:

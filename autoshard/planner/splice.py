@@ -1,0 +1,103 @@
+"""Plans between two others, of which one has the first operators and the other the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import numpy as np
+
+from autoshard.patterns.decisions import Decisions
+from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.rerun_context import RerunContext
+
+Entry = TypeVar("Entry")
+
+
+class Splice:
+    """Plans in which the first operators of the forward half are as in one plan, and the others as in another one.
+
+    Args:
+        context: the problem in which operators may run again.
+        lean: the plan of the first operators, whose tensors are kept longest.
+        fast: the plan of the others.
+
+    Attributes:
+        length: the number of operators of the forward half.
+    """
+
+    def __init__(self, context: RerunContext, lean: CandidatePlan, fast: CandidatePlan) -> None:
+        self.context, self.lean, self.fast = context, lean, fast
+        self.length = 1 + max(context.forward_places.values(), default=-1)
+        self._lives = [_Lives(context, plan) for plan in (lean, fast)]
+
+    def fewest_within(self, limit: float, low: int, high: int) -> int:
+        """Return the fewest operators as in the lean plan, more than `low` and less than `high`, that seem to fit."""
+        # The more there are, the less is held, but for what lies beside each other at the seam.
+        low, high = low + 1, high - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.foreseen_peak(middle) <= limit else (middle + 1, high)
+        return low
+
+    def foreseen_peak(self, count: int) -> float:
+        """Return the peak of a plan from the memory of its two plans, without what changes at the seam."""
+        lean, fast = self._lives
+        return float(np.cumsum(lean.changes(lean.places < count) + fast.changes(fast.places >= count)).max())
+
+    def plan(self, count: int) -> CandidatePlan:
+        """Return the plan in which so many operators are as in the lean plan."""
+        places = self.context.forward_places
+
+        def is_lean(name: str) -> bool:
+            return places.get(name, 0) < count
+
+        def select(of: Callable[[Decisions], Mapping[str, Entry]]) -> dict[str, Entry]:
+            lean, fast = of(self.lean.decisions), of(self.fast.decisions)
+            # The key of a hub begins with the name of its value's operator.
+            chosen = {key: entry for key, entry in lean.items() if is_lean(_operator_name(key))}
+            return chosen | {key: entry for key, entry in fast.items() if not is_lean(_operator_name(key))}
+
+        decisions = Decisions(
+            select(lambda each: each.choices),
+            select(lambda each: each.rest),
+            self.lean.decisions.outputs,
+            select(lambda each: each.hubs),
+        )
+        reruns = [
+            name
+            for plan, wanted in ((self.lean, True), (self.fast, False))
+            for name in self.context.names_of(plan)
+            if is_lean(name) == wanted
+        ]
+        planner = self.context.planner_with(reruns)
+        account = planner.account(self.context.settle(decisions, planner))
+        return self.context.evaluate_reruns(reruns, decisions, account.total_seconds, 0.0, "two plans spliced")
+
+
+class _Lives:
+    """The memory that a plan allocates.
+
+    Attributes:
+        places: per allocation, the place in the forward half of what allocates it; see `RerunContext.forward_places`.
+    """
+
+    def __init__(self, context: RerunContext, plan: CandidatePlan) -> None:
+        footprint, rules = plan.estimate.footprint, plan.estimate.context.rules
+        self._bytes, starts, ends = footprint.lives.T
+        # At the moment of an operator that the plan lacks it holds what it holds at the next one that it has.
+        known = {node.name: moment for moment, node in enumerate(context.rules.operators)}
+        self._moments = len(known) + 1
+        moments = np.array([0, *(known[node.name] + 1 for node in rules.operators), self._moments])
+        self._starts, self._ends = moments[starts], moments[ends]
+        self.places = np.array([context.forward_places.get(name, 0) for name in footprint.makers])
+
+    def changes(self, chosen: np.ndarray) -> np.ndarray:
+        """Return by how much the bytes held change at every moment of the whole problem, of some allocations."""
+        held = self._bytes[chosen].astype(np.float64)
+        begun, ended = (np.bincount(moments[chosen], held, self._moments + 1) for moments in (self._starts, self._ends))
+        return (begun - ended)[: self._moments]
+
+
+def _operator_name(key: str) -> str:
+    return key.partition("@")[0].partition(":")[0]
