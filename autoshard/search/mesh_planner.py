@@ -15,6 +15,7 @@ from autoshard.capture.nodes import is_view
 from autoshard.errors import BudgetError, PipelineError
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.options import Pipeline
+from autoshard.options.options import ALWAYS_RECOMPUTE
 from autoshard.options.target import Target
 from autoshard.patterns.graph_rules import value_of
 from autoshard.pipeline.plan.pipeline_devices import PipelineMesh, stage_devices
@@ -285,7 +286,7 @@ class MeshPlanner:
 
     def _plan_mesh(self, planner: Planner, target: Target, unlimited: CandidatePlan | None = None) -> ShardingPlan:
         # It is of the step without recomputation.
-        if target.settings.recompute == "full":
+        if target.settings.recompute in ALWAYS_RECOMPUTE:
             unlimited = None
         plan = run_planner(planner, self.request.capture_seconds, target, unlimited, explained=False)
         self.interrupted = self.interrupted or planner.interrupted
