@@ -18,14 +18,7 @@ from torch import nn
 
 from autoshard.capture.depth import capture_repeated
 from autoshard.capture.joint import JointGraph, Tangents, capture
-from autoshard.capture.recomputation import (
-    captured_step,
-    graph_of_plan,
-    names_to_run_again,
-    recomputable,
-    recompute_layers,
-)
-from autoshard.options.options import ALWAYS_RECOMPUTE
+from autoshard.capture.recomputation import captured_step, graph_of_plan, recompute_layers
 from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner import hints as hint_rules
@@ -34,8 +27,8 @@ from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.explorer import Explorer, check_host
 from autoshard.planner.planner import Planner
 from autoshard.planner.progress_line import Progress, show_progress
+from autoshard.planner.recompute_option import names_by_option
 from autoshard.planner.regions import with_regions
-from autoshard.planner.strategy_tables import whole_work
 from autoshard.planner.subject import subject_of, work_of
 from autoshard.planner.target_constraints import PinsByName, PlacementsByName, constraints_for, shared_axis
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -313,22 +306,6 @@ def explorer_for(planner: Planner) -> Explorer:
     names = names_by_option(planner)
     may_rerun = planner.settings.recompute == "auto"
     return Explorer(recomputing_planner(planner, names) if names else planner, may_rerun=may_rerun)
-
-
-def names_by_option(planner: Planner) -> list[str]:
-    """Return the names, for `recompute_layers`, of what the option `recompute` has run again in any case."""
-    graph, recompute = planner.graph, planner.settings.recompute
-    if recompute not in ALWAYS_RECOMPUTE:
-        return []
-    layers = recomputable(graph)
-    # A plan says by itself what runs again: whole layers, or else operators.
-    if recompute == "full" and not graph.kept and not graph.recomputed:
-        return [layer.name for layer in layers]
-    again = {node for layer in layers for node in layer.rerun}
-    if recompute == "selective":
-        calls = planner.rules.calls
-        again = {node for node in again if node not in calls or not whole_work(calls[node]).flops}
-    return names_to_run_again(graph, again)
 
 
 def recomputing_planner(planner: Planner, names: Collection[str]) -> Planner:

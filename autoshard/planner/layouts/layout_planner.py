@@ -16,12 +16,12 @@ from autoshard.planner.planner import Planner
 from autoshard.planner.planning import (
     CapturedCall,
     freeze_older_objects,
-    names_by_option,
     planner_for,
     recomputing_planner,
     run_planner,
     with_provenance,
 )
+from autoshard.planner.recompute_option import names_by_option
 from autoshard.planner.regather import regather_parameters
 from autoshard.plans.sharding_plan import ShardingPlan
 
