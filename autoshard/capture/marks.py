@@ -272,6 +272,13 @@ def marked_regions(node: fx.Node) -> tuple[Region, ...]:
     return regions
 
 
+def marks_by_order(node: fx.Node, places: dict[Region, int]) -> dict[str, object]:
+    """Return all marks of a node, with a region's number in an order of regions, which gets those that it lacks."""
+    marks = dict(node.meta.get("custom") or {})
+    regions = marks.pop(_REGIONS, ())
+    return marks | {_REGIONS: tuple((each.origin, places.setdefault(each, len(places))) for each in regions)}
+
+
 def add_region(node: fx.Node, region: Region) -> None:
     """Mark an operator of an exported graph with a region of a hint, around those of the model's code."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), _REGIONS: (region, *marked_regions(node))}

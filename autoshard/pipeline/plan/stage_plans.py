@@ -260,6 +260,7 @@ class StagePlanner:
         key = (
             structural_fingerprint(graph),
             task_graph_marks(graph),
+            tuple(place for place, node in enumerate(graph.graph.nodes) if node.name in graph.kept),
             tuple((str(placements.get(source.name)), summed.get(source.name)) for source in graph.inputs),
             str(target.output_placements),
             target.inputs,
