@@ -145,7 +145,7 @@ class Options:
         offload: the tensors that are moved to the host between the halves of the step. `"none"`: those that hints and
             `autoshard.offload()` in the model's code name. `"auto"`: besides, under a memory limit, those that make the
             step faster than other ways to keep the limit. Copies run beside compute, unless the program is compiled.
-            Not for pipelines, whose stages keep their tensors.
+            Not for pipelines, whose stages keep their tensors: a search of meshes plans them without.
         host_memory: bytes of the host that one device may fill (or `"100GiB"`); by default those that the cluster
             tells, or any number where it tells none.
         dynamic: sizes that calls may change: for inputs by name, `{dim: name}`, such as
@@ -331,7 +331,7 @@ _ENTRY_POINTS = {
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
-        frozenset({"memory_limit", "offload", "host_memory", "shares", "accumulate", "compile", "pipeline"}),
+        frozenset({"memory_limit", "shares", "accumulate", "compile", "pipeline"}),
     ),
     "search": _EntryPoint(
         120.0,
@@ -339,7 +339,7 @@ _ENTRY_POINTS = {
         frozenset(
             {
                 *("inputs", "outputs", "data_axes", "example_inputs", "input_placements"),
-                *("dynamic", "shares", "accumulate", "compile", "offload", "host_memory"),
+                *("dynamic", "shares", "accumulate", "compile"),
             }
         ),
     ),

@@ -153,7 +153,7 @@ class ShortfallError(BudgetError):
 
 
 def _without_kept_values(planner: PlanningContext) -> JointGraph:
-    """Return the graph of a planner in which nothing is kept, and all runs again, or is moved, that its settings let."""
+    """Return the graph of a planner in which nothing is kept, and all runs again or is moved that its settings let."""
     graph = planner.graph
     freed = graph_of_plan(replace(captured_step(graph), kept={}), graph.recomputed, graph.offloaded)
     if planner.settings.recompute == "auto":
