@@ -186,8 +186,10 @@ def _contradicting_stretches_inside(stretches: Sequence[_Stretch]) -> dict[_Stre
     for stretch in stretches:
         for node in stretch.nodes:
             around[node].append(stretch)
-    pairs = {pair: node for node, several in around.items() for pair in combinations(several, 2)}
-    for (first, second), node in pairs.items():
+    overlapping = {pair for several in around.values() for pair in combinations(several, 2)}
+    for first, second in combinations(stretches, 2):
+        if (first, second) not in overlapping:
+            continue
         if frozenset((first.kind, second.kind)) not in _CONTRADICTIONS:
             continue
         if first.nodes < second.nodes:
@@ -195,6 +197,7 @@ def _contradicting_stretches_inside(stretches: Sequence[_Stretch]) -> dict[_Stre
         elif second.nodes < first.nodes:
             inner[first].append(second.nodes)
         else:
+            node = min(first.nodes & second.nodes)  # nodes compare by their places
             raise InfeasibleHintError(
                 f"{first.text} and {second.text} contradict each other on the operator {node.name} of "
                 f"{node.meta.get('module_path') or '(root)'}, and neither is inside of the other. Drop one of them, or "
@@ -203,9 +206,7 @@ def _contradicting_stretches_inside(stretches: Sequence[_Stretch]) -> dict[_Stre
     return inner
 
 
-def _check_effects(
-    effects: Mapping[_Stretch, Collection[str]], fault: str, paths: Mapping[str, Sequence[str]]
-) -> None:
+def _check_effects(effects: Mapping[_Stretch, Collection[str]], fault: str, paths: Mapping[str, Sequence[str]]) -> None:
     """Raise a `HintError` if the regions of some hint change nothing; `fault` has a place for their modules."""
     globs = dict.fromkeys(stretch.glob for stretch in effects)
     for glob in globs:
