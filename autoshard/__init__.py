@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         sampler_arguments,
         shard_dataloader,
     )
-    from autoshard.capture.marks import offload, replicate, set_default_strategy, shard, split
+    from autoshard.capture.marks import keep, offload, recompute, replicate, set_default_strategy, shard, split
     from autoshard.cluster.calibrate import calibrate
     from autoshard.cluster.cluster import Cluster
     from autoshard.compare.compare import compare
@@ -90,6 +90,7 @@ __all__ = [
     "doctor",
     "frontier",
     "full_state_dict",
+    "keep",
     "load_full_state_dict",
     "load_safetensors",
     "materialize",
@@ -98,6 +99,7 @@ __all__ = [
     "parallelize",
     "plan",
     "plan_of",
+    "recompute",
     "register_forward_method",
     "register_rule",
     "replicate",
@@ -128,7 +130,7 @@ _NAMES = {
         "sampler_arguments",
         "shard_dataloader",
     ),
-    "autoshard.capture.marks": ("offload", "replicate", "set_default_strategy", "shard", "split"),
+    "autoshard.capture.marks": ("keep", "offload", "recompute", "replicate", "set_default_strategy", "shard", "split"),
     "autoshard.cluster.calibrate": ("calibrate",),
     "autoshard.cluster.cluster": ("Cluster",),
     "autoshard.compare.compare": ("compare",),

@@ -493,12 +493,16 @@ def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterato
 
 
 @contextlib.contextmanager
-def without_checkpoints(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Context in which non-reentrant checkpoints run their function in a context, and nothing else."""
+def without_checkpoints(region: Callable[[bool], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Context in which non-reentrant checkpoints run their function in a context, and nothing else.
 
-    # A plan decides what is recomputed. What a checkpoint adds (random states, hooks of saved tensors) is left out.
-    def plain(*_: object, **__: object) -> Iterator[None]:
-        with region():
+    Args:
+        region: makes the context; is given True if a policy of the checkpoint says what is saved (`context_fn`).
+    """
+
+    # A plan recomputes. What a checkpoint adds (random states, hooks of saved tensors) is left out.
+    def plain(_function: object, _preserve: object, context_fn: object, *_: object, **__: object) -> Iterator[None]:
+        with region(context_fn is not checkpoint.noop_context_fn):
             yield
 
     with attribute_patch(checkpoint, checkpoint_parts.__name__, plain):

@@ -26,7 +26,7 @@ from autoshard.capture.fake_module import fake_copy
 from autoshard.capture.forward_record import record_forward
 from autoshard.capture.joint import Tangents, capture, without_garbage_collection
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
-from autoshard.capture.marks import defaults_of
+from autoshard.capture.marks import defaults_of, marked_regions
 from autoshard.capture.output_history import TensorKey
 from autoshard.capture.python_state import PythonState
 from autoshard.capture.repeated_layers import Depth, LayerPlace, Repetition, find_repetitions, with_periods
@@ -156,6 +156,9 @@ class _Series:
                 raise UnpredictableError(f"layers have constants of their own, such as {item.name}")
         if any(node.meta.get("task_graph") for node in layered.nodes):
             raise UnpredictableError("the model has task graphs")
+        # A record of forward shows no marks.
+        if any(marked_regions(node) for node in layered.nodes):
+            raise UnpredictableError("the model's code marks what runs again, is kept or moved")
         return layered
 
     def _check(self, predicted: JointGraph, captured: JointGraph) -> None:

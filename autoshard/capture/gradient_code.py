@@ -37,6 +37,7 @@ from autoshard.capture._torch import (
 )
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.dense import dense_fault, is_dense
+from autoshard.capture.marks import CHECKPOINT, Saving
 from autoshard.capture.mutations import Mutations
 from autoshard.capture.python_calls import (
     SET_GRAD,
@@ -389,10 +390,10 @@ class GradientCode(TorchFunctionMode):
             )
 
     def checkpoint(self, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Return the result of a reentrant checkpoint, traced as operators: the plan decides what is recomputed."""
+        """Return the result of a reentrant checkpoint, traced as operators that run again."""
         has_gradient = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
         if has_gradient or not torch.is_grad_enabled():
-            with self.in_checkpoint():
+            with self.in_checkpoint(False):
                 return run(*args)
         # As in torch: without an argument that needs a gradient, the results have none, whatever parameters are used.
         self._lost.append(running_line())
@@ -400,11 +401,15 @@ class GradientCode(TorchFunctionMode):
             return run(*args)
 
     @contextlib.contextmanager
-    def in_checkpoint(self) -> Iterator[None]:
-        """Context of a function that backward runs again on one device, with its updates of running statistics."""
+    def in_checkpoint(self, has_policy: bool) -> Iterator[None]:
+        """Context of a function that backward runs again, with its updates of running statistics.
+
+        With a policy of its own of what is saved, the planner decides what runs again.
+        """
         self._checkpoints += 1
         try:
-            yield
+            with contextlib.nullcontext() if has_policy else Saving("recompute", CHECKPOINT):
+                yield
         finally:
             self._checkpoints -= 1
 

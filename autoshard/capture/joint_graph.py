@@ -87,7 +87,9 @@ class JointGraph:
             `meta["sizes"]` of a node the shapes of its results with `DynamicSize`s in them.
         call: makes the tensors of a call, in the order of the inputs of kind "input".
         result: makes the value of `forward`, from tensors in the order of the outputs of kind "output".
-        recomputed: names of the layers that the backward half runs again (see `capture.recomputation`).
+        recomputed: names of the layers, and operators, that the backward half runs again (see `capture.recomputation`).
+        run_once: the same step in which every operator runs once; None if it is this one.
+        kept: names of the nodes whose values are not made again, nor moved, and what the user said that keeps them.
         offloaded: names of the values that are moved to the host between the halves (see `capture.offloading`).
         unmoved: the same step without these moves; None if there are none.
         state: the flags, numbers, submodules and hooks that the graph depends on, the changes of these by a call, and
@@ -106,6 +108,8 @@ class JointGraph:
     result: ResultLayout
     dynamic: DynamicSizes | None = None
     recomputed: tuple[str, ...] = ()
+    run_once: JointGraph | None = None
+    kept: Mapping[str, str] = field(default_factory=dict)
     offloaded: tuple[str, ...] = ()
     unmoved: JointGraph | None = None
     state: PythonState = field(default_factory=PythonState)

@@ -1,7 +1,8 @@
 """Marks that a user writes into `forward`, and that a captured graph keeps.
 
 `shard` pins the placements of an activation, by an identity operator. `replicate` and `split` mark stretches of
-`forward` with how they are to be parallelised (Whale 3.1), `offload` those whose saved tensors are moved to the host.
+`forward` with how they are to be parallelised (Whale 3.1); `recompute`, `keep` and `offload` with where the backward
+half has from what it reads of them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,7 +26,7 @@ from autoshard.names import ancestors
 
 # A context variable: other threads may run models while one captures.
 CAPTURE: ContextVar[Iterator[int] | None] = ContextVar("autoshard_capture", default=None)
-"""Numbers for the task graphs of the capture that runs; None outside of a capture."""
+"""Numbers for the task graphs and regions of the capture that runs; None outside of a capture."""
 
 
 def shard(x: torch.Tensor, *placements: Placement) -> torch.Tensor:
@@ -132,7 +133,7 @@ pin.register_autograd(_backward, setup_context=_setup_context)
 Rest = Literal["whole", "batch", "sequence"]
 
 _MARK = "autoshard_task_graph"  # the key, in `node.meta["custom"]`, of the mark of operators under a primitive
-_OFFLOAD = "autoshard_offload"  # likewise of those under `offload`
+_REGIONS = "autoshard_regions"  # likewise of the regions of `recompute`, `keep` and `offload` that they lie in
 _DEFAULT = "_autoshard_default_strategy"  # the attribute of a module that `set_default_strategy` makes
 
 # A stack, since one primitive may be entered several times, also inside of itself.
@@ -164,33 +165,97 @@ class Primitive:
         return f"{self.kind}({', '.join(filter(None, (*arguments, *rest)))})"
 
     def __enter__(self) -> Primitive:
-        _enter(lambda numbers: {_MARK: TaskGraph((self,), next(numbers))})
+        numbers = _numbers()
+        if numbers is not None:
+            _enter({_MARK: TaskGraph((self,), next(numbers))})
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _leave()
+
+
+RegionKind = Literal["recompute", "keep", "offload"]
+CHECKPOINT = "torch.utils.checkpoint"
+"""Origin of a region that is a checkpoint in the model's code."""
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
-    """The mark of operators whose tensors are moved to the host for the backward half, as `offload` returns it."""
+class Region:
+    """A stretch of `forward`, entered once.
+
+    Attributes:
+        kind: where the backward half has from what it reads of the stretch: run again, kept, or from the host.
+        number: its place in the order in which stretches are entered.
+        origin: what the user wrote, such as `"autoshard.keep()"`.
+    """
+
+    kind: RegionKind
+    number: int
+    origin: str
+
+
+# The regions that are entered, outermost first.
+_regions: ContextVar[tuple[Region, ...]] = ContextVar("autoshard_regions", default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Where the backward half has from what it reads of operators, as `recompute`, `keep` and `offload` return it.
+
+    As a context in `forward`, it marks the operators in it as a region. Outside of a capture by autoshard, the context
+    does nothing. As a hint, it makes a region of each module that the hint matches.
+
+    Attributes:
+        kind: as in `Region`.
+        origin: what the user wrote; by default the function that returns it.
+    """
+
+    kind: RegionKind
+    origin: str = ""
 
     def __str__(self) -> str:
-        return "offload()"
+        return f"{self.kind}()"
 
-    def __enter__(self) -> Offload:
-        _enter(lambda _: {_OFFLOAD: True})
+    def __enter__(self) -> Saving:
+        numbers = _numbers()
+        if numbers is not None:
+            _regions.set((*_regions.get(), Region(self.kind, next(numbers), self.origin or f"autoshard.{self}")))
+            _enter({_REGIONS: _regions.get()})
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if _numbers() is not None:
+            _regions.set(_regions.get()[:-1])
         _leave()
 
 
-def offload() -> Offload:
+def recompute() -> Saving:
+    """Return the mark of operators that run again: `with autoshard.recompute():` in `forward`, or a hint.
+
+    Of the values that these operators make, only those that leave the region are kept for the backward half. All others
+    that it reads are made again just before, with or without a memory limit, by the operators that it takes; those
+    draw the random numbers that they drew. As a hint, it is of modules, each of which is a region:
+    `hints={"layers.*": autoshard.recompute()}`. So is every call of `torch.utils.checkpoint` in the model. Outside of a
+    capture by autoshard, the context does nothing.
+    """
+    return Saving("recompute")
+
+
+def keep() -> Saving:
+    """Return the mark of operators whose values are kept: `with autoshard.keep():` in `forward`, or a hint.
+
+    Values that these operators make, and that the backward half reads, stay on the device: they are not made again, nor
+    moved to the host, whatever the memory limit. Views are no values. As a hint, it is of modules, with all below them:
+    `hints={"layers.*.attention": autoshard.keep()}`. Outside of a capture by autoshard, the context does nothing.
+    """
+    return Saving("keep")
+
+
+def offload() -> Saving:
     """Return the mark that has tensors moved to the host: `with autoshard.offload():` in `forward`, or a hint.
 
     Tensors that operators under it make and the backward half reads are copied to the host once they exist, and back
@@ -198,26 +263,42 @@ def offload() -> Offload:
     them stay. As a hint, it is of modules, with all below them: `hints={"layers.*": autoshard.offload()}`. Outside of a
     capture by autoshard, the context does nothing.
     """
-    return Offload()
+    return Saving("offload")
 
 
-def is_offloaded(node: fx.Node) -> bool:
-    """Return True if a node was traced under `offload`."""
-    return _OFFLOAD in (node.meta.get("custom") or {})
+def marked_regions(node: fx.Node) -> tuple[Region, ...]:
+    """Return the regions that a node was traced in, outermost first."""
+    regions: tuple[Region, ...] = (node.meta.get("custom") or {}).get(_REGIONS, ())
+    return regions
 
 
-def _enter(mark: Callable[[Iterator[int]], dict[str, object]]) -> None:
-    """Mark the operators that are captured from now on, until `_leave`; `mark` is given numbers of task graphs."""
+def marks_by_order(node: fx.Node, places: dict[Region, int]) -> dict[str, object]:
+    """Return all marks of a node, with a region's number in an order of regions, which gets those that it lacks."""
+    marks = dict(node.meta.get("custom") or {})
+    regions = marks.pop(_REGIONS, ())
+    return marks | {_REGIONS: tuple((each.origin, places.setdefault(each, len(places))) for each in regions)}
+
+
+def add_region(node: fx.Node, region: Region) -> None:
+    """Mark an operator of an exported graph with a region of a hint, around those of the model's code."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), _REGIONS: (region, *marked_regions(node))}
+
+
+def _numbers() -> Iterator[int] | None:
+    """Return the numbers for regions and task graphs; None outside of a capture."""
     # Dynamo, which reads the code of branches and loops, would have to follow what stands here.
-    numbers = None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
-    if numbers is not None:
-        stack = contextlib.ExitStack()
-        stack.enter_context(annotate_nodes(mark(numbers)))
-        _entered.set((*_entered.get(), stack))
+    return None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
+
+
+def _enter(marks: Mapping[str, object]) -> None:
+    """Mark the operators that are captured from now on, until `_leave`."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(annotate_nodes(marks))
+    _entered.set((*_entered.get(), stack))
 
 
 def _leave() -> None:
-    if not torch.compiler.is_dynamo_compiling() and CAPTURE.get() is not None:
+    if _numbers() is not None:
         *others, stack = _entered.get()
         _entered.set(tuple(others))
         stack.close()
@@ -334,7 +415,7 @@ def _check_devices(kind: str, devices: object) -> int | tuple[str, ...] | None:
 def keeping_marks(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
     """Context in which the nodes traced from a graph, derivatives included, have the marks of its nodes."""
     # Annotations of all nodes take time to keep: only where there is a mark.
-    is_marked = any(_mark_of(node) is not None or is_offloaded(node) for node in graph.nodes)
+    is_marked = any(_mark_of(node) is not None or marked_regions(node) for node in graph.nodes)
     return tracing_annotations() if is_marked else contextlib.nullcontext()
 
 

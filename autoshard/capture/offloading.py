@@ -69,7 +69,7 @@ def movable_values(graph: JointGraph, read: bool = True) -> dict[str, fx.Node]:
     """Return the nodes whose values can be moved to the host, by name, in the order in which they are made.
 
     They are the tensors that the forward half makes and the backward half reads, themselves or views of them. Not among
-    them are what the step is given or returns, which is held in any case, and single numbers.
+    them are what the step is given or returns, which is held in any case, what the user keeps, and single numbers.
 
     Args:
         graph: the step.
@@ -88,6 +88,7 @@ def movable_values(graph: JointGraph, read: bool = True) -> dict[str, fx.Node]:
             and value.numel()
             and base_in_memory(node) is node
             and node not in returned
+            and node.name not in unmoved.kept
             and (not read or _is_read_backward(unmoved, node))
         ):
             found[node.name] = node

@@ -245,8 +245,9 @@ def recompute_layers(graph: JointGraph, names: Collection[str], kept: Collection
 
     Args:
         graph: the captured step; it stays as it is.
-        names: of the layers, as `layers` names them, or of operators, as `rerunnable` does; without names, the graph
-            itself is returned.
+        names: of the layers, as `layers` names them, or of operators: with the results that `rerunnable` has of them,
+            or else without, which have names of their own. They add to what runs again in the graph; without names,
+            the graph itself is returned.
         kept: names of values that are not computed again.
 
     Raises:
@@ -256,14 +257,15 @@ def recompute_layers(graph: JointGraph, names: Collection[str], kept: Collection
         return graph
     if graph.unmoved is not None:
         return offload_values(recompute_layers(graph.unmoved, names, graph.offloaded), graph.offloaded)
-    asked = set(names)
+    asked = {*names, *graph.recomputed}
+    graph = captured_step(graph)
     known = {layer.name: layer for layer in layers(graph)}
     made_again: set[fx.Node] = set()
     for name in asked & known.keys():
         made_again |= _nodes_to_recompute(graph, known[name])
     single = asked - known.keys()
     if single:
-        again = rerunnable(graph)
+        again = {**{node.name: {node} for node in _may_run_again(graph)}, **rerunnable(graph)}
         unknown = sorted(single - again.keys())
         if unknown:
             raise PlanError(
@@ -278,7 +280,21 @@ def recompute_layers(graph: JointGraph, names: Collection[str], kept: Collection
     copy.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     copy.graph.lint()
     order = [*known, *(node.name for node in graph.graph.nodes if node.name in single)]
-    return replace(copy, recomputed=tuple(name for name in order if name in asked))
+    return replace(copy, recomputed=tuple(name for name in order if name in asked), run_once=graph)
+
+
+def captured_step(graph: JointGraph) -> JointGraph:
+    """Return the step in which nothing runs again or is moved, of which a graph was made."""
+    graph = graph if graph.unmoved is None else graph.unmoved
+    return graph if graph.run_once is None else graph.run_once
+
+
+def forms_of(graph: JointGraph) -> Iterator[JointGraph]:
+    """Yield a graph, and those of which it was made: without moves, and without second runs."""
+    yield graph
+    for earlier in (graph.unmoved, graph.run_once):
+        if earlier is not None:
+            yield from forms_of(earlier)
 
 
 def graph_of_plan(graph: JointGraph, recomputed: Collection[str], offloaded: Collection[str]) -> JointGraph:
@@ -294,9 +310,7 @@ def graph_of_plan(graph: JointGraph, recomputed: Collection[str], offloaded: Col
     """
     if {*recomputed} == {*graph.recomputed} and {*offloaded} == {*graph.offloaded}:
         return graph
-    assert not graph.recomputed, "what runs again cannot be taken back"
-    captured = graph if graph.unmoved is None else graph.unmoved
-    return offload_values(recompute_layers(captured, recomputed, offloaded), offloaded)
+    return offload_values(recompute_layers(captured_step(graph), recomputed, offloaded), offloaded)
 
 
 def rerunnable(graph: JointGraph) -> dict[str, set[fx.Node]]:
@@ -315,20 +329,45 @@ def rerunnable(graph: JointGraph) -> dict[str, set[fx.Node]]:
     return found
 
 
+def names_of_region(graph: JointGraph, nodes: Collection[fx.Node], without: Collection[fx.Node] = ()) -> list[str]:
+    """Return the names, for `recompute_layers`, of what the backward half makes again of a region of the forward half.
+
+    What is made inside and used outside by the forward half is kept, like the outputs of a layer.
+
+    Args:
+        graph: the captured step.
+        nodes: of the forward half.
+        without: those of them that do not run again.
+    """
+    members = tuple(node for node in graph.graph.nodes if node in nodes)
+    return names_to_run_again(graph, _nodes_to_recompute(graph, Layer("", members)).difference(without))
+
+
+def names_to_run_again(graph: JointGraph, nodes: Collection[fx.Node]) -> list[str]:
+    """Return the names, for `recompute_layers`, of those of some nodes that the backward half needs."""
+    needed = pending_nodes((node for node in nodes if _is_read_backward(graph, node)), nodes)
+    known = rerunnable(graph)
+    # The results of an operator in a layer go by its name, but for those that leave the layer.
+    of_operators = {result for node in needed for result in known.get(node.name, ()) if result is not node}
+    return [node.name for node in graph.graph.nodes if node in needed and node not in of_operators]
+
+
 def recomputable(graph: JointGraph) -> tuple[Recomputable, ...]:
     """Return the layers of which the backward half could recompute something that it reads, in the model's order."""
     results = []
     for layer in layers(graph):
         again = _nodes_to_recompute(graph, layer)
-        read = [
-            node for node in layer.nodes if node in again and any(graph.phase(u) == "backward" for u in _users(node))
-        ]
+        read = [node for node in layer.nodes if node in again and _is_read_backward(graph, node)]
         bases = dict.fromkeys(_base(node, again) for node in read)
         freed = tuple(node for node in bases if node in again)
         rerun = pending_nodes(read, again)
         if freed:
             results.append(Recomputable(layer.name, freed, tuple(node for node in layer.nodes if node in rerun)))
     return tuple(results)
+
+
+def _is_read_backward(graph: JointGraph, node: fx.Node) -> bool:
+    return any(graph.phase(user) == "backward" for user in _users(node))
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
@@ -355,7 +394,13 @@ def _nodes_to_recompute(graph: JointGraph, layer: Layer) -> set[fx.Node]:
                 node = node.all_input_nodes[0]  # a view keeps the whole tensor
                 if not _is_tuple(node):
                     stays.add(node)
-    return members - stays
+    return {node for node in members - stays if node.name not in graph.kept}
+
+
+def _may_run_again(graph: JointGraph) -> set[fx.Node]:
+    """Return all nodes of the forward half whose results need not be kept, if no layer's are."""
+    nodes = (node for node in graph.graph.nodes if node.op == "call_function" and _forward(graph, node))
+    return _nodes_to_recompute(graph, Layer("", tuple(nodes)))
 
 
 def _old_state_readers(graph: JointGraph, layer: Layer) -> set[fx.Node]:

@@ -142,6 +142,7 @@ def add_search(verbs: Verbs) -> None:
     add_memory(parser)
     add_options(parser)
     add_dtypes(parser)
+    _add_offload(parser)
     add_pipeline(parser, axis=False)
     _add_files(parser, "the search and its best plan")
 
@@ -164,6 +165,7 @@ def add_frontier(verbs: Verbs) -> None:
     )
     add_options(parser)
     add_dtypes(parser)
+    _add_offload(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="OUT.json", help="file of all plans to write")
     parser.add_argument("--html", type=Path, metavar="OUT.html", help="web page of the frontier to write")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help=f"picture to write: {', '.join(_PLOTS)}")
@@ -208,7 +210,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute",
         choices=RECOMPUTE,
-        help="what the backward pass runs again of the forward pass to keep the limit; full: whole layers",
+        help="what the backward pass runs again of the forward pass; auto: as the limit asks; full: whole layers; "
+        "selective: what is cheap of them",
     )
     parser.add_argument("--optimizer", metavar="NAME", help="the optimizer, for its memory; default: adamw")
     parser.add_argument(
@@ -223,7 +226,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         dest="hints",
         metavar="GLOB=PLACEMENTS",
-        help="placements that the plan must have, such as '*.up.weight=tp:S(0)', or a primitive, '*.mlp=split(tp)'",
+        help="what the plan must have: placements, such as '*.up.weight=tp:S(0)', a primitive, '*.mlp=split(tp)', or "
+        "what is run again, kept or moved, '*.mlp=recompute()'",
     )
 
 

@@ -30,6 +30,8 @@ Method = Literal["auto", "eliminate", "alternate", "ilp", "force"]
 Effort = Literal["fast", "full"]
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+ALWAYS_RECOMPUTE = frozenset[Recompute](("full", "selective"))
+"""The choices by which the same operators run again at any memory limit."""
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)
 METHODS: tuple[Method, ...] = get_args(Method)
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
@@ -117,7 +119,8 @@ class Options:
 
     Attributes:
         hints: globs of parameter or module paths -> placements that the planner must keep; or, of module paths,
-            `autoshard.replicate(n)`, `autoshard.split(n)` or `autoshard.offload()`. See docs/hints.md.
+            `autoshard.replicate(n)`, `autoshard.split(n)`, `autoshard.recompute()`, `autoshard.keep()` or
+            `autoshard.offload()`. See docs/hints.md.
         memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach. Not for `frontier`.
         optimizer: the optimizer that will train the model: an optimizer, its class, or a name such as `"adamw"` (the
             default), `"sgd"`, `"momentum"` or `"adafactor"` (`autoshard.Adafactor`: torch's takes whole parameters
@@ -132,14 +135,17 @@ class Options:
             (`cast_forward_inputs`), its outputs to `output_dtype`; gradients are reduced in `reduce_dtype`, or the
             dtype of the compute, and then cast back.
         recompute: the part of the forward pass that the backward pass runs again, instead of keeping its results.
-            `"auto"`, or `"selective"`: single operators of layers, chosen together with the placements, as the memory
-            limit asks for, and none without a limit. `"none"`: nothing. `"full"`: every layer, so that only what
-            enters and leaves layers is kept. A frontier has `"none"` by default. Random numbers are never drawn anew;
-            collectives that run again are part of the price.
+            `"auto"`: single operators of layers, chosen together with the placements, as the memory limit asks for, and
+            none without a limit. `"none"`: nothing. At any limit: `"full"`: every layer, so that only what enters and
+            leaves layers is kept; `"selective"`: of every layer the operators that are cheap, all but products with
+            matrices, convolutions, attention and recurrence. Besides, what hints and `autoshard.recompute()` or
+            `torch.utils.checkpoint` in the model's code name runs again, and what `autoshard.keep()` names does not. A
+            frontier has `"none"` by default. Random numbers are never drawn anew; collectives that run again are part
+            of the price.
         offload: the tensors that are moved to the host between the halves of the step. `"none"`: those that hints and
             `autoshard.offload()` in the model's code name. `"auto"`: besides, under a memory limit, those that make the
             step faster than other ways to keep the limit. Copies run beside compute, unless the program is compiled.
-            Not for pipelines, whose stages keep their tensors.
+            Not for pipelines, whose stages keep their tensors: a search of meshes plans them without.
         host_memory: bytes of the host that one device may fill (or `"100GiB"`); by default those that the cluster
             tells, or any number where it tells none.
         dynamic: sizes that calls may change: for inputs by name, `{dim: name}`, such as
@@ -325,7 +331,7 @@ _ENTRY_POINTS = {
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
-        frozenset({"memory_limit", "offload", "host_memory", "shares", "accumulate", "compile", "pipeline"}),
+        frozenset({"memory_limit", "shares", "accumulate", "compile", "pipeline"}),
     ),
     "search": _EntryPoint(
         120.0,
@@ -333,7 +339,7 @@ _ENTRY_POINTS = {
         frozenset(
             {
                 *("inputs", "outputs", "data_axes", "example_inputs", "input_placements"),
-                *("dynamic", "shares", "accumulate", "compile", "offload", "host_memory"),
+                *("dynamic", "shares", "accumulate", "compile"),
             }
         ),
     ),

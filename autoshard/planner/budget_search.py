@@ -12,12 +12,13 @@ from torch.distributed.tensor import Replicate
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.loss_in_pieces import returns_large_logits
 from autoshard.capture.offloading import offload_values, values_of_modules
-from autoshard.capture.recomputation import recomputable, recompute_layers
+from autoshard.capture.recomputation import captured_step, graph_of_plan, recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import Constraints
+from autoshard.planner.recompute_option import names_by_option
 from autoshard.plans.plan_text import memory_parts
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_placeable
@@ -118,14 +119,21 @@ class ShortfallError(BudgetError):
                 yield f'leave outputs in shards (output_placements="planned" needs {format_bytes(peak)})'
         if returns_large_logits(planner.graph.graph, planner.graph.tensor_outputs.values(), planner.mesh.size):
             yield "return the loss without its logits (it is then computed in pieces)"
-        if planner.settings.recompute == "none" and not planner.graph.recomputed:
+        if planner.graph.kept:
+            graph = _without_kept_values(planner)
+            peak = _changed_peak(planner, graph, constraints)
+            if peak < least:
+                first, *others = dict.fromkeys(planner.graph.kept.values())
+                more = f" and {len(others)} more" if others else ""
+                yield f"drop {first}{more} (without that, {format_bytes(peak)} are enough)"
+        if planner.settings.recompute == "none":
             layers = recomputable(planner.graph)
             graph = recompute_layers(planner.graph, [layer.name for layer in layers])
             peak = _changed_peak(planner, graph, constraints) if layers else float("inf")
             if peak < least:
                 yield f'allow recomputation (recompute="full" needs {format_bytes(peak)})'
         if planner.settings.offload == "none" and planner.graph.gradients:
-            graph = offload_values(planner.graph, values_of_modules(planner.graph, planner.graph.graph.nodes))
+            graph = offload_values(planner.graph, _movable(planner.graph))
             peak = _changed_peak(planner, graph, constraints)
             if peak < least:
                 yield f'move tensors to the host (offload="auto" needs {format_bytes(peak)} or less)'
@@ -142,6 +150,23 @@ class ShortfallError(BudgetError):
         larger = type(planner)(planner.graph, mesh, planner.cluster, constraints, planner.settings)
         peak = _smallest_peak(larger, constraints, prices)
         yield f"add devices ({mesh} needs {format_bytes(peak)})" if peak < least else "add devices"
+
+
+def _without_kept_values(planner: PlanningContext) -> JointGraph:
+    """Return the graph of a planner in which nothing is kept, and all runs again or is moved that its settings let."""
+    graph = planner.graph
+    freed = graph_of_plan(replace(captured_step(graph), kept={}), graph.recomputed, graph.offloaded)
+    if planner.settings.recompute == "auto":
+        freed = recompute_layers(freed, [layer.name for layer in recomputable(freed)])
+    else:
+        like = type(planner)(freed, planner.mesh, planner.cluster, planner.constraints, planner.settings, like=planner)
+        freed = recompute_layers(freed, names_by_option(like))
+    return freed if planner.settings.offload == "none" else offload_values(freed, _movable(freed))
+
+
+def _movable(graph: JointGraph) -> tuple[str, ...]:
+    """Return the names of all values that are worth a move."""
+    return values_of_modules(graph, graph.graph.nodes)
 
 
 def _changed_peak(planner: PlanningContext, graph: JointGraph, constraints: Constraints) -> float:

@@ -71,6 +71,11 @@ class Explorer:
         plan = search.leanest_met
         return plan.estimate.context.describe(plan)
 
+    @property
+    def may_move(self) -> bool:
+        """True if values may be moved to the host beside those that hints name."""
+        return self.planner.settings.offload == "auto" and self.planner.settings.method != "force"
+
     def frontier(self, known: Sequence[CandidatePlan], searches: int) -> list[CandidatePlan]:
         """Return the plans that no other one met beats both in seconds and in bytes, from the smallest peak on.
 
@@ -80,24 +85,38 @@ class Explorer:
             known: plans of the graph; the first is that without a limit.
             searches: the most limits.
         """
-        context, pool = self._context(), [*known]
-        if context.may_rerun:
-            pool.append(context.whole_layers)
-        lean = LimitSearch(context, 1, pool)
-        lean.run()
-        pool, tried = lean.met, set[int]()
+        contexts = [self._context(price) for price in (None, *(_COPY_PRICES if self.may_move else ()))]
+        pool, tried = [*known], set[int]()
+        if contexts[0].may_rerun:
+            pool.append(contexts[0].whole_layers)
+        pool = self._meet_within(1, contexts, pool)
         for _ in range(searches):
             pairs = list(itertools.pairwise(pareto_front(pool, _peak_and_step)))
             gaps = {_middle(lean, fast): _gap_area(lean, fast) for lean, fast in pairs}
             open_gaps = {limit: area for limit, area in gaps.items() if limit not in tried and area > _SMALL_GAP}
-            if not open_gaps or context.is_past_deadline:
+            if not open_gaps or self.planner.is_past_deadline:
                 break
             limit = max(open_gaps, key=open_gaps.__getitem__)
             tried.add(limit)
-            search = LimitSearch(context, limit, pool)
-            search.run()
-            pool = search.met
+            pool = self._meet_within(limit, contexts, pool)
         return pareto_front(pool, _peak_and_step)
+
+    def _meet_within(
+        self, limit: int, contexts: Sequence[RerunContext], pool: Sequence[CandidatePlan]
+    ) -> list[CandidatePlan]:
+        """Return the plans of a pool, and those that are met on the way to a limit in one context after another."""
+        met = [*pool]
+        for context in contexts:
+            # Where nothing may be moved, the problem knows no plan with moves.
+            known = [plan for plan in met if context.moves or not self._moves(plan)]
+            search = LimitSearch(context, limit, known)
+            search.run()
+            met += [plan for plan in search.met if all(plan.estimate is not each.estimate for each in known)]
+        return met
+
+    def _moves(self, plan: CandidatePlan) -> bool:
+        """Return True if a plan moves more than hints name."""
+        return len(plan.estimate.context.graph.offloaded) > len(self.planner.graph.offloaded)
 
     def _context(self, copy_price: float | None = None) -> RerunContext:
         # A graph whose layers have nothing to run again has no second operators either.
@@ -121,10 +140,9 @@ class Explorer:
             known.append(context.whole_layers)
         self._search = LimitSearch(context, limit, known)
         plan = self._search.run_forced() if planner.settings.method == "force" else self._search.run()
-        moves = planner.settings.offload == "auto" and planner.settings.method != "force"
-        if not moves:
+        if not self.may_move:
             self._bound = max(self._bound, self._search.bound)
-        for price in _COPY_PRICES if moves else ():
+        for price in _COPY_PRICES if self.may_move else ():
             if not planner.is_past_deadline:
                 # What was met without moves stays in the search.
                 self._search = LimitSearch(self._context(price), limit, [cheapest, *self._search.met])

@@ -18,6 +18,7 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.patterns.decisions import Decisions
 from autoshard.planner.budget_search import find_leanest, forceable_parameters, names_by_size, peak_weights
 from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.explorer import check_host
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import explorer_for
 from autoshard.planner.planning_context import PlanningContext
@@ -28,7 +29,7 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver import Edge, Problem, cost_frontier
 from autoshard.solver.problem import blend
 
-_RERUN_GAPS = 8  # gaps that plans in which operators run again are searched in
+_OPEN_GAPS = 8  # gaps that plans in which operators run again, or values are moved, are searched in
 _ROUNDS = 8  # plans made where memory alone has a price
 _MEMORY_ONLY_PRICE = 1e3  # all the memory of a plan, in costs of a step, where memory alone counts
 _LOWER_PRICES = (1e2, 1e1, 1.0, 1e-1, 1e-2)  # further prices, in the same unit
@@ -71,7 +72,8 @@ class FrontierCandidate:
 def frontier_plans(planner: Planner, gaps: int) -> list[ShardingPlan]:
     """Return the plans of a graph's frontier, from the smallest peak on.
 
-    With `recompute="auto"`, plans in which operators run again are searched in the widest gaps, too.
+    With `recompute="auto"`, plans in which operators run again are searched in the widest gaps, too; and with
+    `offload="auto"` those that move values to the host.
 
     Args:
         planner: the planner, without a memory limit.
@@ -80,8 +82,10 @@ def frontier_plans(planner: Planner, gaps: int) -> list[ShardingPlan]:
     planner.warn_of_unknown_operators()
     explorer = explorer_for(planner)
     plans = FrontierSearch(explorer.planner, gaps).run()
-    plans = explorer.frontier(plans[::-1], _RERUN_GAPS if explorer.may_rerun else 0)
+    plans = explorer.frontier(plans[::-1], _OPEN_GAPS if explorer.may_rerun or explorer.may_move else 0)
     bound = plans[-1].lower_bound
+    for plan in plans:
+        check_host(plan.memory.host, planner)
     return [plan.estimate.context.describe(replace(plan, lower_bound=min(bound, plan.cost))) for plan in plans]
 
 

@@ -1,28 +1,30 @@
-"""Hints: placements that the user pins, by globs over names of parameters and paths of modules."""
+"""Hints: placements that the user pins, by globs over names of parameters and paths of modules.
+
+Regions, of hints and of marks in the model's code, say what runs again, is kept, or is moved to the host; they change
+the captured step before it is planned (`regions.py`).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import cast
+from typing import cast, get_args
 
 from torch.distributed.tensor import Placement
 
-from autoshard.capture.joint_graph import JointGraph
-from autoshard.capture.marks import Offload, Primitive, TaskGraph, is_offloaded, offload, replicate, split
-from autoshard.capture.offloading import offload_values, values_of_modules
+from autoshard.capture.marks import Primitive, RegionKind, Saving, TaskGraph, replicate, split
 from autoshard.errors import HintError
 from autoshard.names import ancestors, matching, suggestion
 from autoshard.options.placements import InfeasibleHintError, Pin, Pins, PlacementOption, PlacementValue
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import is_shard, parse_placement, placement_text, split_factor_of
 
-HintValue = PlacementValue | Primitive | Sequence[Primitive] | Offload
+HintValue = PlacementValue | Primitive | Sequence[Primitive] | Saving
 _HINTS = PlacementOption(
     "the hint {}",
     "; of a module also autoshard.replicate(n), autoshard.split(n), or several of them for different axes; or "
-    "autoshard.offload()",
+    "autoshard.recompute(), autoshard.keep() or autoshard.offload()",
 )
 
 _PRIMITIVE = re.compile(
@@ -46,7 +48,7 @@ def resolve(
             module stands for every parameter below it. Placements are one placement, for every mesh axis; a sequence of
             one for each mesh axis, None where the planner may choose; or a mapping from names of axes, which leaves
             other axes to the planner. Primitives, and sequences of them, are ignored; they are for `task_graphs`. So is
-            `autoshard.offload()`, for `offload_hinted`.
+            what is for `regions.with_regions`, such as `autoshard.keep()`.
         parameters: name -> global shape.
         aliases: name -> every name of the same (tied) parameter; a hint may use any of them.
         modules: paths of the modules.
@@ -109,40 +111,6 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     return graphs
 
 
-def offload_hinted(graph: JointGraph, hints: Mapping[str, HintValue] | None, modules: Collection[str]) -> JointGraph:
-    """Return a step in which the values are moved to the host that hints and marks in the model's code ask for.
-
-    Args:
-        graph: the captured step; itself is returned where nothing asks for moves, or there is no backward half.
-        hints: as for `resolve`; those with another value than `autoshard.offload()` are ignored.
-        modules: paths of the modules.
-
-    Raises:
-        HintError: a glob matches no module, or the backward half reads nothing that these modules make.
-    """
-    globs = [glob for glob, value in hints.items() if isinstance(value, Offload)] if isinstance(hints, Mapping) else []
-    nodes = {node for node in graph.graph.nodes if is_offloaded(node)}
-    for glob in globs:
-        paths = set(matching(str(glob), modules))
-        if not paths:
-            raise HintError(
-                f"the hint {glob!r}: offload() matches no module. {suggestion(str(glob), set(modules) - {''})}"
-            )
-        below = {
-            node
-            for node in graph.graph.nodes
-            if not paths.isdisjoint((graph.module_path(node), *ancestors(graph.module_path(node)), ""))
-        }
-        if graph.gradients and not values_of_modules(graph, below):
-            raise HintError(
-                f"the hint {glob!r}: offload() moves nothing: the backward half reads no tensor that the forward half "
-                f"makes in {', '.join(sorted(paths)[:3]) or 'the root module'}, but for what the step returns. Drop "
-                "the hint, or match the modules whose activations are large."
-            )
-        nodes |= below
-    return offload_values(graph, values_of_modules(graph, nodes)) if nodes else graph
-
-
 def describe(hints: Mapping[str, HintValue] | None) -> dict[str, str]:
     """Return every hint as text, such as `{"layers.*.mlp": "tp: S(0)"}`, for the record in a plan."""
     return {glob: _value_text(value) for glob, value in (hints or {}).items()}
@@ -157,13 +125,13 @@ def _primitives_of(value: object) -> tuple[Primitive, ...]:
 
 
 def _says_no_placement(value: object) -> bool:
-    return isinstance(value, Offload) or bool(_primitives_of(value))
+    return isinstance(value, Saving) or bool(_primitives_of(value))
 
 
 def _value_text(value: HintValue) -> str:
     if isinstance(value, Placement):
         return placement_text(value)
-    if isinstance(value, Offload):
+    if isinstance(value, Saving):
         return str(value)
     primitives = _primitives_of(value)
     if primitives:
@@ -179,14 +147,15 @@ def parse_value(text: str) -> HintValue:
 
     Args:
         text: `"S(0)"`, for every mesh axis; `"R S(0) -"`, one for each, `-` where the planner chooses; `"tp: S(0)"`,
-            by names of axes; or primitives, `"split('tp')"` or `"replicate(4)"`; or `"offload()"`. Blanks and quotes
-            may be left out.
+            by names of axes; or primitives, `"split('tp')"` or `"replicate(4)"`; or `"recompute()"`, `"keep()"` or
+            `"offload()"`. Blanks, quotes and empty parentheses may be left out.
 
     Raises:
         HintError: the text is none of these.
     """
-    if text.strip() in ("offload", "offload()"):
-        return offload()
+    region = text.strip().removesuffix("()")
+    if region in get_args(RegionKind):
+        return Saving(cast("RegionKind", region))
     parts = _SEPARATOR.split(text.strip())
     primitives = [_PRIMITIVE.fullmatch(part) for part in parts]
     try:
@@ -205,7 +174,7 @@ def parse_value(text: str) -> HintValue:
     except ValueError as error:
         raise HintError(
             f"{text!r} is no placement: write S(0) or R for every mesh axis, tp:S(0) for one of them, R,S(0) for each "
-            "in turn, or split(tp), replicate(4) or offload()."
+            "in turn, or split(tp), replicate(4), recompute(), keep() or offload()."
         ) from error
     if len(placements) == 1 and placements[0] is not None:
         return placements[0]

@@ -12,7 +12,6 @@ from torch import nn
 from autoshard.capture.joint import Tangents
 from autoshard.errors import PlanError
 from autoshard.options.target import Target
-from autoshard.planner.hints import offload_hinted
 from autoshard.planner.plan_checks import checked_flow
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import CapturedCall, PlannerCache, capture_with_progress
@@ -76,7 +75,7 @@ class ModulePlanner:
 
         Raises:
             CaptureError: the call can't be captured.
-            HintError: a hint asks to move nothing to the host.
+            HintError: a hint of a region is not valid, or changes nothing.
         """
         graph, seconds = capture_with_progress(
             *(self.module, args, kwargs, self.target),
@@ -87,8 +86,6 @@ class ModulePlanner:
             by_layers=by_layers,
             quiet=quiet,
         )
-        modules = [name for name, _ in self.module.named_modules()]
-        graph = offload_hinted(graph, self.target.hints, modules)
         # An earlier call has placed the parameters without shares.
         if self.requested.shares == "auto" and placed is not None:
             self._settle_shares({})

@@ -18,8 +18,7 @@ from torch import nn
 
 from autoshard.capture.depth import capture_repeated
 from autoshard.capture.joint import JointGraph, Tangents, capture
-from autoshard.capture.offloading import offload_values
-from autoshard.capture.recomputation import recomputable, recompute_layers
+from autoshard.capture.recomputation import captured_step, graph_of_plan, recompute_layers
 from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner import hints as hint_rules
@@ -28,6 +27,8 @@ from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.explorer import Explorer, check_host
 from autoshard.planner.planner import Planner
 from autoshard.planner.progress_line import Progress, show_progress
+from autoshard.planner.recompute_option import names_by_option
+from autoshard.planner.regions import with_regions
 from autoshard.planner.subject import subject_of, work_of
 from autoshard.planner.target_constraints import PinsByName, PlacementsByName, constraints_for, shared_axis
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -78,12 +79,18 @@ def capture_with_progress(
 ) -> tuple[JointGraph, float]:
     """Return the graph of a call and the seconds of its capture, with a line about it on a terminal.
 
+    What hints and the model's code say is run again, kept or moved is in the graph.
+
     Args:
         module, args, kwargs, devices, grad, tangents: as for `capture`.
         target: the options.
         dynamic: True if the sizes that the options name are dynamic.
         by_layers: True to capture a few of many equal layers, for a graph that is planned and not run.
         quiet: True to show nothing: another rank captures the same.
+
+    Raises:
+        CaptureError, InputError: as for `capture`.
+        HintError: as for `with_regions`.
     """
     start = time.perf_counter()
     line = show_progress(target.options.search.verbose, f"capture of {type(module).__name__}")
@@ -104,6 +111,7 @@ def capture_with_progress(
             devices=devices,
             progress=report_part,
         )
+    graph = with_regions(graph, target.hints, [name for name, _ in module.named_modules()])
     return graph, time.perf_counter() - start
 
 
@@ -139,9 +147,8 @@ class CapturedCall:
         """
         key = tuple(loops), parts
         if key not in self._in_parts:
-            captured = self.graph if self.graph.unmoved is None else self.graph.unmoved
-            split = with_unequal_loops(captured, self.mesh, loops, parts)
-            self._in_parts[key] = offload_values(split, self.graph.offloaded)
+            split = with_unequal_loops(captured_step(self.graph), self.mesh, loops, parts)
+            self._in_parts[key] = graph_of_plan(split, self.graph.recomputed, self.graph.offloaded)
         return self._in_parts[key]
 
     def planner_of(self, target: Target, graph: JointGraph | None = None) -> Planner:
@@ -296,18 +303,15 @@ def plan_with_recompute(
 
 def explorer_for(planner: Planner) -> Explorer:
     """Return what finds the plans of a planner's graph, in which operators run again as its settings say."""
-    recompute = planner.settings.recompute
-    if recompute == "full":
-        layers = recomputable(planner.graph)
-        if layers:
-            return Explorer(recomputing_planner(planner, [layer.name for layer in layers]), may_rerun=False)
-    return Explorer(planner, may_rerun=recompute in ("auto", "selective"))
+    names = names_by_option(planner)
+    may_rerun = planner.settings.recompute == "auto"
+    return Explorer(recomputing_planner(planner, names) if names else planner, may_rerun=may_rerun)
 
 
-def recomputing_planner(planner: Planner, layers: Collection[str]) -> Planner:
-    """Return a planner of the same step in which the layers of these names run again."""
+def recomputing_planner(planner: Planner, names: Collection[str]) -> Planner:
+    """Return a planner of the same step in which the layers, or operators, of these names run again."""
     start = time.perf_counter()
-    graph = recompute_layers(planner.graph, layers)
+    graph = recompute_layers(planner.graph, names)
     recomputing = Planner(graph, planner.mesh, planner.cluster, planner.constraints, planner.settings, like=planner)
     planner.timings["patterns"] = planner.timings.get("patterns", 0.0) + time.perf_counter() - start
     recomputing.timings = planner.timings  # one plan comes of both

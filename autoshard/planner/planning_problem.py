@@ -48,8 +48,7 @@ class Constraints:
         task_graphs: primitive -> its mesh axes, for all primitives that mark nodes of the graph.
         summed: parameters whose gradients are added up with those of devices outside the mesh -> the seconds that this
             takes for every byte of the gradient on a device.
-        optional_reruns: True if every operator of the backward half that runs one of the forward half again may be
-            left out.
+        optional_reruns: names of operators of the forward half which the backward half may run again, or not.
         movable: names of values that may be moved to the host between the halves.
         copy_price: of a second of their copies, which compute may hide, in seconds of the step.
         bounding: True if only memory counts that a program holds in any case, for a bound of all plans.
@@ -65,7 +64,7 @@ class Constraints:
     shared: SharedAxis | None = None
     task_graphs: Mapping[Primitive, tuple[int, ...]] = field(default_factory=dict)
     summed: Mapping[str, float] = field(default_factory=dict)
-    optional_reruns: bool = False
+    optional_reruns: frozenset[str] = frozenset()
     movable: frozenset[str] = frozenset()
     copy_price: float = 1.0
     bounding: bool = False

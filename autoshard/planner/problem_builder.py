@@ -225,7 +225,9 @@ class _Build:
         self.reruns: dict[fx.Node, fx.Node] = {}
         if builder.constraints.optional_reruns:
             by_name = {node.name: node for node in self.rules.operators}
-            self.reruns = {by_name[node.meta[RECOMPUTES]]: node for node in by_name.values() if RECOMPUTES in node.meta}
+            optional = builder.constraints.optional_reruns
+            again = {node.meta[RECOMPUTES]: node for node in by_name.values() if RECOMPUTES in node.meta}
+            self.reruns = {by_name[name]: node for name, node in again.items() if name in optional}
         self.optional = frozenset(self.reruns.values())
         lifetimes = CertainLifetimes if builder.constraints.bounding else ValueLifetimes
         self.lifetimes = lifetimes(self.rules, reuse, self.reruns)

@@ -11,13 +11,15 @@ from torch import nn
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.marks import assign_task_graphs, defaults_of
 from autoshard.capture.python_state import PythonState
+from autoshard.capture.recomputation import RECOMPUTES, captured_step, graph_of_plan
 from autoshard.errors import BudgetError, HintError, PlanError
 from autoshard.options.placements import InfeasibleHintError
 from autoshard.options.target import Target
 from autoshard.patterns.decisions import Decisions
-from autoshard.planner.hints import HintValue, offload_hinted
+from autoshard.planner.hints import HintValue
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import CapturedCall, PlannerCache
+from autoshard.planner.regions import with_regions
 from autoshard.planner.shares import plan_shares
 from autoshard.plans.alternative import Alternative
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -65,12 +67,16 @@ class Replanner:
         module = existing_module(self.module)
         check_asked(asked, self.mesh)
         target = replace(self.target, hints={**(self.target.hints or {}), **asked})
+        captured = captured_step(self.graph)
         # The graph still has the task graphs of earlier questions.
-        assign_task_graphs(self.graph.graph, defaults_of(module))
-        graph = offload_hinted(self.graph, asked, [name for name, _ in module.named_modules()])
+        assign_task_graphs(captured.graph, defaults_of(module))
+        try:
+            graph = with_regions(captured, target.hints, [name for name, _ in module.named_modules()])
+        except InfeasibleHintError as error:
+            return Alternative.impossible(str(error))
         call = CapturedCall(graph, self.capture_seconds, self.mesh, target, PlannerCache(module, self.mesh))
         try:
-            if {*graph.offloaded} <= {*plan.offloaded} and _has_all(call.planner_of(target), plan):
+            if _has_regions(graph, plan) and _has_all(call.planner_of(target), plan):
                 return Alternative.same(plan)
             other = plan_shares(call)
         except InfeasibleHintError as error:
@@ -99,6 +105,18 @@ def check_asked(asked: object, mesh: MeshShape) -> None:
             f"why_not({asked!r}): say what the plan should have, as hints do: "
             f"{{'layers.*.up.weight': {{{mesh.names[-1]!r}: Shard(0)}}}}."
         )
+
+
+def _has_regions(graph: JointGraph, plan: ShardingPlan) -> bool:
+    """Return True if a plan runs again and moves all that a graph does, and does neither with what the graph keeps."""
+    again, of_plan = _again(graph), _again(graph_of_plan(replace(graph, kept={}), plan.recomputed, plan.offloaded))
+    is_kept = of_plan.isdisjoint(graph.kept) and graph.kept.keys().isdisjoint(plan.offloaded)
+    return again <= of_plan and is_kept and {*graph.offloaded} <= {*plan.offloaded}
+
+
+def _again(graph: JointGraph) -> set[str]:
+    """Return the names of the operators that run again."""
+    return {node.meta[RECOMPUTES] for node in graph.graph.nodes if RECOMPUTES in node.meta}
 
 
 def _has_all(planner: Planner, plan: ShardingPlan) -> bool:

@@ -49,7 +49,10 @@ class RerunContext(Planner):
 
     def __init__(self, planner: Planner, may_rerun: bool = True, copy_price: float | None = None) -> None:
         self.without = planner
-        again, rules = rerunnable(planner.graph), planner.rules.rules
+        # What runs again in the planner's graph does so in any case.
+        asked = frozenset(planner.graph.recomputed)
+        again = {name: nodes for name, nodes in rerunnable(planner.graph).items() if name not in asked}
+        rules = planner.rules.rules
         self.may_rerun = may_rerun and bool(again)
         names = list(again) if may_rerun else []
         self.moves: dict[str, fx.Node] = {}
@@ -62,7 +65,7 @@ class RerunContext(Planner):
         graph = recompute_layers(planner.graph, names)
         constraints = replace(
             planner.constraints,
-            optional_reruns=bool(names),
+            optional_reruns=frozenset(names),
             movable=frozenset(value_of(node).name for node in self.moves.values()),
             copy_price=copy_price or 0.0,
         )
@@ -72,7 +75,7 @@ class RerunContext(Planner):
         self.deadline, self.timings = planner.deadline, planner.timings
         # Second operators, by the name of the first.
         again_nodes = {node.meta[RECOMPUTES]: node for node in self.rules.operators if RECOMPUTES in node.meta}
-        self.reruns = again_nodes if names else {}
+        self.reruns = {name: node for name, node in again_nodes.items() if name in constraints.optional_reruns}
         self._settled: dict[frozenset[str], Planner] = {frozenset(): planner}
 
     def _update_best(self, plan: CandidatePlan) -> None:

@@ -66,7 +66,7 @@ def _tensors(call: OpCall, rule: Rule) -> Iterator[tuple[Dims, TensorMeta]]:
             yield dims, meta
 
 
-def _work(call: OpCall) -> Work:
+def whole_work(call: OpCall) -> Work:
     """Return the work of a whole call."""
     return work_of_call(call.op, call.operands, [meta for meta in call.results if meta is not None], call.args)
 
@@ -206,7 +206,7 @@ class StrategyTables:
             for dim, size in zip(dims, meta.shape, strict=True):
                 held *= local[:, list(dim)].prod(axis=1) if dim else int(size)
             moved += held
-        work = _work(call)
+        work = whole_work(call)
         # A dim of size 0 has no shares, and no work: 1 keeps the quotient finite.
         shares = np.prod([max(factor.size, 1) for factor in rule.factors] / np.maximum(local, 1), axis=1)
         # Strategies with equal work and bytes are priced once.
@@ -250,7 +250,7 @@ class StrategyTables:
         for dims, meta in _tensors(call, rule):
             held = math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
             moved += held * _times_read(rule, dims)
-        work, parts = _work(call), work_split(rule, choices, self.mesh)
+        work, parts = whole_work(call), work_split(rule, choices, self.mesh)
         seconds = self.cost.compute(work.flops / parts, moved, work.dtype, work.operator, work.streamed / parts)
         return seconds + self._mask_seconds(call, rule, choices, zeros)
 

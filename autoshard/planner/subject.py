@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoshard.capture.backward_copies import RECOMPUTES
 from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import work_of_call
@@ -58,6 +59,8 @@ def work_of(graph: JointGraph, rules: GraphRules, cluster: Cluster, mesh: MeshSh
         work["tokens"] = sizes["batch"] * sizes["sequence"]
     seconds = 0.0
     for node in rules.operators:
+        if RECOMPUTES in node.meta:
+            continue
         call = rules.calls[node]
         results = [meta for meta in call.results if meta is not None]
         kernel = work_of_call(call.op, call.operands, results, call.args)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from autoshard.capture.call_layout import without_omitted_arguments
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.marks import assign_task_graphs, defaults_of
+from autoshard.capture.recomputation import forms_of
 from autoshard.errors import HintError, PlanError, reason_of
 from autoshard.options.placements import OUTPUTS, Pins, fill, names_reached, unknown_name_error
 from autoshard.options.target import Target
@@ -52,7 +53,8 @@ def constraints_for(
     # Marks in the code of the module are in the graph already; those of hints are added.
     by_hints = hint_rules.task_graphs(target.hints, modules)
     if by_hints:
-        assign_task_graphs(graph.graph, {**defaults_of(module), **by_hints})
+        for form in forms_of(graph):
+            assign_task_graphs(form.graph, {**defaults_of(module), **by_hints})
     task_graphs = axes_of(graph, mesh)
     pinned: dict[str, Pins] = {}
     if placed is None:

@@ -15,6 +15,7 @@ from autoshard.capture.nodes import is_view
 from autoshard.errors import BudgetError, PipelineError
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.options import Pipeline
+from autoshard.options.options import ALWAYS_RECOMPUTE
 from autoshard.options.target import Target
 from autoshard.patterns.graph_rules import value_of
 from autoshard.pipeline.plan.pipeline_devices import PipelineMesh, stage_devices
@@ -259,6 +260,8 @@ class MeshPlanner:
         # Without a limit, every rank of a pipeline may use the memory of its own devices.
         if request.own_memory:
             target = replace(target, settings=replace(target.settings, memory_limit=None))
+        # Stages keep their tensors on the device.
+        target = replace(target, settings=replace(target.settings, offload="none"))
         plan = request.plan_pipeline(
             shape.mesh,
             replace(request.pipeline, axis=shape.axis, microbatches=microbatches, virtual=virtual),
@@ -285,7 +288,7 @@ class MeshPlanner:
 
     def _plan_mesh(self, planner: Planner, target: Target, unlimited: CandidatePlan | None = None) -> ShardingPlan:
         # It is of the step without recomputation.
-        if target.settings.recompute == "full":
+        if target.settings.recompute in ALWAYS_RECOMPUTE:
             unlimited = None
         plan = run_planner(planner, self.request.capture_seconds, target, unlimited, explained=False)
         self.interrupted = self.interrupted or planner.interrupted

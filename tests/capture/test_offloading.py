@@ -11,7 +11,7 @@ from torch import nn
 import autoshard
 from autoshard.capture import JointGraph, capture
 from autoshard.capture.host_copies import TO_DEVICE, TO_HOST
-from autoshard.capture.marks import is_offloaded
+from autoshard.capture.marks import marked_regions
 from autoshard.capture.nodes import is_view
 from autoshard.capture.offloading import base_in_memory, movable_values, offload_values, values_of_modules
 from autoshard.capture.recomputation import graph_of_plan, layers, recomputable, recompute_layers, rerunnable
@@ -119,7 +119,7 @@ class Marked(nn.Module):
 
 def test_a_region_moves_what_it_saves_but_for_what_is_small() -> None:
     graph = capture(Marked(), (torch.randn(4, 8),), {})
-    marked = {node for node in graph.graph.nodes if is_offloaded(node)}
+    marked = {node for node in graph.graph.nodes if marked_regions(node)}
     assert {graph.module_path(node) for node in marked} == {"", "first"}
     names = values_of_modules(graph, marked)
     sizes = {movable_values(graph)[name].meta["val"].numel() for name in names}

@@ -140,6 +140,9 @@ def test_hints_are_described_as_text() -> None:
         ("split(tp)", autoshard.split("tp")),
         ("replicate('dp', 'ep')", autoshard.replicate(("dp", "ep"))),
         ("split(tp, rest=whole)", autoshard.split("tp", rest="whole")),
+        ("recompute()", autoshard.recompute()),
+        (" keep ", autoshard.keep()),
+        ("offload()", autoshard.offload()),
         ("replicate(dp), split(4)", (autoshard.replicate("dp"), autoshard.split(4))),
     ],
 )
@@ -154,6 +157,7 @@ def test_the_record_of_a_plan_is_read_as_its_hints() -> None:
         "embed.weight": {"dp": Shard(0), "tp": shard_placement(1, 2)},
         "layers.*.mlp": autoshard.split(("dp", "tp")),
         "": autoshard.replicate(2),
+        "embed": autoshard.recompute(),
         "layers": (autoshard.replicate("dp"), autoshard.split(("tp", "ep"), rest="sequence")),
     }
     # A plan also records the primitives of the model's code.
@@ -172,6 +176,8 @@ def test_the_record_of_a_plan_is_read_as_its_hints() -> None:
         "S(0) tp:R",
         "tp:R:S(0)",
         "merge(4)",
+        "keep(4)",
+        "recompute(), keep()",
         "tp:R,tp:R",
         "split(4, rest=all)",
     ],

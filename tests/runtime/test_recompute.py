@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.capture.joint import JointGraph, capture
@@ -35,6 +38,7 @@ from tests.training import (
     train,
     train_random_plan,
 )
+from tests.workers import Workers
 
 SOME: dict[str, Any] = {"forced": 0.5, "recompute": 0.6}
 ALL: dict[str, Any] = {"forced": 0.5, "recompute": 1.0}
@@ -85,6 +89,77 @@ def test_planned_steps_equal_one_device(recompute: str, limit: int | None) -> No
     assert bool(module.sharding_plan.recomputed) == (recompute != "none")
 
 
+class Checkpointed(nn.Module):
+    """Layers that run in checkpoints, but for one in which a region is kept, and another region runs again."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:2]:
+            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
+        with autoshard.recompute():
+            hidden = self.layers[2][0](x).sin().exp()
+            with autoshard.keep():
+                hidden = hidden.sigmoid()
+            x = x + self.layers[2][2](hidden.cos())
+        return torch.nn.functional.mse_loss(x, target)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recompute": "none"},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"hints": {"layers.*.1": autoshard.keep()}},
+    ],
+    ids=str,
+)
+def test_regions_of_the_code_equal_one_device(reentrant: bool, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = Checkpointed(reentrant).double()
+    inputs = {name: torch.randn(8, 12, dtype=torch.float64) for name in ("x", "target")}
+    inputs["x"].requires_grad_()
+    alone = train(copy.deepcopy(module), inputs)
+    with simulated_mesh(x=2, y=2) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
+        trace = train(module, inputs)
+    assert compare(trace, alone).worst <= TOLERANCE
+    again = set(module.sharding_plan.recomputed)
+    operators = {one.node: one.operator for one in module.sharding_plan.choices}
+    assert {"aten.sin", "aten.cos"} <= {operators[name].rpartition(".default")[0] or operators[name] for name in again}
+    assert not any("sigmoid" in operators[name] for name in again)
+
+
+def _train_in_another_process(file: str) -> float:
+    """On a real process: the largest difference to one device of training under a plan that was saved."""
+    module, inputs = build(ONE_LAYER)
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("axis0",))
+    plan = ShardingPlan.load(file)
+    autoshard.parallelize(module, mesh, (), inputs, plan=plan)
+    assert module.sharding_plan.recomputed == plan.recomputed
+    return compare(train(module, inputs), one_device(ONE_LAYER)).worst
+
+
+def test_a_plan_with_hints_runs_where_there_are_none(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    module, inputs = build(ONE_LAYER)
+    # A region of the whole model has operators outside of layers, and results that leave layers.
+    hints = {"": autoshard.recompute(), "*.attention": autoshard.keep()}
+    plan = autoshard.plan(module, {"axis0": 2}, (), inputs, hints=hints, cluster=fast_links())
+    plan.save(file)
+    paths = {one.module for one in plan.choices if one.node in set(plan.recomputed) and one.seconds}
+    assert any("layers" not in path for path in paths)
+    assert not any("attention" in path for path in paths)
+    with Workers(2) as workers:
+        assert max(workers.run(_train_in_another_process, str(file))) <= TOLERANCE
+
+
 # Draws
 
 
@@ -129,8 +204,10 @@ def test_what_is_drawn_again_are_the_same_numbers() -> None:
         assert len(set(losses)) == 1
         drawn += sum("native_dropout" in name and "again" in name for name in plan.decisions["choices"])
     assert drawn
-    losses, slopes = _loss_and_slope(None, recompute="full", cluster=fast_links())
-    assert losses == pytest.approx(slopes, rel=1e-12)
+    hints = {"": autoshard.recompute(), "ups.1": autoshard.keep()}
+    for options in ({"recompute": "full"}, {"recompute": "selective"}, {"hints": hints}):
+        losses, slopes = _loss_and_slope(None, cluster=fast_links(), **options)
+        assert losses == pytest.approx(slopes, rel=1e-12)
 
 
 # Memory

@@ -11,7 +11,7 @@ import torch
 
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.joint_graph import fingerprint
-from autoshard.capture.marks import Offload
+from autoshard.capture.marks import Saving
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.measurements import Grouping
 from autoshard.cluster.worker_shares import Worker, apportion, shares
@@ -174,7 +174,7 @@ def forward_fingerprint(exported: ExportedModule) -> str:
 
 def check_pipeline_options(target: Target) -> None:
     """Raise `PlanError` if a pipeline can not have an option."""
-    moves = any(isinstance(value, Offload) for value in (target.hints or {}).values())
+    moves = any(isinstance(value, Saving) and value.kind == "offload" for value in (target.hints or {}).values())
     refused = {
         "offload": target.settings.offload != "none" and "its stages keep their tensors on the device",
         "hints of autoshard.offload()": moves and "its stages keep their tensors on the device",

@@ -23,6 +23,7 @@ from autoshard.pipeline.schedule.schedule_search import names_to_try
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.hints import HintValue
 from autoshard.planner.progress_line import show_progress
+from autoshard.planner.regions import hinted_paths
 from autoshard.planner.replanner import check_asked, existing_module
 from autoshard.plans.alternative import Alternative
 from autoshard.specs.axes import MeshShape
@@ -134,7 +135,10 @@ class PipelineReplanner:
 
 
 def _marks(module: nn.Module, target: Target) -> Mapping[str, object]:
-    return hint_rules.task_graphs(target.hints, [name for name, _ in module.named_modules()])
+    modules = [name for name, _ in module.named_modules()]
+    hints = target.hints or {}
+    regions = {glob: (str(hints[glob]), paths) for glob, paths in hinted_paths(hints, modules).items()}
+    return {"task graphs": hint_rules.task_graphs(hints, modules), "regions": regions}
 
 
 def _decide_alike(plan: PipelinePlan, other: PipelinePlan) -> bool:

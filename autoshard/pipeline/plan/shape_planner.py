@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from autoshard.capture.marks import task_graphs_with_counts
 from autoshard.errors import BudgetError, HintError
+from autoshard.options.options import ALWAYS_RECOMPUTE
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.forward_export import ExportedModule
 from autoshard.pipeline.graph.stage_graph import StageGraph
@@ -336,7 +337,7 @@ class ShapePlanner:
         parts = cut(forward.exported, stages.stage_of, len(stages.totals.seconds), stages.recomputed)
         self.seconds["stages"] += time.perf_counter() - cutting
         planner = self._stage_planner(forward.exported)
-        recompute = "full" if self.target.settings.recompute == "full" else "none"
+        recompute = self.target.settings.recompute if self.target.settings.recompute in ALWAYS_RECOMPUTE else "none"
         ranks = placement(self.ranks, shape.virtual)
         budgets = [StageBudget(None, recompute, self.target_of[rank], shape.microbatches) for rank in ranks]
 

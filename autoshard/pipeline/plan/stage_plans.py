@@ -15,9 +15,10 @@ from torch.distributed.tensor import Placement, Replicate
 
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.recomputation import layers as layers_of
-from autoshard.capture.recomputation import recompute_layers, rerunnable
+from autoshard.capture.recomputation import recompute_layers
 from autoshard.errors import BudgetError, PlanError
 from autoshard.options import Hints
+from autoshard.options.options import ALWAYS_RECOMPUTE
 from autoshard.options.target import Target
 from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.graph.stage_modules import StageModule
@@ -259,6 +260,7 @@ class StagePlanner:
         key = (
             structural_fingerprint(graph),
             task_graph_marks(graph),
+            tuple(place for place, node in enumerate(graph.graph.nodes) if node.name in graph.kept),
             tuple((str(placements.get(source.name)), summed.get(source.name)) for source in graph.inputs),
             str(target.output_placements),
             target.inputs,
@@ -306,9 +308,9 @@ class StagePlanner:
         source, plan = alike.graph, alike.plan
         if plan.recomputed:
             names = {
-                name: like
-                for of in (lambda graph: [layer.name for layer in layers_of(graph)], rerunnable)
-                for name, like in zip(of(source), of(planner.graph), strict=True)
+                item.name: like.name
+                for items in (layers_of, lambda graph: graph.graph.nodes)
+                for item, like in zip(items(source), items(planner.graph), strict=True)
             }
             source = recompute_layers(source, plan.recomputed)
             planner = recomputing_planner(planner, [names[name] for name in plan.recomputed])
@@ -402,8 +404,8 @@ def relaxations(recompute: str) -> list[Relaxation]:
 
     def limit(fit: RelaxedFit, budgets: Sequence[StageBudget]) -> Sequence[StageBudget]:
         def allow_recompute(budget: StageBudget) -> StageBudget:
-            # A stage whose layers are all recomputed already stays so.
-            return budget if budget.recompute == "full" else replace(budget, recompute=recompute)
+            # A stage in which operators run again in any case stays so.
+            return budget if budget.recompute in ALWAYS_RECOMPUTE else replace(budget, recompute=recompute)
 
         return _change_limited(budgets, fit.limit_budgets(budgets), allow_recompute, possible=True)
 
@@ -420,7 +422,7 @@ def relaxations(recompute: str) -> list[Relaxation]:
 
     # From what costs least seconds to what costs most.
     first = [limit_with_headroom(0.0), limit_with_headroom(0.5), limit_with_headroom(1.0), limit]
-    return [*first, *([recompute_layers] if recompute in ("auto", "selective") else []), reduce_per_microbatch, limit]
+    return [*first, *([recompute_layers] if recompute == "auto" else []), reduce_per_microbatch, limit]
 
 
 def _change_limited(

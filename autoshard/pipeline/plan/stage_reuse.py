@@ -11,12 +11,15 @@ from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import pytree
+from autoshard.capture.capture_errors import node_line
 from autoshard.capture.export import named_tensors
 from autoshard.capture.joint import capture
 from autoshard.capture.joint_graph import JointGraph, fingerprint
+from autoshard.capture.marks import Region, marked_regions, marks_by_order
 from autoshard.capture.recomputation import copy_graph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
+from autoshard.errors import PlanError
 from autoshard.options.target import Target
 from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward, read_stage_graph
@@ -24,6 +27,7 @@ from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.planner import hints as hint_rules
+from autoshard.planner.regions import mark_regions, with_regions
 from autoshard.size import is_dynamic
 from autoshard.specs.axes import MeshShape
 
@@ -40,6 +44,7 @@ def structural_text(stage: StageModule) -> str:
     lines = [f"{module.training} {sorted(keyword for keyword, _ in stage.inputs.values())}"]
     lines += [f"{type(fake).__name__} {_sizes(fake)} {len(names.aliases[name])}" for name, fake in names.fakes.items()]
     number = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
+    places: dict[Region, int] = {}
     for node in module.graph.nodes:
         called = node.target if node.op == "call_function" else ""
         if node.op == "get_attr":
@@ -53,9 +58,8 @@ def structural_text(stage: StageModule) -> str:
         arguments = fx.node.map_arg((node.args, node.kwargs), number.__getitem__)
         leaves = pytree.tree_leaves((node.args, node.kwargs, node.meta.get("sizes")))
         dynamic = [leaf.expr for leaf in leaves if is_dynamic(leaf)]
-        lines.append(
-            f"{node.op} {called} {arguments} {_sizes(node.meta.get('val'))} {dynamic} {node.meta.get('custom')}"
-        )
+        marks = marks_by_order(node, places)
+        lines.append(f"{node.op} {called} {arguments} {_sizes(node.meta.get('val'))} {dynamic} {marks}")
     return "\n".join(lines)
 
 
@@ -173,11 +177,21 @@ class StageCaptures:
 
     def __init__(self, mp_policy: MixedPrecisionPolicy | None = None) -> None:
         self._mp_policy = mp_policy
-        self._known: dict[tuple[str, bool], list[tuple[StageModule, JointGraph]]] = {}
+        self._captured: dict[tuple[str, bool], list[tuple[StageModule, JointGraph]]] = {}
+        self._steps: dict[JointGraph, JointGraph] = {}  # with what regions say, by the captured steps
 
     def joint_graph(self, stage: StageModule, dynamic: bool = False) -> JointGraph:
-        """Return the step of a stage with one microbatch, with the stage's dynamic sizes if `dynamic`."""
-        known = self._known.setdefault((structural_text(stage), dynamic), [])
+        """Return the step of a stage with one microbatch, with the stage's dynamic sizes if `dynamic`.
+
+        What hints and the model's code say is run again or kept is in the graph.
+        """
+        captured = self._capture(stage, dynamic)
+        if captured not in self._steps:
+            self._steps[captured] = with_regions(captured, None, ())
+        return self._steps[captured]
+
+    def _capture(self, stage: StageModule, dynamic: bool) -> JointGraph:
+        known = self._captured.setdefault((structural_text(stage), dynamic), [])
         # The same stage, of a shape that was planned before: its graph needs no copy.
         for like, graph in known:
             if has_same_names(like, stage):
@@ -204,19 +218,31 @@ def export_microbatch(
 
     Raises:
         InputError: the batch does not divide.
+        HintError: a hint of task graphs or regions is not valid.
+        PlanError: the model's code moves tensors to the host.
         CaptureError: as for `export_forward`.
     """
     part = call.split(number)[0]
-    return export_forward(
+    # Hints name modules of the whole model: stages have no modules.
+    modules = [name for name, _ in part.module.named_modules()]
+    exported = export_forward(
         part.module,
         part.args,
         part.kwargs,
         grad=grad,
-        # Hints name modules of the whole model: stages have no modules.
-        task_graphs=hint_rules.task_graphs(target.hints, [name for name, _ in part.module.named_modules()]),
+        task_graphs=hint_rules.task_graphs(target.hints, modules),
         mp_policy=target.options.mp_policy,
         dynamic=part.dynamic_sizes if dynamic else None,
     )
+    mark_regions(exported.graph, target.hints, modules)
+    for node in exported.graph.nodes:
+        for region in marked_regions(node):
+            if region.kind == "offload":
+                raise PlanError(
+                    f"a pipeline can not have {region.origin} around {node_line(node)}: its stages keep their tensors "
+                    "on the device. Leave it out, or use a mesh without a pipeline axis."
+                )
+    return exported
 
 
 class PipelineCaptures:

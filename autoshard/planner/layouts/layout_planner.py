@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoshard.capture.marks import assign_task_graphs, defaults_of
-from autoshard.capture.recomputation import recomputable
+from autoshard.capture.recomputation import forms_of, recomputable
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.options.target import Target
 from autoshard.planner.candidate_plan import CandidatePlan
@@ -21,6 +21,7 @@ from autoshard.planner.planning import (
     run_planner,
     with_provenance,
 )
+from autoshard.planner.recompute_option import names_by_option
 from autoshard.planner.regather import regather_parameters
 from autoshard.plans.sharding_plan import ShardingPlan
 
@@ -112,13 +113,12 @@ class LayoutPlanner:
         recompute, limit = self.target.settings.recompute, self.target.settings.memory_limit
         with self._planner(target) as planner:
             candidate = self._solve(planner, layout)
-            if recompute == "full" or (
-                recompute in ("auto", "selective") and limit is not None and candidate.memory.peak > limit
-            ):
-                layers = recomputable(planner.graph)
-                if layers:
-                    planner = recomputing_planner(planner, [layer.name for layer in layers])
-                    candidate = self._solve(planner, layout)
+            names = names_by_option(planner)
+            if recompute == "auto" and limit is not None and candidate.memory.peak > limit:
+                names = [layer.name for layer in recomputable(planner.graph)]
+            if names:
+                planner = recomputing_planner(planner, names)
+                candidate = self._solve(planner, layout)
             return with_provenance(planner.describe(candidate), planner, self.call.seconds, self.target)
 
     def _solve(self, planner: Planner, layout: StandardLayout) -> CandidatePlan:
@@ -140,4 +140,5 @@ class LayoutPlanner:
         try:
             yield planner_for(self.module, graph, self.call.mesh, target, like=self.first)
         finally:
-            assign_task_graphs(graph.graph, defaults_of(self.module))
+            for form in forms_of(graph):
+                assign_task_graphs(form.graph, defaults_of(self.module))
