@@ -22,9 +22,8 @@ from autoshard.pipeline.run.pipeline_module import (
     plan_with_options,
     resolve_pipeline,
 )
-from autoshard.planner.frontier_search import frontier_plans
 from autoshard.planner.module_planner import ModulePlanner
-from autoshard.planner.planning import with_provenance
+from autoshard.planner.planning import explorer_for, with_provenance
 from autoshard.planner.progress_line import show_progress
 from autoshard.planner.replanner import Replanner
 from autoshard.plans.frontier import Frontier
@@ -125,7 +124,7 @@ def frontier(
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    gaps: int = 4,
+    gaps: int = 8,
     **keywords: Unpack[OptionKeywords],
 ) -> Frontier:
     """Find every plan of `module` on `mesh` that is worth its memory, from the smallest peak to the shortest step.
@@ -157,7 +156,7 @@ def frontier(
     call = ModulePlanner(module, shape, target).capture(args, kwargs, grad=torch.is_grad_enabled(), by_layers=True)
     planner = call.planner_of(target)
     with show_progress(options.search.verbose) as planner.progress:
-        found = frontier_plans(planner, gaps)
+        found = explorer_for(planner).frontier(gaps)
     plans = Frontier([with_provenance(plan, planner, call.seconds, target) for plan in found]).plans
     replanner = Replanner.of(module, call.graph, call.seconds, shape, target)
     # A plan is the best one until there is memory for the next.

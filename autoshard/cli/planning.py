@@ -161,7 +161,7 @@ def add_frontier(verbs: Verbs) -> None:
     add_target(parser)
     add_mesh(parser)
     parser.add_argument(
-        "--gaps", type=int, default=4, metavar="N", help="widest gaps between plans to search; default: 4"
+        "--gaps", type=int, default=8, metavar="N", help="widest gaps between plans to search; default: 8"
     )
     add_options(parser)
     add_dtypes(parser)

@@ -57,7 +57,8 @@ class Footprint(NamedTuple):
         saved: bytes of the saved tensors at the peak, by the moments at which they are made.
         kept: path of a module -> bytes that a run keeps between its halves, on the device or on the host.
         lives: of every allocation its bytes, the first moment, and the first moment after it: shape `(allocations, 3)`.
-        makers: of every allocation the operator that makes it, or the input that is held, by the name of its node.
+        makers: of every allocation the operator that makes it, or the input that is held or whose gradient it is, by
+            the name of its node.
     """
 
     memory: Memory
@@ -136,9 +137,9 @@ class ProgramEstimate:
             return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated), kept, lives, makers)
 
     def _maker(self, allocation: Allocation) -> str:
-        """Return the name of the node that makes an allocation."""
-        if allocation.kind in AT_REST:
-            return self._inputs[allocation.name]
+        """Return the name of the node that makes an allocation; a gradient lies as its parameter does."""
+        if allocation.kind in AT_REST or allocation.kind == "gradient":
+            return self._inputs.get(allocation.name, "")
         operators = self.context.rules.operators
         return operators[allocation.start].name if allocation.start < len(operators) else ""
 

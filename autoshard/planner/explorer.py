@@ -76,30 +76,41 @@ class Explorer:
         """True if values may be moved to the host beside those that hints name."""
         return self.planner.settings.offload == "auto" and self.planner.settings.method != "force"
 
-    def frontier(self, known: Sequence[CandidatePlan], searches: int) -> list[CandidatePlan]:
+    def frontier(self, gaps: int) -> list[ShardingPlan]:
         """Return the plans that no other one met beats both in seconds and in bytes, from the smallest peak on.
 
-        Plans are searched within limits in the middle of the widest gaps between those that are known.
+        Plans are searched within limits in the middle of the widest gaps between those that are known. Source of the
+        question: TensorOpt, section 3, whose frontier is of sums; here the replay and the account of programs decide.
 
         Args:
-            known: plans of the graph; the first is that without a limit.
-            searches: the most limits.
+            gaps: the most limits; the planner itself has none.
+
+        Raises:
+            BudgetError: the host has no room for what hints move there.
         """
+        planner = self.planner
+        planner.warn_of_unknown_operators()
+        planner.unlimited = cheapest = planner.solve(planner.constraints)
+        fastest = planner.fastest(cheapest)
         contexts = [self._context(price) for price in (None, *(_COPY_PRICES if self.may_move else ()))]
-        pool, tried = [*known], set[int]()
+        pool, tried = [cheapest, *([] if fastest.estimate is cheapest.estimate else [fastest])], set[int]()
         if contexts[0].may_rerun:
             pool.append(contexts[0].whole_layers)
         pool = self._meet_within(1, contexts, pool)
-        for _ in range(searches):
+        for _ in range(gaps):
             pairs = list(itertools.pairwise(pareto_front(pool, _peak_and_step)))
-            gaps = {_middle(lean, fast): _gap_area(lean, fast) for lean, fast in pairs}
-            open_gaps = {limit: area for limit, area in gaps.items() if limit not in tried and area > _SMALL_GAP}
-            if not open_gaps or self.planner.is_past_deadline:
+            areas = {_middle(lean, fast): _gap_area(lean, fast) for lean, fast in pairs}
+            open_gaps = {limit: area for limit, area in areas.items() if limit not in tried and area > _SMALL_GAP}
+            if not open_gaps or planner.is_past_deadline:
                 break
             limit = max(open_gaps, key=open_gaps.__getitem__)
             tried.add(limit)
             pool = self._meet_within(limit, contexts, pool)
-        return pareto_front(pool, _peak_and_step)
+        plans = pareto_front(pool, _peak_and_step)
+        for plan in plans:
+            check_host(plan.memory.host, planner)
+        bound = cheapest.lower_bound
+        return [plan.estimate.context.describe(replace(plan, lower_bound=min(bound, plan.cost))) for plan in plans]
 
     def _meet_within(
         self, limit: int, contexts: Sequence[RerunContext], pool: Sequence[CandidatePlan]

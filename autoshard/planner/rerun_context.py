@@ -215,17 +215,21 @@ class RerunContext(Planner):
         return [*(name for name in graph.recomputed if name not in given.recomputed), *moved]
 
     def moments_of(self, plan: CandidatePlan) -> np.ndarray:
-        """Return the bytes that a plan holds at every moment of the whole problem.
+        """Return the bytes that a plan holds at every moment of the whole problem."""
+        return plan.held_bytes[self.places_of(plan)]
+
+    def places_of(self, plan: CandidatePlan) -> np.ndarray:
+        """Return the moment of a plan that stands for every moment of the whole problem.
 
         At the moment of an operator that the plan lacks it holds what it holds at the next one that it has.
         """
         rules = plan.estimate.context.rules
         position = {node.name: place for place, node in enumerate(rules.operators)}
-        held, places = plan.held_bytes, np.empty(len(self.rules.operators) + 1, dtype=np.intp)
-        places[-1] = len(held) - 1
+        places = np.empty(len(self.rules.operators) + 1, dtype=np.intp)
+        places[-1] = len(rules.operators)
         for moment in range(len(self.rules.operators) - 1, -1, -1):
             places[moment] = position.get(self.rules.operators[moment].name, places[moment + 1])
-        return held[places]
+        return places
 
     def _within_host(self, names: Collection[str], decisions: Decisions) -> set[str]:
         """Return these names without those of copies for which the host has no room."""

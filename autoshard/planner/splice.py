@@ -83,20 +83,20 @@ class _Lives:
     """
 
     def __init__(self, context: RerunContext, plan: CandidatePlan) -> None:
-        footprint, rules = plan.estimate.footprint, plan.estimate.context.rules
-        self._bytes, starts, ends = footprint.lives.T
-        # At the moment of an operator that the plan lacks it holds what it holds at the next one that it has.
-        known = {node.name: moment for moment, node in enumerate(context.rules.operators)}
-        self._moments = len(known) + 1
-        moments = np.array([0, *(known[node.name] + 1 for node in rules.operators), self._moments])
-        self._starts, self._ends = moments[starts], moments[ends]
+        # Some second operators stand in another order where others are absent: nearly the same moments, in one order.
+        footprint, moments = plan.estimate.footprint, np.maximum.accumulate(context.places_of(plan))
+        self._bytes = footprint.lives[:, 0].astype(np.float64)
+        self._starts, self._ends = np.searchsorted(moments, footprint.lives[:, 1:]).T
+        self._moments = len(moments)
         self.places = np.array([context.forward_places.get(name, 0) for name in footprint.makers])
 
     def changes(self, chosen: np.ndarray) -> np.ndarray:
         """Return by how much the bytes held change at every moment of the whole problem, of some allocations."""
-        held = self._bytes[chosen].astype(np.float64)
-        begun, ended = (np.bincount(moments[chosen], held, self._moments + 1) for moments in (self._starts, self._ends))
-        return (begun - ended)[: self._moments]
+        begun, ended = (
+            np.bincount(moments[chosen], self._bytes[chosen], self._moments + 1)
+            for moments in (self._starts, self._ends)
+        )
+        return (begun - ended)[:-1]
 
 
 def _operator_name(key: str) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from autoshard.errors import BudgetError
-from autoshard.planner.limit_search import LimitSearch, Splice
+from autoshard.planner.limit_search import LimitSearch
 from autoshard.planner.planning import plan_with_recompute
 from autoshard.planner.rerun_context import RerunContext
+from autoshard.planner.splice import Splice
 from autoshard.plans.sharding_plan import ShardingPlan
 from tests.planner.steps import joint_graph, planner_of
 
@@ -57,6 +58,10 @@ def test_a_splice_has_the_first_operators_of_one_plan_and_the_others_of_another(
     assert all(later <= 1.05 * earlier for earlier, later in itertools.pairwise(peaks))
     assert plans[-1].memory.peak == lean.memory.peak
     assert plans[0].memory.peak == fast.memory.peak
+    # The two plans tell the peaks of those between them, but for what lies beside each other at the seam.
+    foreseen = [splice.foreseen_peak(splice.length * part // 6) for part in range(7)]
+    assert foreseen == pytest.approx(peaks, rel=0.03)
+    assert splice.fewest_within(peaks[3], 0, splice.length) == pytest.approx(splice.length // 2, abs=splice.length // 6)
     rerun = [len(plan.estimate.context.graph.recomputed) for plan in plans]
     assert rerun == sorted(rerun)
     assert rerun[0] < rerun[3] < rerun[-1]

@@ -1,7 +1,4 @@
-"""The search for the frontier: its plans are as the planner evaluates them, and its ends are where they should be.
-
-Mixtures of plans: everywhere as one of them, and worth their memory.
-"""
+"""The frontier of a step: its plans are as the planner evaluates them, and its ends are where they should be."""
 
 from __future__ import annotations
 
@@ -10,15 +7,13 @@ import functools
 import itertools
 import re
 
-import numpy as np
 import pytest
 
 from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError
-from autoshard.planner.candidate_plan import CandidatePlan
-from autoshard.planner.frontier_search import FrontierSearch, frontier_plans, recombine_plans
+from autoshard.planner.planner import Planner
+from autoshard.planner.planning import explorer_for
 from autoshard.planner.planning_problem import Constraints
-from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.plans.sharding_plan import ShardingPlan
 from tests.planner.steps import joint_graph, links, plan_of, planner_of
 
@@ -33,22 +28,22 @@ def step_of(name: str) -> JointGraph:
 
 
 @functools.cache
-def frontier_of(name: str, mesh: Mesh) -> tuple[FrontierSearch, list[CandidatePlan]]:
-    planner = planner_of(step_of(name), dict(mesh), Constraints(planned_outputs=True), SLOW)
-    search = FrontierSearch(planner, gaps=1)
-    return search, search.run()
+def frontier_of(name: str, mesh: Mesh) -> tuple[Planner, list[ShardingPlan]]:
+    asked = step_of(name), dict(mesh), Constraints(planned_outputs=True), SLOW
+    planner = planner_of(*asked, recompute="none")
+    return planner, explorer_for(planner).frontier(4)
 
 
 @pytest.mark.parametrize(("name", "mesh"), STEPS)
 def test_no_plan_beats_another_and_each_is_what_the_account_says(name: str, mesh: Mesh) -> None:
-    search, plans = frontier_of(name, mesh)
+    planner, plans = frontier_of(name, mesh)
     assert len(plans) > 2
     for lean, fast in itertools.pairwise(plans):
         assert lean.memory.peak < fast.memory.peak
         assert lean.step_seconds > fast.step_seconds
     for plan in plans:
-        found = search.planner.evaluate(plan.decisions, plan.cost, 0.0, "given")
-        assert (plan.memory, plan.step_seconds) == (found.memory, found.step_seconds)
+        found = planner.evaluate(planner.flow_of(plan).decisions, plan.cost, 0.0, "given")
+        assert (plan.memory.peak, plan.step_seconds) == (found.memory.peak, found.step_seconds)
         assert plan.lower_bound <= plan.cost * (1 + 1e-9)
 
 
@@ -57,7 +52,7 @@ def test_the_fast_end_is_the_plan_without_a_limit_and_the_lean_end_what_an_error
     name: str, mesh: Mesh
 ) -> None:
     asked = step_of(name), dict(mesh), Constraints(planned_outputs=True), SLOW
-    plans = frontier_plans(planner_of(*asked, recompute="none"), 1)
+    plans = explorer_for(planner_of(*asked, recompute="none")).frontier(1)
     assert plans[-1].step_seconds <= plan_of(*asked).step_seconds
     with pytest.raises(BudgetError, match="the smallest peak") as error:
         plan_of(*asked, memory_limit=1)
@@ -83,7 +78,7 @@ def test_plans_in_which_operators_run_again_make_the_frontier_leaner() -> None:
     def front(recompute: str) -> list[ShardingPlan]:
         graph = joint_graph("gpt", batch=24, layers=2)
         planner = planner_of(graph, {"x": 4}, Constraints(planned_outputs=True), SLOW, recompute=recompute)
-        return frontier_plans(planner, 1)
+        return explorer_for(planner).frontier(4)
 
     kept, rerun = front("none"), front("auto")
     assert not any(plan.recomputed for plan in kept)
@@ -98,29 +93,3 @@ def test_plans_in_which_operators_run_again_make_the_frontier_leaner() -> None:
         assert lean.memory.peak < fast.memory.peak
         assert lean.step_seconds > fast.step_seconds
         assert lean.lower_bound <= lean.cost
-
-
-def test_mixtures_do_everywhere_as_one_of_their_plans() -> None:
-    planner = planner_of(joint_graph("gpt", batch=24, layers=1), {"x": 4}, Constraints(planned_outputs=True), SLOW)
-    moments = len(planner.rules.operators) + 1
-    first = planner.solve(planner.constraints).decisions
-    # At the price at which all that the step holds costs as much as the step.
-    price = 1.0 / planner.solve(planner.constraints).memory.peak / moments * planner.solve(planner.constraints).cost
-    second = planner.solve(planner.constraints, prices=np.full(moments, 30 * price)).decisions
-    assert first != second
-    mixed = recombine_plans(planner, planner.constraints, [first, second], np.full(moments, 1.0 / moments), 6)
-    assert mixed
-    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.constraints)
-    built = builder.build(frozenset({0}), reuse="all")
-    ends = [built.encode(plan) for plan in (first, second)]
-    for decisions, cost in mixed:
-        assignment = built.encode(decisions)
-        assert all(choice in pair for choice, *pair in zip(assignment, *ends, strict=True))
-        assert built.problem.cost(assignment) == pytest.approx(cost, rel=1e-12)
-        assert built.decode(assignment) == decisions
-
-
-def test_there_are_no_mixtures_of_three_axes() -> None:
-    planner = planner_of(joint_graph("mlp"), {"x": 2, "y": 2, "z": 2})
-    decisions = planner.solve(planner.constraints).decisions
-    assert recombine_plans(planner, planner.constraints, [decisions, decisions], np.ones(1), 4) == []
