@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from time import monotonic
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from autoshard.planner.budget_search import (
 from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate
 from autoshard.planner.limit_bound import bound_within
 from autoshard.planner.memory_prices import mix_prices
+from autoshard.planner.recombination import recombine
 from autoshard.planner.rerun_context import RerunContext
 from autoshard.planner.splice import Splice
 
@@ -41,6 +43,9 @@ _LEVELS = 30  # prices between these
 _FORCED_LEVELS = 10  # levels on which ever more parameters are forced to be sharded
 _MIXES = 3  # pairs of plans that are mixed, at most
 _MAX_COUNTS = 5  # numbers of operators that are tried of a pair, at most
+_NEAR = 6  # plans next to the limit that are recombined
+_RECOMBINED = 4  # plans made of them, at most
+_UNLIKE = 0.1  # part of the limit by which what a plan holds may differ from what was foreseen
 _FULL = 3e-3  # part of the limit by which a plan may stay below it
 
 _LEAN_ROUNDS = 6  # plans made where memory alone has a price, at most
@@ -100,6 +105,7 @@ class LimitSearch:
         prices = self._generate()
         self._raise_bound()
         self._mix()
+        self._recombine()
         if not self._is_within(self._enough):
             self._force(self._without_reruns)
             if self.context.proposes:
@@ -108,6 +114,7 @@ class LimitSearch:
         if prices is not None and prices.any() and not self._is_within(_CLOSE):
             self._bisect(prices)
             self._mix()
+            self._recombine()
         return self.best
 
     @property
@@ -185,14 +192,16 @@ class LimitSearch:
     def leanest(self) -> CandidatePlan:
         """The plan with the smallest peak that is found."""
         best, known = self.lean, [self.cheapest, *self._lean_plans]
-        # Prices for a limit that is out of reach weigh the moments better, once some lean plans are known.
-        for _ in range(_LEAN_TARGETS):
-            search = LimitSearch(self.context, round(_LEAN_SHARE * best.memory.peak), known)
-            search._generate()
-            gained = search.leanest_met.memory.peak <= (1 - _MIN_GAIN) * best.memory.peak
-            best, known = min(search.leanest_met, best, key=_peak), search.met
-            if not gained or self.context.is_past_deadline:
-                break
+        # Prices for a limit that is out of reach weigh the moments better, once some lean plans are known. Then their
+        # decisions are mixed.
+        for share, find in ((_LEAN_SHARE, LimitSearch._generate), (1 - _MIN_GAIN, LimitSearch._recombine)):
+            for _ in range(_LEAN_TARGETS):
+                search = LimitSearch(self.context, round(share * best.memory.peak), known)
+                find(search)
+                gained = search.leanest_met.memory.peak <= (1 - _MIN_GAIN) * best.memory.peak
+                best, known = min(search.leanest_met, best, key=_peak), search.met
+                if not gained or self.context.is_past_deadline:
+                    break
         return best
 
     def _solve_lean(self, weights: np.ndarray) -> CandidatePlan | None:
@@ -309,6 +318,43 @@ class LimitSearch:
             low, high = (low, count) if self._fits(plan) else (count, high)
             if self._fits(plan) and plan.memory.peak >= (1 - _FULL) * self.limit:
                 return
+
+    def _recombine(self) -> None:
+        """Meet the cheapest plans within the limit that decide everywhere as some plan that was met near it."""
+        context, start = self.context, self.best or self.leanest_met
+        if self._is_within(self._enough) or len(context.axes) > 2 or context.is_past_deadline:
+            return
+        with context.time_phase("problem"):
+            built = context.builder.build(frozenset(context.axes), reuse="all")
+            near = sorted(self.met, key=lambda plan: abs(plan.memory.peak - self.limit))[:_NEAR]
+            encoded = [context.assignment_of(plan, built) for plan in (start, self.leanest_met, *near)]
+            known = [assignment for assignment in encoded if assignment is not None]
+        if encoded[0] is None:
+            return
+
+        def besides(plan: CandidatePlan, assignment: Sequence[int]) -> np.ndarray:
+            held = self._held[plan.estimate]
+            return held - built.held_bytes(assignment, len(held))
+
+        # Programs hold more than the problem counts, nearly as much where they are nearly the same.
+        uncounted = besides(start, encoded[0])
+        for _ in range(_RECOMBINED):
+            with context.time_phase("solve"):
+                seconds = max(1.0, context.deadline - monotonic())
+                assignment = recombine(built, known, uncounted, self.limit, seconds)
+            if assignment is None or assignment in known:
+                return
+            known.append(assignment)
+            cost = built.problem.cost(assignment)
+            plan = context.evaluate(built.decode(assignment), cost, 0.0, "plans recombined")
+            self._meet(plan)
+            held = besides(plan, assignment)
+            if self._fits(plan):
+                uncounted = held
+            elif held.max() - uncounted.max() > _UNLIKE * self.limit:
+                return  # it is unlike the others: what it holds is not foreseen
+            else:
+                uncounted = np.maximum(uncounted, held)
 
     def _promising_pair(self) -> tuple[CandidatePlan, CandidatePlan] | None:
         """Return the plan that fits and the faster one that does not whose mix promises the shortest step."""

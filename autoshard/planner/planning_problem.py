@@ -191,6 +191,11 @@ class BuiltProblem:
         # Prices change no position: problems that are derived from one share its list.
         return _program_positions(self) if self.origin is None else self.origin.program_positions
 
+    @cached_property
+    def values_of_both_halves(self) -> frozenset[str]:
+        """The names of the values that have a hub of the backward half."""
+        return frozenset(variable.key for variable in self.variables if variable.kind == "regather")
+
     def with_memory_prices(self, prices: np.ndarray) -> BuiltProblem:
         """Return the same problem with memory priced in seconds per byte at every moment of the step."""
         # A live range costs the sum of the prices of its moments, which is a difference of sums from the start.
@@ -264,17 +269,29 @@ class BuiltProblem:
         return Decisions(tables["operator"], tables["rest"], tables["output"], hubs)
 
     def encode(self, decisions: Decisions) -> list[int]:
-        """Return the assignment of decisions of this problem."""
-        names = [variable.key for variable in self.variables if variable.kind == "regather"]
-        hubs, regather = choices_from_hubs(decisions.hubs, names)
+        """Return the assignment of decisions of this problem.
+
+        Raises:
+            ValueError: the problem has no such option.
+        """
+        hubs, regather = choices_from_hubs(decisions.hubs, self.values_of_both_halves)
         tables: dict[str, Mapping[str, object]] = {
             "operator": decisions.choices,
             "rest": decisions.rest,
             "output": decisions.outputs,
             "hub": hubs,
-            "regather": regather,
         }
-        return [list(variable.options).index(tables[variable.kind][variable.key]) for variable in self.variables]
+        assignment = []
+        for variable in self.variables:
+            options: list[object] = list(variable.options)
+            if variable.kind == "regather":
+                origin, spec = regather[variable.key]
+                # Where a value is absent, its spec says nothing.
+                options = [(each.origin, None if each.origin == "absent" else each.spec) for each in variable.options]
+                assignment.append(options.index((origin, spec)))
+            else:
+                assignment.append(options.index(tables[variable.kind].get(variable.key)))
+        return assignment
 
 
 def _program_positions(built: BuiltProblem) -> list[float]:

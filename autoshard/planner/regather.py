@@ -161,16 +161,27 @@ def hubs_from_choices(hubs: Mapping[str, Spec], choices: Mapping[str, RegatherCh
 
 def choices_from_hubs(
     hubs: Mapping[str, Spec], names: Iterable[str]
-) -> tuple[dict[str, Spec], dict[str, RegatherChoice]]:
-    """Return the arguments of `hubs_from_choices` for its result, given the names of the values."""
+) -> tuple[dict[str, Spec], dict[str, tuple[Origin, Spec | None]]]:
+    """Return the hubs of some decisions as a problem has them; the reverse of `hubs_from_choices`.
+
+    Args:
+        hubs: key -> spec.
+        names: of the values that have a hub of the backward half.
+
+    Returns:
+        Key -> spec of all hubs but those of the backward half; and of these, by the name of the value, the origin and
+        the spec, which is None where the value is absent.
+    """
     # `separate` gets the forward hub of every name: the problem has one, also where a kept copy needs only one hub.
-    separate, choices = dict(hubs), {}
+    separate, choices = dict(hubs), dict[str, tuple[Origin, Spec | None]]()
     for name in names:
-        kept = name in separate
-        forward = separate.pop(name) if kept else separate[f"{name}@forward"]
-        separate[f"{name}@forward"] = forward
-        spec = forward if kept else separate.pop(f"{name}@backward")
-        choices[name] = RegatherChoice(spec, "kept" if kept else "gathered")
+        if name in separate:
+            separate[f"{name}@forward"] = separate.pop(name)
+            choices[name] = "kept", separate[f"{name}@forward"]
+            continue
+        keys: dict[Origin, str] = {"gathered": f"{name}@backward", "rerun": rerun_name(name), "moved": name + MOVED}
+        origin = next((origin for origin, key in keys.items() if key in separate), "absent")
+        choices[name] = origin, separate.pop(keys[origin]) if origin in keys else None
     return separate, choices
 
 

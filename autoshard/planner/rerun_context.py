@@ -22,10 +22,11 @@ from autoshard.capture.host_copies import TO_DEVICE, TO_HOST
 from autoshard.capture.offloading import DEVICE_NAME, HOST_NAME, movable_values, offload_values
 from autoshard.capture.recomputation import RECOMPUTES, recompute_layers, rerunnable
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.patterns.graph_rules import Value, value_of
+from autoshard.patterns.graph_rules import GraphRules, Value, value_of
 from autoshard.patterns.strategy import ABSENT, Choices
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
+from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.regather import MOVED
 from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
@@ -159,6 +160,28 @@ class RerunContext(Planner):
         )
         self._split_copies(settled, planner, {key: spec for key, spec in hubs if key.endswith(MOVED)})
         return settled
+
+    def assignment_of(self, plan: CandidatePlan, built: BuiltProblem) -> list[int] | None:
+        """Return the assignment of the whole problem that stands for a plan; None if the problem has none.
+
+        Args:
+            plan: a plan of any graph in which operators run again, or values are moved.
+            built: the problem of this context.
+        """
+        rules, decisions = plan.estimate.context.rules, plan.decisions
+        absent = {node.name: (ABSENT,) * self.mesh.ndim for node in self.reruns.values()}
+        hubs, names = dict(decisions.hubs), built.values_of_both_halves
+        for value in rules.values():
+            # What the plan reads in the forward half alone may be read by both halves in the whole problem.
+            if value.name in hubs and value.name in names and not self._is_read_backward(rules, value):
+                hubs[f"{value.name}@forward"] = hubs.pop(value.name)
+        try:
+            return built.encode(replace(decisions, choices=absent | decisions.choices, hubs=hubs))
+        except ValueError:
+            return None
+
+    def _is_read_backward(self, rules: GraphRules, value: Value) -> bool:
+        return any(rules.graph.phase(use.node) == "backward" for use in rules.uses.get(value, ()))
 
     def _split_copies(self, settled: Decisions, planner: Planner, wanted: Mapping[str, Spec]) -> None:
         """Decide how copies to the host and back, and views of what comes back, are split, as far as that is open.
