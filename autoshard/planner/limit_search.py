@@ -29,6 +29,7 @@ from autoshard.planner.budget_search import (
 from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate
 from autoshard.planner.limit_bound import bound_within
 from autoshard.planner.memory_prices import mix_prices
+from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.recombination import recombine
 from autoshard.planner.rerun_context import RerunContext
 from autoshard.planner.splice import Splice
@@ -327,34 +328,53 @@ class LimitSearch:
         with context.time_phase("problem"):
             built = context.builder.build(frozenset(context.axes), reuse="all")
             near = sorted(self.met, key=lambda plan: abs(plan.memory.peak - self.limit))[:_NEAR]
-            encoded = [context.assignment_of(plan, built) for plan in (start, self.leanest_met, *near)]
-            known = [assignment for assignment in encoded if assignment is not None]
-        if encoded[0] is None:
+            encoded = [(plan, context.assignment_of(plan, built)) for plan in (start, self.leanest_met, *near)]
+            pairs = [(plan, assignment) for plan, assignment in encoded if assignment is not None]
+        if not pairs:
             return
+        known = [assignment for _, assignment in pairs]
+        # What programs hold beside what the problem counts is nearly the same where they are: it is taken from the best
+        # plan, and from the one that lies next to the limit.
+        over = [pair for pair in pairs if not self._fits(pair[0])]
+        for plan, assignment in (pairs[0], *over[:1]):
+            self._recombine_around(built, known, self._uncounted(built, plan, assignment))
 
-        def besides(plan: CandidatePlan, assignment: Sequence[int]) -> np.ndarray:
-            held = self._held[plan.estimate]
-            return held - built.held_bytes(assignment, len(held))
+    def _recombine_around(self, built: BuiltProblem, known: list[list[int]], start: np.ndarray) -> None:
+        """Meet plans that decide as known assignments do, which are added to these.
 
-        # Programs hold more than the problem counts, nearly as much where they are nearly the same.
-        uncounted = besides(start, encoded[0])
+        Args:
+            built: the problem without prices.
+            known: the assignments.
+            start: bytes that programs hold at every moment beside what the problem counts.
+        """
+        context, uncounted = self.context, start
         for _ in range(_RECOMBINED):
             with context.time_phase("solve"):
                 seconds = max(1.0, context.deadline - monotonic())
                 assignment = recombine(built, known, uncounted, self.limit, seconds)
-            if assignment is None or assignment in known:
+            if assignment is None and uncounted is start:
+                return
+            if assignment is None:
+                uncounted = (uncounted + start) / 2  # what another plan holds is too much for all
+                continue
+            if assignment in known:
                 return
             known.append(assignment)
             cost = built.problem.cost(assignment)
             plan = context.evaluate(built.decode(assignment), cost, 0.0, "plans recombined")
             self._meet(plan)
-            held = besides(plan, assignment)
+            held, beside = self._held[plan.estimate], self._uncounted(built, plan, assignment)
             if self._fits(plan):
-                uncounted = held
-            elif held.max() - uncounted.max() > _UNLIKE * self.limit:
+                start = uncounted = beside
+            elif (beside - uncounted).max() > _UNLIKE * self.limit:
                 return  # it is unlike the others: what it holds is not foreseen
             else:
-                uncounted = np.maximum(uncounted, held)
+                uncounted = np.where(held > self.limit, np.maximum(uncounted, beside), uncounted)
+
+    def _uncounted(self, built: BuiltProblem, plan: CandidatePlan, assignment: Sequence[int]) -> np.ndarray:
+        """Return the bytes that a plan holds at every moment beside what the problem counts of its assignment."""
+        held = self._held[plan.estimate]
+        return held - built.held_bytes(assignment, len(held))
 
     def _promising_pair(self) -> tuple[CandidatePlan, CandidatePlan] | None:
         """Return the plan that fits and the faster one that does not whose mix promises the shortest step."""

@@ -22,7 +22,7 @@ from autoshard.capture.host_copies import TO_DEVICE, TO_HOST
 from autoshard.capture.offloading import DEVICE_NAME, HOST_NAME, movable_values, offload_values
 from autoshard.capture.recomputation import RECOMPUTES, recompute_layers, rerunnable
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.patterns.graph_rules import GraphRules, Value, value_of
+from autoshard.patterns.graph_rules import Value, value_of
 from autoshard.patterns.strategy import ABSENT, Choices
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
@@ -170,18 +170,19 @@ class RerunContext(Planner):
         """
         rules, decisions = plan.estimate.context.rules, plan.decisions
         absent = {node.name: (ABSENT,) * self.mesh.ndim for node in self.reruns.values()}
-        hubs, names = dict(decisions.hubs), built.values_of_both_halves
+        hubs, flow = dict(decisions.hubs), Flow(rules, decisions, self.mesh)
         for value in rules.values():
-            # What the plan reads in the forward half alone may be read by both halves in the whole problem.
-            if value.name in hubs and value.name in names and not self._is_read_backward(rules, value):
-                hubs[f"{value.name}@forward"] = hubs.pop(value.name)
+            name, uses = value.name, rules.uses.get(value, ())
+            phases = {rules.graph.phase(use.node) for use in uses}
+            if len(phases) != 1 or f"{name}@forward" in hubs or f"{name}@backward" in hubs:
+                continue
+            # More may read a value in the whole problem: what has one reader here may have a hub there.
+            spec = hubs.pop(name, None) or flow.consumed_spec(uses[0].node, uses[0].operand)
+            hubs[f"{name}@{phases.pop()}" if name in built.values_of_both_halves else name] = spec
         try:
             return built.encode(replace(decisions, choices=absent | decisions.choices, hubs=hubs))
         except ValueError:
             return None
-
-    def _is_read_backward(self, rules: GraphRules, value: Value) -> bool:
-        return any(rules.graph.phase(use.node) == "backward" for use in rules.uses.get(value, ()))
 
     def _split_copies(self, settled: Decisions, planner: Planner, wanted: Mapping[str, Spec]) -> None:
         """Decide how copies to the host and back, and views of what comes back, are split, as far as that is open.
