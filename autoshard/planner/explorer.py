@@ -90,6 +90,7 @@ class Explorer:
         if contexts[0].may_rerun:
             pool.append(contexts[0].whole_layers)
         pool = self._meet_within(1, contexts, pool)
+        contexts = [context for context in contexts if context.proposes] or contexts
         for _ in range(searches):
             pairs = list(itertools.pairwise(pareto_front(pool, _peak_and_step)))
             gaps = {_middle(lean, fast): _gap_area(lean, fast) for lean, fast in pairs}

@@ -13,13 +13,14 @@ import re
 import numpy as np
 import pytest
 
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, capture
 from autoshard.errors import BudgetError
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.frontier_search import FrontierSearch, frontier_plans, recombine_plans
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.plans.sharding_plan import ShardingPlan
+from tests.pipeline.small_pipelines import tower
 from tests.planner.steps import joint_graph, links, plan_of, planner_of
 
 SLOW = links(bandwidth=2e9, latency=1e-6)
@@ -98,6 +99,25 @@ def test_plans_in_which_operators_run_again_make_the_frontier_leaner() -> None:
         assert lean.memory.peak < fast.memory.peak
         assert lean.step_seconds > fast.step_seconds
         assert lean.lower_bound <= lean.cost
+
+
+def test_plans_that_move_values_make_the_frontier_leaner() -> None:
+    def front(offload: str) -> list[ShardingPlan]:
+        return frontier_plans(planner_of(graph, {"x": 2}, None, SLOW, recompute="none", offload=offload), 0)
+
+    module, inputs = tower(4096)
+    graph = capture(module, (), inputs)
+
+    kept, moved = front("none"), front("auto")
+    assert not any(plan.offloaded for plan in kept)
+    assert any(plan.offloaded for plan in moved)
+    assert moved[0].memory.peak < kept[0].memory.peak
+    for plan in kept:
+        within = [other.step_seconds for other in moved if other.memory.peak <= plan.memory.peak]
+        assert min(within) <= 1.01 * plan.step_seconds
+    for plan in moved:
+        assert bool(plan.memory.host) == bool(plan.offloaded)
+        assert plan.lower_bound <= plan.cost
 
 
 def test_mixtures_do_everywhere_as_one_of_their_plans() -> None:
