@@ -142,6 +142,9 @@ def test_what_hints_make_of_a_step_is_made_of_the_captured_one(step: JointGraph)
     other = graph_of_plan(step, graph.recomputed, graph.offloaded)
     assert [node.format_node() for node in other.graph.nodes] == [node.format_node() for node in graph.graph.nodes]
     assert graph_of_plan(graph, (), ()).graph is step.graph
+    # A plan counts more than what is kept.
+    kept = next(iter(graph.kept))
+    assert _again(graph_of_plan(graph, (kept,), ())) == {kept}
     assert not rerunnable(graph).keys() & graph.kept.keys()
     assert with_regions(step, {}, MODULES) is step
     inference = capture(Stack(), (X,), {}, grad=False)
