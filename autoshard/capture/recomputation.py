@@ -298,7 +298,7 @@ def forms_of(graph: JointGraph) -> Iterator[JointGraph]:
 
 
 def graph_of_plan(graph: JointGraph, recomputed: Collection[str], offloaded: Collection[str]) -> JointGraph:
-    """Return the graph that a plan's decisions are of.
+    """Return the graph that a plan's decisions are of. A plan counts more than what the user keeps.
 
     Args:
         graph: the captured step, whatever runs again or is moved in it.
@@ -310,7 +310,8 @@ def graph_of_plan(graph: JointGraph, recomputed: Collection[str], offloaded: Col
     """
     if {*recomputed} == {*graph.recomputed} and {*offloaded} == {*graph.offloaded}:
         return graph
-    return offload_values(recompute_layers(captured_step(graph), recomputed, offloaded), offloaded)
+    captured = replace(captured_step(graph), kept={})
+    return offload_values(recompute_layers(captured, recomputed, offloaded), offloaded)
 
 
 def rerunnable(graph: JointGraph) -> dict[str, set[fx.Node]]:

@@ -50,7 +50,7 @@ def compare(
     prices. The model is captured once; neither a process group nor the devices are needed.
 
     A standard layout that does not fit recomputes all its layers, as `recompute` allows. With `recompute="full"` all
-    do.
+    do, and with `"selective"` all recompute what is cheap of them.
 
     Args:
         module, mesh, example_args, example_kwargs: as for `autoshard.plan`.
@@ -147,11 +147,12 @@ def _flags(
     """Return a standard layout with its flags, and its loss beside the plan."""
     layers = planner.first.rules.parameter_layers.values()
     inputs = planner.first.rules.batch_inputs()
+    chosen = planner.target.settings.recompute
     job = Job(
         layout=layout,
         mesh=planner.call.mesh,
         samples=Value(inputs[0]).meta.shape[0] if inputs else 1,
-        recomputes=bool(plan.recomputed),
+        recomputed=("selective" if chosen == "selective" else "full") if plan.recomputed else "none",
         modules={path: type(part) for path, part in planner.module.named_modules()},
         layers=tuple(dict.fromkeys(layer for layer in layers if layer.rpartition(".")[2].isdigit())),
     )

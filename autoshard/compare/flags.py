@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -21,7 +22,7 @@ class Job:
         layout: the layout.
         mesh: the mesh axes.
         samples: of the batch.
-        recomputes: True if layers run again in the backward half.
+        recomputed: what runs again in the backward half: nothing, the cheap operators of layers, or layers.
         modules: path of every module -> the module's class.
         layers: paths of the repeated layers, in order.
     """
@@ -29,7 +30,7 @@ class Job:
     layout: StandardLayout
     mesh: MeshShape
     samples: int
-    recomputes: bool
+    recomputed: Literal["none", "selective", "full"]
     modules: Mapping[str, type[nn.Module]]
     layers: tuple[str, ...]
 
@@ -66,7 +67,7 @@ def torchtitan_flags(job: Job) -> str:
     # It is on by default.
     if layout.model_parallel == "TP":
         flags.append("--parallelism.no_enable_sequence_parallel")
-    flags.append(f"activation_checkpoint:{'full' if job.recomputes else 'none'}")
+    flags.append(f"activation_checkpoint:{job.recomputed}")
     notes = []
     if job.expert > 1 and not layout.sharded:
         notes.append("# Experts lie on ranks that shard the other parameters: use FSDP2 x EP.")
@@ -93,7 +94,9 @@ def megatron_flags(job: Job) -> str:
         if layout.replicated:
             instances = f"--num-distributed-optimizer-instances {job.size(layout.replicated)}"
             flags += [instances, "--outer-dp-sharding-strategy no_shard"]
-    if job.recomputes:
+    if job.recomputed == "selective":
+        flags.append("--recompute-granularity selective")
+    if job.recomputed == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     return _command(notes, flags)
 
@@ -125,12 +128,14 @@ def fsdp2_code(job: Job) -> str:
         body += ["})", *_strided_notes(job)]
     if job.expert > 1:
         body.append("# Experts: torch has no style for them; see torchtitan's ExpertParallel.")
-    if job.recomputes:
+    if job.recomputed != "none":
         lines.append(
             "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing"
         )
         classes = sorted({job.modules[layer].__name__ for layer in job.layers if layer in job.modules})
         check = f"type(part).__name__ in [{_names_text(classes)}]"
+        if job.recomputed == "selective":
+            body.append("# All of a layer runs again: products are kept by torch.utils.checkpoint's context_fn.")
         body.append(f"apply_activation_checkpointing(model, check_fn=lambda part: {check})")
     body += _data_parallel(job, tuple(data))
     if not layout.sharded and layout.replicated:

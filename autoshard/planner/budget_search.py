@@ -123,9 +123,9 @@ class ShortfallError(BudgetError):
             graph = _without_kept_values(planner)
             peak = _changed_peak(planner, graph, constraints)
             if peak < least:
-                first, *others = dict.fromkeys(planner.graph.kept.values())
-                more = f" and {len(others)} more" if others else ""
-                yield f"drop {first}{more} (without that, {format_bytes(peak)} are enough)"
+                asked = [*dict.fromkeys(planner.graph.kept.values())]
+                more = f" and {len(asked) - 1} more" if len(asked) > 1 else ""
+                yield f"drop {asked[0]}{more} (without that, {format_bytes(peak)} are enough)"
         if planner.settings.recompute == "none":
             layers = recomputable(planner.graph)
             graph = recompute_layers(planner.graph, [layer.name for layer in layers])

@@ -109,7 +109,7 @@ def check_asked(asked: object, mesh: MeshShape) -> None:
 
 def _has_regions(graph: JointGraph, plan: ShardingPlan) -> bool:
     """Return True if a plan runs again and moves all that a graph does, and does neither with what the graph keeps."""
-    again, of_plan = _again(graph), _again(graph_of_plan(replace(graph, kept={}), plan.recomputed, plan.offloaded))
+    again, of_plan = _again(graph), _again(graph_of_plan(graph, plan.recomputed, plan.offloaded))
     is_kept = of_plan.isdisjoint(graph.kept) and graph.kept.keys().isdisjoint(plan.offloaded)
     return again <= of_plan and is_kept and {*graph.offloaded} <= {*plan.offloaded}
 

@@ -28,12 +28,12 @@ def step(name: str) -> tuple[JointGraph, dict[str, type[nn.Module]]]:
     return capture(module, (), inputs), {path: type(part) for path, part in module.named_modules()}
 
 
-def job(name: str, *, recomputes: bool = False, **mesh: int) -> Job:
+def job(name: str, *, recomputed: Any = "none", **mesh: int) -> Job:
     graph, modules = step("gshard" if "EP" in name else "hf_llama")
     shape = MeshShape.of(mesh)
     layout = StandardLayouts(GraphRules(graph, shape), shape).make(name)
     layers = tuple(path for path in modules if path.startswith("model.layers.") and path.count(".") == 2)
-    return Job(layout, shape, 16, recomputes, modules, layers)
+    return Job(layout, shape, 16, recomputed, modules, layers)
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def arguments(text: str) -> list[str]:
     return shlex.split(text.replace("\\\n", " "), comments=True)
 
 
-def titan(name: str, *, recomputes: bool = False, **mesh: int) -> Any:
+def titan(name: str, *, recomputed: Any = "none", **mesh: int) -> Any:
     """The configuration that torchtitan reads from the flags of a layout."""
     manager = pytest.importorskip("torchtitan.config.manager").ConfigManager()
-    flags = arguments(torchtitan_flags(job(name, recomputes=recomputes, **mesh)))
+    flags = arguments(torchtitan_flags(job(name, recomputed=recomputed, **mesh)))
     skip_unless_torchtitan_runs()
     return manager.parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *flags])
 
@@ -62,7 +62,7 @@ def titan(name: str, *, recomputes: bool = False, **mesh: int) -> Any:
 def test_flags_of_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch 2.13 has this function, which torchtitan imports, under a private name alone.
     monkeypatch.setattr(dist, "set_timeout", None, raising=False)
-    config = titan("HSDP x TP+SP", recomputes=True, rep=2, dp=4, tp=2)
+    config = titan("HSDP x TP+SP", recomputed="full", rep=2, dp=4, tp=2)
     found = config.parallelism
     assert (found.data_parallel_replicate_degree, found.data_parallel_shard_degree) == (2, 4)
     assert (found.tensor_parallel_degree, found.enable_sequence_parallel) == (2, True)
@@ -78,14 +78,15 @@ def test_flags_of_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flags_of_megatron() -> None:
-    text = megatron_flags(job("HSDP x TP+SP", recomputes=True, rep=2, dp=4, tp=2))
+    text = megatron_flags(job("HSDP x TP+SP", recomputed="full", rep=2, dp=4, tp=2))
     flags = dict(line.removesuffix(" \\").partition(" ")[::2] for line in text.splitlines())
     assert flags["--tensor-model-parallel-size"] == "2"
     assert flags["--sequence-parallel"] == ""
     assert (flags["--micro-batch-size"], flags["--global-batch-size"]) == ("2", "16")
     assert flags["--data-parallel-sharding-strategy"] == "optim_grads_params"
     assert flags["--num-distributed-optimizer-instances"] == "2"
-    assert "--recompute-granularity" in flags
+    assert flags["--recompute-granularity"].startswith("full")
+    assert "--recompute-granularity selective" in megatron_flags(job("DDP", recomputed="selective", dp=4))
     plain = megatron_flags(job("DDP", dp=4))
     assert "fsdp" not in plain
     assert "--sequence-parallel" not in plain
@@ -94,7 +95,7 @@ def test_flags_of_megatron() -> None:
 
 @pytest.mark.parametrize("name", ["FSDP2 x TP+SP", "DDP x TP", "HSDP"])
 def test_torch_runs_the_code(name: str, four_ranks: None) -> None:
-    described = job(name, recomputes=name == "HSDP", dp=2, tp=2)
+    described = job(name, recomputed="full" if name == "HSDP" else "none", dp=2, tp=2)
     scope: dict[str, Any] = {"model": models.hf_llama()[0]}
     exec(fsdp2_code(described).replace('"cuda"', '"cpu"'), scope)
     parameters = dict(scope["model"].named_parameters())

@@ -350,6 +350,23 @@ def planned(
     return found
 
 
+def _train_with_regions(plan: PipelinePlan) -> dict[str, torch.Tensor]:
+    module, inputs = tied()
+    return train_pipeline(pipeline_of(module, inputs, plan), inputs)
+
+
+def test_stages_run_regions_again(two: Workers) -> None:
+    module, inputs = tied()
+    names = [name for name, part in module.named_children() if not isinstance(part, nn.Embedding)]
+    hints = {name: autoshard.recompute() for name in names}
+    options = autoshard.Pipeline(schedule="1F1B", microbatches=4)
+    plan = autoshard.plan(module, {"pp": 2}, (), inputs, cluster=fast_links(), hints=hints, pipeline=options)
+    assert isinstance(plan, PipelinePlan)
+    assert any(stage.recomputed for stage in plan.stages)
+    assert all(stage.hints == dict.fromkeys(names, "recompute()") for stage in plan.stages)
+    assert_equal(two.run(_train_with_regions, plan), train_alone(module, inputs, 1))
+
+
 def test_an_axis_named_pp_is_a_pipeline() -> None:
     plan = planned(schedule="1F1B", microbatches=4)
     assert (plan.axis, plan.schedule.name, plan.microbatches, plan.virtual) == ("pp", "1F1B", 4, 1)

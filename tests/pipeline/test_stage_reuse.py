@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.capture.joint import JointGraph, capture
-from autoshard.pipeline.graph.forward_export import export_forward
+from autoshard.errors import PlanError
+from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
+from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
-from autoshard.pipeline.plan.stage_reuse import StageCaptures, structural_text
+from autoshard.pipeline.plan.stage_reuse import StageCaptures, export_microbatch, structural_text
+from tests.targets import target as target_of
 
 STAGES = 4
 
@@ -26,21 +34,27 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    def __init__(self, dropout: bool = False) -> None:
+    def __init__(self, dropout: bool = False, mark: Callable[[], Any] = nullcontext) -> None:
         super().__init__()
+        self.mark = mark
         self.layers = nn.ModuleList(Layer(8) for _ in range(STAGES))
         if dropout:
             self.layers[2].up = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8))  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x)
+            with self.mark():
+                x = layer(x)
         return x.square().mean()
 
 
 def parts(module: nn.Module) -> list[StageModule]:
     """A layer on every stage."""
-    graph = export_forward(module, (torch.empty(4, 8),), {})
+    return parts_of(export_forward(module, (torch.empty(4, 8),), {}))
+
+
+def parts_of(graph: ExportedModule) -> list[StageModule]:
+    """A layer on every stage."""
     stage_of, stage = {}, 0
     for node in graph.operators:
         paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
@@ -82,3 +96,36 @@ def test_stages_that_do_something_else_are_not_alike() -> None:
     frozen = Deep()
     frozen.layers[2].up.weight.requires_grad_(False)
     assert structural_text(parts(frozen)[2]) != structural_text(one[2])
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_regions_are_in_the_steps_of_stages_that_are_alike(marked: bool) -> None:
+    """Those of the code, and those of hints, which name modules of the whole model."""
+    module = Deep(mark=autoshard.recompute if marked else nullcontext)
+    hints = {"layers.1": autoshard.keep(), "layers.3": autoshard.recompute()}
+    if marked:
+        hints = {"layers.1.up": autoshard.keep()}
+    target = target_of(hints=hints)
+    call = BatchCall(module, (torch.empty(8, 8),), {})
+    stages = parts_of(export_microbatch(call, 2, target, dynamic=False))
+    texts = [structural_text(stage) for stage in stages]
+    assert texts[1] != texts[2]
+    captures = StageCaptures()
+    steps = [captures.joint_graph(stage) for stage in stages]
+    assert [bool(step.recomputed) for step in steps] == ([True] * 4 if marked else [False, False, False, True])
+    assert {step.module_path(node) for step in steps for node in step.graph.nodes if node.name in step.kept} == (
+        {"layers.1.up"} if marked else {"layers.1", "layers.1.up", "layers.1.norm"}
+    )
+    assert captures.joint_graph(stages[2]) is steps[2]
+
+
+def test_regions_by_themselves_keep_no_stages_apart() -> None:
+    call = BatchCall(Deep(mark=autoshard.recompute), (torch.empty(8, 8),), {})
+    stages = parts_of(export_microbatch(call, 2, target_of(), dynamic=False))
+    assert structural_text(stages[1]) == structural_text(stages[2])
+
+
+def test_stages_move_nothing() -> None:
+    call = BatchCall(Deep(mark=autoshard.offload), (torch.empty(8, 8),), {})
+    with pytest.raises(PlanError, match=r"can not have autoshard.offload\(\) around .*test_stage_reuse.py:\d+ .*: its"):
+        export_microbatch(call, 2, target_of(), dynamic=False)

@@ -9,12 +9,13 @@ import re
 
 import pytest
 
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, capture
 from autoshard.errors import BudgetError
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import explorer_for
 from autoshard.planner.planning_problem import Constraints
 from autoshard.plans.sharding_plan import ShardingPlan
+from tests.pipeline.small_pipelines import tower
 from tests.planner.steps import joint_graph, links, plan_of, planner_of
 
 SLOW = links(bandwidth=2e9, latency=1e-6)
@@ -93,3 +94,22 @@ def test_plans_in_which_operators_run_again_make_the_frontier_leaner() -> None:
         assert lean.memory.peak < fast.memory.peak
         assert lean.step_seconds > fast.step_seconds
         assert lean.lower_bound <= lean.cost
+
+
+def test_plans_that_move_values_make_the_frontier_leaner() -> None:
+    def front(offload: str) -> list[ShardingPlan]:
+        return explorer_for(planner_of(graph, {"x": 2}, None, SLOW, recompute="none", offload=offload)).frontier(0)
+
+    module, inputs = tower(4096)
+    graph = capture(module, (), inputs)
+
+    kept, moved = front("none"), front("auto")
+    assert not any(plan.offloaded for plan in kept)
+    assert any(plan.offloaded for plan in moved)
+    assert moved[0].memory.peak < kept[0].memory.peak
+    for plan in kept:
+        within = [other.step_seconds for other in moved if other.memory.peak <= plan.memory.peak]
+        assert min(within) <= 1.01 * plan.step_seconds
+    for plan in moved:
+        assert bool(plan.memory.host) == bool(plan.offloaded)
+        assert plan.lower_bound <= plan.cost

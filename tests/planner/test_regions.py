@@ -113,9 +113,8 @@ def test_what_a_hinted_module_makes_inside_runs_again_and_what_leaves_it_is_kept
 def test_the_innermost_region_counts_and_numbers_stay(step: JointGraph, hints: dict[str, Saving]) -> None:
     try:
         graph = with_regions(step, hints, MODULES)
-    except HintError as error:
-        assert any(text in str(error) for text in ("nothing", "contradict"))
-        return
+    except HintError:
+        return  # what is wrong is tested below
     again, moved = _again(graph), set(graph.offloaded)
     for node in step.graph.nodes:
         if node.op != "call_function" or step.phase(node) == "backward" or is_view(node):
@@ -143,6 +142,9 @@ def test_what_hints_make_of_a_step_is_made_of_the_captured_one(step: JointGraph)
     other = graph_of_plan(step, graph.recomputed, graph.offloaded)
     assert [node.format_node() for node in other.graph.nodes] == [node.format_node() for node in graph.graph.nodes]
     assert graph_of_plan(graph, (), ()).graph is step.graph
+    # A plan counts more than what is kept.
+    kept = next(iter(graph.kept))
+    assert _again(graph_of_plan(graph, (kept,), ())) == {kept}
     assert not rerunnable(graph).keys() & graph.kept.keys()
     assert with_regions(step, {}, MODULES) is step
     inference = capture(Stack(), (X,), {}, grad=False)
@@ -237,7 +239,8 @@ def test_hints_count_with_and_without_a_limit_and_beside_the_option(tmp_path: Pa
     hints = {"layers.1": RECOMPUTE, MLP: KEEP}
     free = _plan(module, wide, alone, hints=hints)
     assert free.hints == {"layers.1": "recompute()", MLP: "keep()"}
-    assert _paths(free) and all(path.startswith("layers.1") for path in _paths(free))
+    assert _paths(free)
+    assert all(path.startswith("layers.1") for path in _paths(free))
     everything = _plan(module, wide, alone, hints=hints, recompute="full")
     assert {path.split(".")[1] for path in _paths(everything)} == {"0", "1", "2"}
     assert not any(path.startswith(MLP) for path in _paths(everything))
@@ -255,7 +258,8 @@ def test_hints_count_with_and_without_a_limit_and_beside_the_option(tmp_path: Pa
     assert free.why_not({"layers.1": RECOMPUTE}).plan is free
     other = least.why_not({"layers.2": RECOMPUTE})
     assert other.plan is not None
-    assert _paths(other.plan) and all(path.startswith("layers.2") for path in _paths(other.plan))
+    assert _paths(other.plan)
+    assert all(path.startswith("layers.2") for path in _paths(other.plan))
     assert "contradict" in str(free.why_not({"*layers.1": KEEP}))
     instead = free.why_not({"layers.1": KEEP}).plan
     assert instead is not None
@@ -285,7 +289,8 @@ def test_a_limit_that_a_hint_forbids_names_the_hint_and_what_is_enough_without_i
         _plan(module, wide, hints={"layers.*": KEEP}, memory_limit=100_000)
     with pytest.raises(BudgetError) as free:
         _plan(module, wide, memory_limit=100_000)
-    assert hinted.value.peak is not None and free.value.peak is not None
+    assert hinted.value.peak is not None
+    assert free.value.peak is not None
     assert free.value.peak < hinted.value.peak
     assert "keep()" not in str(free.value)
     marked = Stack(_in_region(autoshard.keep), width=32).float()

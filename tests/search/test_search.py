@@ -25,6 +25,7 @@ from autoshard.search.result import BEST, SearchResult
 from autoshard.search.search import SearchOptions, auto_mesh
 from tests.notebooks import check_repr, shown
 from tests.option_groups import grouped
+from tests.pipeline.small_pipelines import tower
 from tests.search.test_mesh_search import hosts, model
 from tests.targets import target as target_of
 from tests.training import TOLERANCE, fast_links
@@ -76,6 +77,29 @@ def test_the_plan_is_one_that_plan_makes() -> None:
     assert alone.decisions == result.plan.decisions  # type: ignore[union-attr]
     assert alone.step_seconds == pytest.approx(result.plan.step_seconds)
     assert alone.fingerprint == result.plan.fingerprint
+
+
+def test_meshes_are_planned_with_moves_and_regions() -> None:
+    """Pipelines are planned beside them, and move nothing."""
+    module, inputs = tower(4096)
+    options: dict[str, Any] = {"cluster": hosts(2), "search": autoshard.Search(effort="fast"), "recompute": "none"}
+    with pytest.raises(BudgetError) as error:
+        autoshard.plan(module, {"x": 2}, (), inputs, memory_limit=1, **options)
+    assert error.value.peak is not None
+    limit = error.value.peak - 1
+    result = autoshard.search(module, 2, (), inputs, offload="auto", memory_limit=limit, **options)
+    plans = {candidate.shape.axis: candidate.plan for candidate in result.candidates}
+    assert plans.keys() == {None, "pp"}
+    assert isinstance(plans[None], ShardingPlan)
+    assert plans[None].offloaded
+    assert plans[None].memory.peak <= limit
+    assert "can not have" not in str(result)
+    hinted = autoshard.search(module, 2, (), inputs, hints={"*": autoshard.offload()}, pipelines=False, **options)
+    assert isinstance(hinted.plan, ShardingPlan)
+    assert hinted.plan.offloaded
+    again = autoshard.search(module, 2, (), inputs, hints={"": autoshard.recompute()}, pipelines=False, **options)
+    assert isinstance(again.plan, ShardingPlan)
+    assert again.plan.recomputed
 
 
 class Head(nn.Module):
