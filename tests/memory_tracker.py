@@ -81,6 +81,11 @@ class Tracker(TorchDispatchMode):
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._kept: dict[int, list[Any]] = {}  # memory of a collective's result -> its input
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as it does without the tracker."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it runs operators on its local tensor, which then come here

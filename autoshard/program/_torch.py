@@ -13,6 +13,9 @@ from torch import fx
 # Puts kernels that know symbolic sizes first.
 from torch._dispatch.python import enable_python_dispatcher
 
+# Has compiled code let go of the tensors of a list that it takes, each after its last use.
+from torch._dynamo.utils import set_locals_to_steal
+
 # Split a joint graph in halves; `min_cut` recomputes cheap operators, which pays where the halves are compiled.
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
@@ -135,6 +138,7 @@ def write_code(graph: fx.GraphModule, take_list: bool = False) -> None:
     """
     if take_list:
         graph.graph.set_codegen(_BoxedCodeGen())
+        set_locals_to_steal(graph, ["args_list"])
     graph.recompile()
     _LazyGraphModule.force_recompile(graph)
 

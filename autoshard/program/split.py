@@ -169,8 +169,7 @@ class GradientReduction:
 class Halves:
     """Forward and backward of a local step.
 
-    The backward graph takes its arguments as one list, which it empties, unless it is compiled: a saved tensor is freed
-    after its last use.
+    The backward graph takes its arguments as one list, which it empties: a saved tensor is freed after its last use.
 
     Attributes:
         forward: takes the program's inputs but the tangents; returns the forward outputs and then the saved tensors.
@@ -260,7 +259,7 @@ def split(
     for half in (forward, *backwards):
         half.graph.lint()
         # The arguments of the forward half belong to its caller, so only backward takes them as a list.
-        write_code(half, take_list=not compile and half is not forward)
+        write_code(half, take_list=half is not forward)
     results: Any = forward.graph.output_node().args[0]
     saved = len(results) - len(step.forward_outputs)
     if compile:
@@ -296,7 +295,7 @@ def _reduction(
     if compile:
         # Compiled code is not split at waits: `last` does everything.
         lower_shifts(graph.graph)
-        graph.recompile()
+        write_code(graph, take_list=True)
         takes = tuple(range(len(graph.graph.find_nodes(op="placeholder"))))
         last = GraphPart(compile_graph(graph, dynamic=dynamic), takes, makes)
         return GradientReduction(unreduced.places, last, alone, None)
