@@ -20,6 +20,7 @@ from autoshard.patterns.exchanging import exchange_ops, lower_shifts
 from autoshard.program._torch import compile_graph, split_joint, write_code
 from autoshard.program.aliasing import write_in_place
 from autoshard.program.copy_schedule import schedule_copies
+from autoshard.program.fusion import keep_joins
 from autoshard.program.localize import LocalStep
 from autoshard.reshard.collective_schedule import propagate_layers, schedule
 from autoshard.reshard.reductions import (
@@ -222,7 +223,7 @@ def split(
     draws = any(node.users for node in placeholders if node.target == "seed")
     if step.gradients:
         # The partitioner that recomputes cheap operators first merges equal ones, also those that the plan repeats.
-        cheap = compile and not step.repeats
+        cheap = False
         forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
     else:
         forward, backward = fx.GraphModule(joint, _copy(joint.graph)), None
@@ -252,6 +253,7 @@ def split(
         # A compiler would reuse memory that a shift still reads.
         if compile:
             lower_shifts(half.graph)
+            keep_joins(half.graph)
     if in_place and backward is None and not compile:
         write_in_place(_changed_inputs(step, forward))
     forward_sizes = take_sizes(forward.graph)
@@ -295,6 +297,7 @@ def _reduction(
     if compile:
         # Compiled code is not split at waits: `last` does everything.
         lower_shifts(graph.graph)
+        keep_joins(graph.graph)
         write_code(graph, take_list=True)
         takes = tuple(range(len(graph.graph.find_nodes(op="placeholder"))))
         last = GraphPart(compile_graph(graph, dynamic=dynamic), takes, makes)
