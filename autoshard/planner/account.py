@@ -10,7 +10,7 @@ import bisect
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -33,7 +33,7 @@ from autoshard.planner.planning_problem import HideableKind
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.plan_data import Collective, Decision
 from autoshard.program.aliasing import makes_view, storage_root, view_source
-from autoshard.program.fusion import fuses, may_be_written_over, maker, sources_of, unmade_results
+from autoshard.program.fusion import FusedResults, fuses, maker, may_be_written_over
 from autoshard.program.predicted_program import PredictedProgram
 from autoshard.program.program_replay import KernelPrices, bytes_of, issue_calls, operations
 from autoshard.reshard.collective_schedule import KEEPS_INPUT, waits_of
@@ -461,12 +461,10 @@ class _ProgramMemory:
     def _find_lifetimes(self) -> None:
         """Find the first and the last call of every root, as numbers of calls."""
         program, first_call, last_call = self.program, self.first_call, self.last_call
-        unmade_of: dict[fx.Graph, Mapping[fx.Node, frozenset[fx.Node]]] = {}
         roots: dict[fx.Node, fx.Node] = {}  # in the order of the program, those of all operands are known
         for half in (program.forward, program.backward):
             self.forward = len(self.order)
-            unmade = unmade_results(half.graph) if program.compiled else {}
-            unmade_of[half.graph] = unmade
+            fused = FusedResults(half.graph) if program.compiled else None
             for node in half.graph.nodes:
                 if node.op == "placeholder":
                     roots[node] = roots[half.saved[node]] if node in half.saved else node
@@ -476,10 +474,10 @@ class _ProgramMemory:
                     viewed = view_source(node)
                     roots[node] = node if viewed is None else roots[viewed]
                     # What computes it reads these, whenever that is.
-                    if node in unmade:
+                    if fused is not None and node in fused.unmade:
                         continue
-                    read = {roots[source] for source in (sources_of(node, unmade) if unmade else node.all_input_nodes)}
-                    for held in read & first_call.keys():
+                    read = node.all_input_nodes if fused is None else fused.read_by(node)
+                    for held in {roots[source] for source in read} & first_call.keys():
                         last_call[held] = time
                     # What lies on the host takes nothing of the device.
                     if viewed is None and node.target not in HOST_TENSORS:
@@ -508,23 +506,24 @@ class _ProgramMemory:
                 until = self.forward - 1 if is_copied else len(self.order)
                 last_call[root] = max(last_call[root], until)
         if program.compiled:
-            self._write_over(unmade_of)
+            self._write_over()
 
-    def _write_over(self, unmade_of: Mapping[fx.Graph, Mapping[fx.Node, frozenset[fx.Node]]]) -> None:
+    def _write_over(self) -> None:
         """Have kernels of a compiled program write their results over what they read last."""
+        read_last: dict[int, list[fx.Node]] = defaultdict(list)
+        for root, time in self.last_call.items():
+            if may_be_written_over(root):
+                read_last[time].append(root)
         for node in self.first_call:
             call = maker(node)
             if not fuses(call):
                 continue
-            size, time = self._bytes(node), self.times[call]
-            for source in sources_of(call, unmade_of[call.graph]):
+            time, size = self.times[call], self._bytes(node)
+            for source in read_last[time]:
                 # What the other half made is an argument, which stays.
-                if (
-                    self.last_call.get(source) == time
-                    and self._bytes(source) == size
-                    and may_be_written_over(source)
-                ):
+                if source.graph is node.graph and self._bytes(source) == size and self.first_call[source] < time:
                     self.last_call[source] = time - 1
+                    read_last[time].remove(source)
                     break
 
     def _peak_calls(self, lives: list[tuple[fx.Node, int, int, int]]) -> tuple[list[int], list[int]]:

@@ -16,8 +16,8 @@ from torch._dispatch.python import enable_python_dispatcher
 # Has compiled code let go of the tensors of a list that it takes, each after its last use.
 from torch._dynamo.utils import set_locals_to_steal
 
-# Split a joint graph in halves; `min_cut` recomputes cheap operators, which pays where the halves are compiled.
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+# Splits a joint graph in halves.
+from torch._functorch.partitioners import default_partition
 
 # The strides that kernels of elementwise operators give their results.
 from torch._prims_common import compute_elementwise_output_strides as compute_elementwise_output_strides
@@ -97,7 +97,7 @@ def append_node(
     return node
 
 
-def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
+def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph whose tangents are placeholders called `tangents_*` into forward and backward.
 
     The forward graph returns its outputs and then the saved tensors, which the backward graph takes first, before the
@@ -106,11 +106,9 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) ->
     output: Any = joint.graph.output_node()
     # The partitioner reads a description of every output, which `aot_autograd` writes.
     output.meta.setdefault("desc", [None] * len(output.args[0]))
-    partition = min_cut_rematerialization_partition if recompute else default_partition
     with _use_lazy_graph_module(True):
-        forward, backward = partition(joint, None, num_fwd_outputs=forward_outputs)
-    if not recompute:
-        _drop_unread_saves(forward, backward, forward_outputs)
+        forward, backward = default_partition(joint, None, num_fwd_outputs=forward_outputs)
+    _drop_unread_saves(forward, backward, forward_outputs)
     return forward, backward
 
 

@@ -10,7 +10,7 @@ are held until then.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -23,22 +23,29 @@ from autoshard.specs.emitter import collectives
 
 _aten = torch.ops.aten
 
-# As inductor's `realize_acc_reads_threshold` and `realize_reads_threshold`: of so many results one is computed where it
-# is read, and where several operators read it.
-_MOST_SOURCES, _MOST_SHARED_SOURCES = 8, 4
+# As inductor's `realize_acc_reads_threshold` and `realize_reads_threshold`.
+_MOST_SOURCES = 8
+MOST_SHARED_SOURCES = 4
+"""Of so many tensors, at most, one is computed where it is read, if several operators read it."""
 
-# What torch does not tag as pointwise. Of norms, softmax and losses, the numbers of the result are computed of the
-# operands and of sums over them.
-_INLINED = frozenset(
+# What torch does not tag as pointwise.
+_POINTWISE = frozenset(
     getattr(_aten, name)
     for name in (
         *("_to_copy", "where", "copy", "fill", "index", "_unsafe_index", "gather", "index_select", "embedding"),
         *("constant_pad_nd", "flip", "repeat", "roll", "select_backward", "slice_backward", "select_scatter"),
         *("slice_scatter", "arange", "full", "full_like", "ones", "zeros", "zeros_like", "ones_like", "new_ones"),
-        *("new_zeros", "new_full", "scalar_tensor", "reshape", "_softmax", "_softmax_backward_data", "_log_softmax"),
-        *("_log_softmax_backward_data", "nll_loss_backward", "mse_loss_backward", "native_layer_norm"),
-        *("native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
-        *("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "native_batch_norm_backward"),
+        *("new_zeros", "new_full", "scalar_tensor", "reshape"),
+    )
+)
+# Their results are computed number by number of the operands, and of sums over them that are made.
+_NORMS = frozenset(
+    getattr(_aten, name)
+    for name in (
+        *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "nll_loss_backward"),
+        *("mse_loss_backward", "native_layer_norm", "native_layer_norm_backward", "native_group_norm"),
+        *("native_group_norm_backward", "_native_batch_norm_legit_functional"),
+        *("_native_batch_norm_legit_no_training", "native_batch_norm_backward"),
     )
 )
 # They are made, by the kernels that make what they read. Compiled programs reduce a copy in place.
@@ -67,7 +74,7 @@ def keep_joins(graph: fx.Graph) -> None:
 
 
 def _is_sent(node: fx.Node) -> bool:
-    return any(getattr(reader.target, "namespace", "") == "_c10d_functional" for reader in _readers(node))
+    return any(getattr(reader.target, "namespace", "") == "_c10d_functional" for reader in readers_of(node))
 
 
 def _packet(op: Any) -> Any:
@@ -75,14 +82,24 @@ def _packet(op: Any) -> Any:
 
 
 @cache
+def _is_pointwise(op: Any) -> bool:
+    return torch.Tag.pointwise in getattr(op, "tags", ()) or _packet(op) in _POINTWISE
+
+
+@cache
 def _is_inlined(op: Any) -> bool:
     """Return True if the numbers of an operator's result may be computed where they are read."""
-    return torch.Tag.pointwise in getattr(op, "tags", ()) or _packet(op) in _INLINED
+    return _is_pointwise(op) or _packet(op) in _NORMS
 
 
 @cache
 def _fuses(op: Any) -> bool:
     return _is_inlined(op) or torch.Tag.reduction in getattr(op, "tags", ()) or _packet(op) in _ENDS
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Return True for a call that computes each number of its result of a few of its operands."""
+    return node.op == "call_function" and _is_pointwise(node.target)
 
 
 def fuses(call: fx.Node) -> bool:
@@ -95,50 +112,72 @@ def maker(node: fx.Node) -> fx.Node:
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
-def unmade_results(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """Return the results of a half that are never made -> the results and inputs of which they are computed."""
-    unmade: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
-            continue
-        call, readers = maker(node), set(_readers(node))
-        if _is_added(node, readers) or (_is_inlined(call.target) and view_source(node) is None and not _is_sum(node)):
-            sources = sources_of(call, unmade)
-            most = _MOST_SHARED_SOURCES if len(readers) > 1 else _MOST_SOURCES
-            if all(map(fuses, readers)) and len(sources) <= most:
-                unmade[node] = sources
-    return unmade
+class FusedResults:
+    """What the kernels of a compiled half compute where they read it.
+
+    Args:
+        graph: the half.
+
+    Attributes:
+        unmade: results that no memory has.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.unmade: set[fx.Node] = set()
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in graph.nodes:
+            if node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor):
+                self._add(node)
+
+    def _add(self, node: fx.Node) -> None:
+        call, readers = maker(node), set(readers_of(node))
+        if not (
+            _is_added(node, readers)
+            or (_is_inlined(call.target) and view_source(node) is None and not _is_added_to(node))
+        ):
+            return
+        # A collective gets a copy.
+        fused = {reader for reader in readers if not _is_collective(reader)}
+        sources = self.read_by(call)
+        if all(map(fuses, fused)) and len(sources) <= (MOST_SHARED_SOURCES if len(readers) > 1 else _MOST_SOURCES):
+            self._sources[node] = sources
+            if len(fused) == len(readers):
+                self.unmade.add(node)
+
+    def read_by(self, call: fx.Node) -> frozenset[fx.Node]:
+        """Return the results and inputs that are in memory and that a kernel reads for a call."""
+        found: set[fx.Node] = set()
+        for root in map(storage_root, call.all_input_nodes):
+            found |= {root} if _is_collective(call) else self._sources.get(root, {root})
+        return frozenset(found)
 
 
 def _is_added(node: fx.Node, readers: set[fx.Node]) -> bool:
-    """Return True if a product is made with the matrix that is added to it, where it is added."""
-    if node.target is not _aten.mm.default or len(readers) != 1:
+    """Return True if a product is made where a matrix is added to it, with the sum."""
+    if node.target is not _aten.mm.default or len(readers) != 1 or not readers <= {*node.users}:
         return False
     (reader,) = readers
-    return reader.target is _aten.add.Tensor and len(reader.all_input_nodes) == 2 and len(node.users) == 1 and reader in node.users
+    return reader.target is _aten.add.Tensor and len(reader.all_input_nodes) == 2
 
 
-def _is_sum(node: fx.Node) -> bool:
-    """Return True if a call adds a matrix to a product, and is made with it."""
+def _is_added_to(node: fx.Node) -> bool:
+    """Return True if a call adds a matrix to a product, which is made with it."""
     return node.target is _aten.add.Tensor and any(
-        _is_added(source, set(_readers(source))) for source in node.all_input_nodes
+        _is_added(source, set(readers_of(source))) for source in node.all_input_nodes
     )
 
 
-def sources_of(call: fx.Node, unmade: Mapping[fx.Node, frozenset[fx.Node]]) -> frozenset[fx.Node]:
-    """Return the results and inputs that exist and that a kernel reads for a call."""
-    found: set[fx.Node] = set()
-    for source in call.all_input_nodes:
-        root = storage_root(source)
-        found |= unmade.get(root, {root})
-    return frozenset(found)
+def _is_collective(node: fx.Node) -> bool:
+    # The kernel of an all-reduce makes the copy in which it reduces.
+    namespace, packet = getattr(node.target, "namespace", ""), _packet(node.target)
+    return namespace == "_c10d_functional" and packet is not collectives.all_reduce
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def readers_of(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the calls that read a result, or a view of it, and the output."""
     for user in node.users:
         if user.op == "call_function" and view_source(user) is not None:
-            yield from _readers(user)
+            yield from readers_of(user)
         else:
             yield user
 

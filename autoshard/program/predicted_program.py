@@ -18,6 +18,7 @@ from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
 from autoshard.program._torch import append_node
 from autoshard.program.aliasing import write_in_place
+from autoshard.program.cheap_saves import compute_where_read
 from autoshard.program.copy_schedule import schedule_copies
 from autoshard.program.walk import LocalPrograms, LocalResults, ProgramWalk, Recording
 from autoshard.reshard.collective_schedule import propagate_layers, schedule
@@ -220,6 +221,9 @@ class _PredictedHalves:
         for placeholder in [saved for saved in backward.saved if not saved.users]:
             backward.graph.erase_node(placeholder)
             del backward.saved[placeholder]
+        if compiled:
+            for placeholder in compute_where_read(backward.graph, backward.saved):
+                del backward.saved[placeholder]
         forward_outputs = [node for name, node in outputs.items() if name[0] != "gradient"]
         forward.graph.output((*forward_outputs, *dict.fromkeys(backward.saved.values())))
         drop_unused(forward.graph)

@@ -19,6 +19,7 @@ from autoshard.errors import warn_caller
 from autoshard.patterns.exchanging import exchange_ops, lower_shifts
 from autoshard.program._torch import compile_graph, split_joint, write_code
 from autoshard.program.aliasing import write_in_place
+from autoshard.program.cheap_saves import compute_where_read
 from autoshard.program.copy_schedule import schedule_copies
 from autoshard.program.fusion import keep_joins
 from autoshard.program.localize import LocalStep
@@ -209,8 +210,8 @@ def split(
 
     Args:
         step: the program.
-        compile: True to compile both halves by inductor, unless the data decides how many rows a rank holds. Cheap
-            operators are then recomputed in the backward half, unless the plan itself repeats operators.
+        compile: True to compile both halves by inductor, unless the data decides how many rows a rank holds. The
+            backward half then computes cheap tensors again (`cheap_saves`).
         in_parts: True if gradients of parameters may be wanted later than those of inputs.
         reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
         in_place: True if the forward half may write into inputs that the step changes, where there is no backward half,
@@ -222,9 +223,9 @@ def split(
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
     if step.gradients:
-        # The partitioner that recomputes cheap operators first merges equal ones, also those that the plan repeats.
-        cheap = False
-        forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
+        forward, backward = split_joint(joint, len(step.forward_outputs))
+        if compile:
+            _drop_cheap_saves(forward, backward, len(step.forward_outputs))
     else:
         forward, backward = fx.GraphModule(joint, _copy(joint.graph)), None
     taken: tuple[sympy.Expr, ...] = ()
@@ -272,6 +273,16 @@ def split(
             first, second = (replace(part, graph=compile_graph(part.graph, dynamic=dynamic)) for part in parts)
             parts = first, second
     return Halves(forward, backward, saved, draws, forward_sizes, backward_sizes, parts, reduction)
+
+
+def _drop_cheap_saves(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
+    """Save no tensor that kernels of the backward half compute where they read it."""
+    results = _results(forward)
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    saved = dict(zip(placeholders, results[outputs:], strict=False))
+    dropped = compute_where_read(backward.graph, saved)
+    kept = tuple(node for placeholder, node in saved.items() if placeholder not in dropped)
+    forward.graph.output_node().args = ((*results[:outputs], *kept),)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
