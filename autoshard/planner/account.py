@@ -490,10 +490,12 @@ class _ProgramMemory:
             until = min((times[wait] for wait in waits_of(node)), default=times[node])
             for held in {roots[source] for source in node.all_input_nodes} & first_call.keys():
                 last_call[held] = max(last_call[held], until)
-        # Backward starts with what forward saved, even what it drops unread.
+        # Backward starts with what forward saved, even what it drops unread. Compiled code with dynamic sizes frees it
+        # at its end.
+        until = len(self.order) - 1 if program.compiled and self.graph.dynamic is not None else self.forward
         for node in program.backward.saved.values():
             if roots[node] in first_call:
-                last_call[roots[node]] = max(last_call[roots[node]], self.forward)
+                last_call[roots[node]] = max(last_call[roots[node]], until)
         former = self.graph.former_values
         for (kind, name), node in program.outputs.items():
             root = roots[node]

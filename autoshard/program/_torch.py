@@ -132,11 +132,14 @@ def _drop_unread_saves(forward: fx.GraphModule, backward: fx.GraphModule, forwar
 def write_code(graph: fx.GraphModule, take_list: bool = False) -> None:
     """Write the code of a finished graph.
 
-    With `take_list` it takes its arguments as one list, which it empties: each is freed after its last use.
+    With `take_list` it takes its arguments as one list, which it empties: each is freed after its last use. Compiled code
+    with numbers among them frees all at its end.
     """
     if take_list:
         graph.graph.set_codegen(_BoxedCodeGen())
-        set_locals_to_steal(graph, ["args_list"])
+        arguments = graph.graph.find_nodes(op="placeholder")
+        if all(isinstance(node.meta["val"], torch.Tensor) for node in arguments):
+            set_locals_to_steal(graph, ["args_list"])
     graph.recompile()
     _LazyGraphModule.force_recompile(graph)
 
