@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.capture.attention_operator import operators as attention_operators
 from autoshard.capture.operators import define
 from autoshard.program.aliasing import storage_root, view_source
 from autoshard.specs.emitter import collectives
@@ -57,6 +58,7 @@ _ENDS = frozenset(
 )
 # Kernels write over what these make, if nothing reads it later; not over what operators unknown to a compiler make.
 _WRITTEN_OVER = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution))
+_ATTENTION = frozenset((attention_operators.attention.default, attention_operators.attention_backward.default))
 
 _CAT = _aten.cat.default
 join = define("join(Tensor[] parts, int dim) -> Tensor", torch.cat, torch.cat)
@@ -95,6 +97,11 @@ def _is_inlined(op: Any) -> bool:
 @cache
 def _fuses(op: Any) -> bool:
     return _is_inlined(op) or torch.Tag.reduction in getattr(op, "tags", ()) or _packet(op) in _ENDS
+
+
+def is_made_apart(op: Any) -> bool:
+    """Return True if an operator's result is made by a call of its own, whatever reads it, but for a sum with it."""
+    return _packet(op) in _WRITTEN_OVER or op in _ATTENTION
 
 
 def is_pointwise(node: fx.Node) -> bool:
