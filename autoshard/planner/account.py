@@ -33,7 +33,7 @@ from autoshard.planner.planning_problem import HideableKind
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.plan_data import Collective, Decision
 from autoshard.program.aliasing import makes_view, storage_root, view_source
-from autoshard.program.fusion import FusedResults, fuses, maker, may_be_written_over
+from autoshard.program.fusion import FusedResults, maker, may_be_written_over, writes_over
 from autoshard.program.predicted_program import PredictedProgram
 from autoshard.program.program_replay import KernelPrices, bytes_of, issue_calls, operations
 from autoshard.reshard.collective_schedule import KEEPS_INPUT, waits_of
@@ -518,7 +518,7 @@ class _ProgramMemory:
                 read_last[time].append(root)
         for node in self.first_call:
             call = maker(node)
-            if not fuses(call):
+            if not writes_over(call):
                 continue
             time, size = self.times[call], self._bytes(node)
             for source in read_last[time]:

@@ -306,7 +306,10 @@ class StrategyTables:
                 return (size - 1) * outside + (outside % size > 0)
         return 1
 
-_NEXT_TO_NOTHING = 1e-12  # part of the bytes of a copy that takes none: a copy is one where its bytes are more than zero
+
+_NEXT_TO_NOTHING = (
+    1e-12  # part of the bytes of a copy that takes none: a copy is one where its bytes are more than zero
+)
 
 
 class EdgeTables:

@@ -194,7 +194,7 @@ class CertainLifetimes(ValueLifetimes):
     A tensor is counted up to its first use: from there on, what is held hangs on the spec in which it is used, and the
     edges to its uses count it. When an operator that may run again does so depends on what else runs again: it does not
     before its place in the graph, and not after its first reader. What it reads counts for nothing, and what it makes
-    from its first reader on. Of a compiled program, only results that no kernel computes where it reads them are counted.
+    from its first reader on. Of a compiled program only results count that no kernel computes where it reads them.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """Results that a compiled program never makes, since the kernels that read them compute them.
 
-A compiler joins operators that compute number by number, and the sums that end such a chain, into kernels. What is read
-inside of such kernels alone is never in memory. The rule here is simpler than a compiler's: a result of an operator that
-computes number by number exists only where an operator reads it that is no part of such kernels, or where too much would
-have to be read to compute it again. So what is made of the results that exist is computed where it is read, and these
-are held until then.
+A compiler joins operators that compute number by number, and sums over their results, into kernels. What such kernels
+alone read is in no memory: every kernel computes it of tensors that are, which are held until then. The rule here is
+simpler than a compiler's: the result of an operator that computes number by number is made only if another kind of
+operator reads it, or if it is computed of many tensors. How inductor lowers graphs is in torch/_inductor/ir.py.
 """
 
 from __future__ import annotations
@@ -56,15 +55,15 @@ _ENDS = frozenset(
         collectives.all_reduce,
     )
 )
-# Kernels write over what these make, if nothing reads it later; not over what operators unknown to a compiler make.
-_WRITTEN_OVER = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution))
+# They run by themselves, and kernels may write over their results.
+_PRODUCTS = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution))
 _ATTENTION = frozenset((attention_operators.attention.default, attention_operators.attention_backward.default))
 
 _CAT = _aten.cat.default
 join = define("join(Tensor[] parts, int dim) -> Tensor", torch.cat, torch.cat)
 """`join(parts, dim)`: `torch.cat`, which a compiler leaves as it is.
 
-Compilers write each part where it is joined as soon as it is made: the buffer of many gradients is there with the first.
+Compilers write a part where it is joined as soon as it is made: a buffer of gradients would be there with the first.
 """
 
 
@@ -101,7 +100,7 @@ def _fuses(op: Any) -> bool:
 
 def is_made_apart(op: Any) -> bool:
     """Return True if an operator's result is made by a call of its own, whatever reads it, but for a sum with it."""
-    return _packet(op) in _WRITTEN_OVER or op in _ATTENTION
+    return _packet(op) in _PRODUCTS or op in _ATTENTION
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -189,7 +188,12 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
+def writes_over(call: fx.Node) -> bool:
+    """Return True if a call may write its result over a tensor of the same size that it reads last."""
+    return fuses(call) and not _is_added_to(call)
+
+
 def may_be_written_over(node: fx.Node) -> bool:
-    """Return True if a kernel may write its result over this one, which it reads last."""
+    """Return True if a kernel may write its result over this one; not over those of operators that it does not know."""
     call = maker(node)
-    return fuses(call) or _packet(call.target) in _WRITTEN_OVER
+    return fuses(call) or _packet(call.target) in _PRODUCTS

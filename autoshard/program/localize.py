@@ -152,9 +152,7 @@ def localize(
     ]
     emit.graph.output(tuple(results[tensor.kind, tensor.name] for tensor in outputs))
     dependences = flow.graph.gradient_sources, flow.graph.former_values
-    return LocalStep(
-        lazy_graph_module(nn.Module(), emit.graph), tuple(inputs), tuple(outputs), shared, *dependences
-    )
+    return LocalStep(lazy_graph_module(nn.Module(), emit.graph), tuple(inputs), tuple(outputs), shared, *dependences)
 
 
 class _JointProgram:

@@ -105,7 +105,9 @@ def predict_program(
         if not compiled and not flow.graph.gradients and not flow.graph.result.checks:
             sources = {source.name: inputs[source.node.name] for source in flow.graph.inputs}
             write_in_place((sources[name], node) for (kind, name), node in outputs.items() if kind == "mutation")
-        return PredictedProgram(halves.halves["forward"], halves.halves["backward"], inputs, outputs, unreduced, compiled)
+        return PredictedProgram(
+            halves.halves["forward"], halves.halves["backward"], inputs, outputs, unreduced, compiled
+        )
 
 
 class _PredictedHalves:
