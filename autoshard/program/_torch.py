@@ -132,8 +132,8 @@ def _drop_unread_saves(forward: fx.GraphModule, backward: fx.GraphModule, forwar
 def write_code(graph: fx.GraphModule, take_list: bool = False) -> None:
     """Write the code of a finished graph.
 
-    With `take_list` it takes its arguments as one list, which it empties: each is freed after its last use. If numbers are
-    among them, compiled code frees all at its end.
+    With `take_list` it takes its arguments as one list, which it empties: each is freed after its last use. Compiled
+    code that takes numbers, too, frees all at its end.
     """
     if take_list:
         graph.graph.set_codegen(_BoxedCodeGen())
