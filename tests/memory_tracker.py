@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor.codecache import PyCodeCache
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,8 @@ from autoshard.runtime.shards import local_of
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
 from tests.training import loss_of, outputs_of
+
+_ALLOCATE = "empty_strided_cpu"  # the name in compiled code
 
 
 @contextmanager
@@ -68,7 +71,8 @@ class Tracker(TorchDispatchMode):
     """While active, counts the bytes of the memory that operators return, from when it is made to when it is freed.
 
     Memory that several tensors share counts once. A collective keeps its input until it is awaited.
-    What a kernel allocates and frees inside itself is not seen.
+    What a kernel allocates and frees inside itself is not seen. Code that inductor compiled before allocates without
+    operators: its function for that is watched, too.
     """
 
     phase: str = ""
@@ -80,6 +84,13 @@ class Tracker(TorchDispatchMode):
         self._live: dict[int, _Piece] = {}
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._kept: dict[int, list[Any]] = {}  # memory of a collective's result -> its input
+        # Modules of compiled code, and the functions by which they allocate.
+        self._allocators: list[tuple[Any, Callable[..., torch.Tensor]]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as it does without the tracker."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -93,6 +104,24 @@ class Tracker(TorchDispatchMode):
         # What lies on the host takes nothing of the device.
         if func not in HOST_TENSORS and func is not AWAIT_COPY:
             self.track(pytree.tree_leaves(result), str(func))
+        return result
+
+    def __enter__(self) -> Tracker:
+        for module in PyCodeCache.modules:
+            if hasattr(module, _ALLOCATE):
+                self._allocators.append((module, getattr(module, _ALLOCATE)))
+                setattr(module, _ALLOCATE, functools.partial(self._allocate, self._allocators[-1][1]))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for module, allocate in self._allocators:
+            setattr(module, _ALLOCATE, allocate)
+        self._allocators.clear()
+
+    def _allocate(self, allocate: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        result = allocate(*args)
+        self.track([result], "compiled code")
         return result
 
     def track(self, values: Iterable[Any], maker: str) -> None:

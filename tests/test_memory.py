@@ -14,33 +14,49 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
 from tests.memory_models import build
-from tests.memory_table import END, LINE, PAGE, ROWS, SQUARE, START, cells, row
+from tests.memory_table import COMPILED_ROWS, COMPILED_START, END, LINE, PAGE, ROWS, SQUARE, START, cells, row
 from tests.memory_tracker import Tracker, first_rank, track_step
 from tests.training import fast_links
 
 
-def _page_rows() -> list[str]:
-    text = PAGE.read_text("utf-8").partition(START)[2].partition(END)[0]
+def _page_rows(start: str) -> list[str]:
+    text = PAGE.read_text("utf-8").partition(start)[2].partition(END)[0]
     return [line for line in text.splitlines() if line.startswith("| ")][2:]
 
 
 def test_the_page_has_all_rows() -> None:
-    assert len(_page_rows()) == len(ROWS)
+    assert len(_page_rows(START)) == len(ROWS)
+    assert len(_page_rows(COMPILED_START)) == len(COMPILED_ROWS)
 
 
 @pytest.mark.parametrize(
-    ("model", "sizes", "limited"),
+    ("model", "sizes", "limit"),
     [
-        ("MLP", LINE, True),
-        ("MLP", SQUARE, False),
-        pytest.param("GPT-2", LINE, False, marks=pytest.mark.slow),
-        pytest.param("U-Net", LINE, False, marks=pytest.mark.slow),
-        pytest.param("ResNet", LINE, False, marks=pytest.mark.slow),
+        ("MLP", LINE, "tight"),
+        ("MLP", SQUARE, "none"),
+        pytest.param("GPT-2", LINE, "none", marks=pytest.mark.slow),
+        pytest.param("U-Net", LINE, "none", marks=pytest.mark.slow),
+        pytest.param("ResNet", LINE, "none", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_said_is_held(model: str, sizes: Mapping[str, int], limited: bool) -> None:
-    made = row(model, sizes, limited)
-    assert f"| {' | '.join(cells(made))} |" in _page_rows()
+def test_what_is_said_is_held(model: str, sizes: Mapping[str, int], limit: str) -> None:
+    made = row(model, sizes, limit)
+    assert f"| {' | '.join(cells(made))} |" in _page_rows(START)
+    assert abs(made.error) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("model", "limit"),
+    [
+        ("MLP", "none"),
+        pytest.param("Llama", "none", marks=pytest.mark.slow),
+        pytest.param("Llama", "full", marks=pytest.mark.slow),
+        pytest.param("GPT-2", "none", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_said_of_compiled_programs_is_held(model: str, limit: str) -> None:
+    made = row(model, LINE, limit, compile=True)
+    assert f"| {' | '.join(cells(made))} |" in _page_rows(COMPILED_START)
     assert abs(made.error) < 0.01
 
 

@@ -192,7 +192,7 @@ class Options:
             of which have the size of gradients before their reduction. Plans of more runs shard less over axes that
             split the batch. Not for pipelines, which add up their microbatches, nor for `frontier` and `search`.
         compile: compile the local forward and backward programs by inductor. The plan counts what the compiler fuses as
-            one kernel.
+            one kernel, and no memory for what such kernels alone read.
         search: how to search, see `Search`.
         pipeline: schedule and microbatches of a pipeline, see `Pipeline`. A pipeline is given a whole batch as example,
             and refuses `dynamic`, local inputs and outputs, and `output_placements`.

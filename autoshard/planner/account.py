@@ -33,6 +33,7 @@ from autoshard.planner.planning_problem import HideableKind
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.plan_data import Collective, Decision
 from autoshard.program.aliasing import makes_view, storage_root, view_source
+from autoshard.program.fusion import FusedResults, maker, may_be_written_over, writes_over
 from autoshard.program.predicted_program import PredictedProgram
 from autoshard.program.program_replay import KernelPrices, bytes_of, issue_calls, operations
 from autoshard.reshard.collective_schedule import KEEPS_INPUT, waits_of
@@ -463,36 +464,38 @@ class _ProgramMemory:
         roots: dict[fx.Node, fx.Node] = {}  # in the order of the program, those of all operands are known
         for half in (program.forward, program.backward):
             self.forward = len(self.order)
+            fused = FusedResults(half.graph) if program.compiled else None
             for node in half.graph.nodes:
                 if node.op == "placeholder":
                     roots[node] = roots[half.saved[node]] if node in half.saved else node
                 elif node.op == "call_function":
                     time = len(self.order)
                     self.order.append(node)
-                    for source in node.all_input_nodes:
-                        held = roots[source]
-                        if held in first_call:
-                            last_call[held] = time
                     viewed = view_source(node)
-                    if viewed is None:
-                        roots[node] = node
-                        # What lies on the host takes nothing of the device.
-                        if node.target not in HOST_TENSORS:
-                            first_call[node] = last_call[node] = time
-                            if node.target is operator.getitem:  # allocated with the other results of its operator
-                                first_call[node] = first_call[node.all_input_nodes[0]]
-                    else:
-                        roots[node] = roots[viewed]
+                    roots[node] = node if viewed is None else roots[viewed]
+                    # What computes it reads these, whenever that is.
+                    if fused is not None and node in fused.unmade:
+                        continue
+                    read = node.all_input_nodes if fused is None else fused.read_by(node)
+                    for held in {roots[source] for source in read} & first_call.keys():
+                        last_call[held] = time
+                    # What lies on the host takes nothing of the device.
+                    if viewed is None and node.target not in HOST_TENSORS:
+                        first_call[node] = last_call[node] = time
+                        if node.target is operator.getitem:  # allocated with the other results of its operator
+                            first_call[node] = first_call[node.all_input_nodes[0]]
         self.times = times = {node: time for time, node in enumerate(self.order)}
         # A collective reads its input until it is awaited.
         for node in self._calls_of(KEEPS_INPUT):
             until = min((times[wait] for wait in waits_of(node)), default=times[node])
             for held in {roots[source] for source in node.all_input_nodes} & first_call.keys():
                 last_call[held] = max(last_call[held], until)
-        # Backward starts with what forward saved, even what it drops unread.
+        # Backward starts with what forward saved, even what it drops unread. Compiled code with dynamic sizes frees it
+        # at its end.
+        until = len(self.order) - 1 if program.compiled and self.graph.dynamic is not None else self.forward
         for node in program.backward.saved.values():
             if roots[node] in first_call:
-                last_call[roots[node]] = max(last_call[roots[node]], self.forward)
+                last_call[roots[node]] = max(last_call[roots[node]], until)
         former = self.graph.former_values
         for (kind, name), node in program.outputs.items():
             root = roots[node]
@@ -504,6 +507,26 @@ class _ProgramMemory:
                 is_copied = kind == "mutation" and name not in former
                 until = self.forward - 1 if is_copied else len(self.order)
                 last_call[root] = max(last_call[root], until)
+        if program.compiled:
+            self._write_over()
+
+    def _write_over(self) -> None:
+        """Have kernels of a compiled program write their results over what they read last."""
+        read_last: dict[int, list[fx.Node]] = defaultdict(list)
+        for root, time in self.last_call.items():
+            if may_be_written_over(root):
+                read_last[time].append(root)
+        for node in self.first_call:
+            call = maker(node)
+            if not writes_over(call):
+                continue
+            time, size = self.times[call], self._bytes(node)
+            for source in read_last[time]:
+                # What the other half made is an argument, which stays.
+                if source.graph is node.graph and self._bytes(source) == size and self.first_call[source] < time:
+                    self.last_call[source] = time - 1
+                    read_last[time].remove(source)
+                    break
 
     def _peak_calls(self, lives: list[tuple[fx.Node, int, int, int]]) -> tuple[list[int], list[int]]:
         """Return the positions at which calls run, and for each position the call at which most is held."""

@@ -343,8 +343,7 @@ class PlanningContext(ABC):
     def program(self, flow: Flow, reduced: DeferredReduction | None = None) -> PredictedProgram:
         """Return the calls of the program of some decisions; `reduced` as for `predict_program`."""
         with self.time_phase("account"):
-            eager = not self.cluster.device.compiled
-            return predict_program(flow, self.resharder, self.programs, reduced, eager, eager)
+            return predict_program(flow, self.resharder, self.programs, reduced, self.cluster.device.compiled)
 
     def replay(self, program: PredictedProgram, prices: KernelPrices) -> ReplayedStep:
         """Return the replay of a step of a program."""

@@ -31,7 +31,7 @@ from autoshard.planner.planning_problem import (
 from autoshard.planner.regather import MADE_ONCE, Origin, Reuse, regather_choices
 from autoshard.planner.strategy_tables import FORBIDDEN, EdgeTables, OperatorStrategies, SpecList, StrategyTables
 from autoshard.planner.task_graph_restrictions import Restrictions, restrictions
-from autoshard.planner.value_lifetimes import CertainLifetimes, Life, ValueLifetimes
+from autoshard.planner.value_lifetimes import NEVER, CertainLifetimes, Life, ValueLifetimes
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
@@ -229,8 +229,13 @@ class _Build:
             again = {node.meta[RECOMPUTES]: node for node in by_name.values() if RECOMPUTES in node.meta}
             self.reruns = {by_name[name]: node for name, node in again.items() if name in optional}
         self.optional = frozenset(self.reruns.values())
-        lifetimes = CertainLifetimes if builder.constraints.bounding else ValueLifetimes
-        self.lifetimes = lifetimes(self.rules, reuse, self.reruns)
+        # Kernels of a compiled program may compute pieces of a tensor where they read them.
+        self.fused = builder.constraints.bounding and builder.tables.cost.cluster.device.compiled
+        self.lifetimes = (
+            CertainLifetimes(self.rules, reuse, self.reruns, self.fused)
+            if builder.constraints.bounding
+            else ValueLifetimes(self.rules, reuse, self.reruns)
+        )
         self.end = self.lifetimes.last
         self.positions, self.phases = self.lifetimes.positions, self.lifetimes.phases
         self.input_nodes = {source.name: source.node for source in self.rules.graph.inputs if source.kind != "tangent"}
@@ -303,7 +308,8 @@ class _Build:
             results = tables.result_bytes(call, options)
             if node in self.optional:
                 results = tuple(map(self.builder.with_zero, results))
-            lives = [self.lifetimes.life(Value(node, index)) for index in range(len(results))]
+            values = [Value(node, index) for index in range(len(results))]
+            lives = [self.lifetimes.life(value) if self.lifetimes.is_held(value) else NEVER for value in values]
             variable.live_ranges = tuple(
                 LiveRange(held, *life)
                 for held, life in zip(results, lives, strict=True)
@@ -443,7 +449,7 @@ class _Build:
         tables = self.builder.edge_tables
         allocated = self.lifetimes.is_counted_by_hub(value, first_use)
         edge = tables.regather_edge(
-            value.meta, source.specs, copies, self.mesh, origins, allocated=allocated, moves=moves
+            value.meta, source.specs, copies, self.mesh, origins, allocated=allocated, moves=moves, fused=self.fused
         )
         self.edge_live_ranges[len(self.edges)] = (
             LiveRange(edge.between, held[0], first_use),
@@ -453,7 +459,8 @@ class _Build:
         if first is not None and "kept" in origins:
             self.edges.append(Edge(first.variable, number, tables.tie_costs(len(specs), origins)))
         if rerun is not None:
-            seconds, copied = tables.rerun_edge(value.meta, self._made_specs(rerun), copies, self.mesh, origins)
+            made = self._made_specs(rerun)
+            seconds, copied = tables.rerun_edge(value.meta, made, copies, self.mesh, origins, fused=self.fused)
             self.edge_live_ranges[len(self.edges)] = (LiveRange(copied, first_use, end),)
             self.edges.append(Edge(self.variable_of_node[rerun.node], number, seconds))
         hub = _EdgeEnd(number, spec_list, (first_use, end), optional="absent" in origins)
@@ -564,11 +571,12 @@ class _Build:
             if not (source.optional or target.optional):
                 self.reshard_edges[number] = ReshardEdge(meta, source.specs, target.specs, target.gradient)
             if self.memory_counts and target.life[0] < target.life[1]:
-                copied = tables.copy_bytes(meta, source.specs, target.specs, self.mesh)
+                copied = tables.copy_bytes(meta, source.specs, target.specs, self.mesh, self.fused)
                 if source.optional or target.optional:
                     copied = tables.with_absence(copied, **absence, forbidden=0.0)
                 self.edge_live_ranges[number] = (LiveRange(copied, *target.life), *held_on)
-                if self.builder.constraints.bounding and source.life[1] - 1 == target.life[0]:
+                is_last = source.life[1] - 1 == target.life[0] and self.lifetimes.is_held(value)
+                if self.builder.constraints.bounding and is_last:
                     # What is resharded for its last use is free when that begins.
                     freed = source.specs.bytes(meta, self.mesh)[:, None] * (copied > 0)
                     self.edge_live_ranges[number] += (LiveRange(-freed, target.life[0], source.life[1]),)
@@ -576,7 +584,7 @@ class _Build:
 
     def _held_on(self, value: Value, source: _EdgeEnd, target: _EdgeEnd) -> tuple[LiveRange, ...]:
         """Return the memory of a value as far as it is held for a view or an output alone, which are no copy of it."""
-        if not self.memory_counts or source.optional or target.optional:
+        if not self.memory_counts or source.optional or target.optional or not self.lifetimes.is_held(value):
             return ()
         start, end = self.lifetimes.continuation(value)
         start, end = max(start, source.life[1]), min(end, target.life[1])

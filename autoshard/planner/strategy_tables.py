@@ -307,6 +307,11 @@ class StrategyTables:
         return 1
 
 
+_NEXT_TO_NOTHING = (
+    1e-12  # part of the bytes of a copy that takes none: a copy is one where its bytes are more than zero
+)
+
+
 class EdgeTables:
     """Tables over all pairs of options of two variables.
 
@@ -336,11 +341,21 @@ class EdgeTables:
             self._reshard_seconds[key] = distinct[np.ix_(sources.index, targets.index)]
         return self._reshard_seconds[key]
 
-    def copy_bytes(self, meta: TensorMeta, sources: SpecList, targets: SpecList, mesh: MeshShape) -> np.ndarray:
-        """Return the bytes of the copy that a reshard makes; zero where both specs are the same."""
-        key = (meta.shape, meta.dtype.itemsize, sources, targets)
+    def copy_bytes(
+        self, meta: TensorMeta, sources: SpecList, targets: SpecList, mesh: MeshShape, fused: bool = False
+    ) -> np.ndarray:
+        """Return the bytes of the copy that a reshard makes; zero where both specs are the same.
+
+        With `fused`, copies without communication take next to nothing: kernels may make them where they are read.
+        """
+        key = (meta.shape, meta.dtype.itemsize, sources, targets, fused)
         if key not in self._copy_bytes:
-            distinct = [[float(source is not target) for target in targets.distinct] for source in sources.distinct]
+
+            def share(source: Spec, target: Spec) -> float:
+                is_piece = all(one == other or one.is_replicate() for one, other in zip(source, target, strict=True))
+                return 0.0 if source is target else _NEXT_TO_NOTHING if fused and is_piece else 1.0
+
+            distinct = [[share(source, target) for target in targets.distinct] for source in sources.distinct]
             copies = np.array(distinct)[np.ix_(sources.index, targets.index)]
             self._copy_bytes[key] = targets.bytes(meta, mesh) * copies
         return self._copy_bytes[key]
@@ -355,6 +370,7 @@ class EdgeTables:
         *,
         allocated: bool,
         moves: np.ndarray | None = None,
+        fused: bool = False,
     ) -> RegatherEdge:
         """Return the edge from a tensor to the hub of the backward half.
 
@@ -367,12 +383,13 @@ class EdgeTables:
             allocated: True if the step allocates memory for the tensor, held for the backward half alone.
             moves: seconds of its copies to the host and back, as for `regather.regather_edge`; one array for equal
                 tensors.
+            fused: as for `copy_bytes`.
         """
-        key = (meta.shape, meta.dtype.itemsize, sources, hub, origins, allocated, id(moves))
+        key = (meta.shape, meta.dtype.itemsize, sources, hub, origins, allocated, id(moves), fused)
         if key not in self._regather_edges:
             self._regather_edges[key] = regather_edge(
                 self.reshard_seconds(meta, sources, hub),
-                self.copy_bytes(meta, sources, hub, mesh),
+                self.copy_bytes(meta, sources, hub, mesh, fused),
                 sources.bytes(meta, mesh) * allocated,
                 origins,
                 moves,
@@ -388,13 +405,20 @@ class EdgeTables:
         return self._moves[key]
 
     def rerun_edge(
-        self, meta: TensorMeta, sources: SpecList, hub: SpecList, mesh: MeshShape, origins: tuple[Origin, ...]
+        self,
+        meta: TensorMeta,
+        sources: SpecList,
+        hub: SpecList,
+        mesh: MeshShape,
+        origins: tuple[Origin, ...],
+        *,
+        fused: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return seconds and bytes of the edge from an operator that may run again to the hub of its value."""
-        key = (meta.shape, meta.dtype.itemsize, sources, hub, origins)
+        key = (meta.shape, meta.dtype.itemsize, sources, hub, origins, fused)
         if key not in self._rerun_edges:
             seconds = self.reshard_seconds(meta, sources, hub)
-            self._rerun_edges[key] = rerun_edge(seconds, self.copy_bytes(meta, sources, hub, mesh), origins)
+            self._rerun_edges[key] = rerun_edge(seconds, self.copy_bytes(meta, sources, hub, mesh, fused), origins)
         return self._rerun_edges[key]
 
     def with_absence(self, table: np.ndarray, *, source: bool, target: bool, forbidden: float) -> np.ndarray:

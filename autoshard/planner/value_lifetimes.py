@@ -10,18 +10,20 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
 
+import torch
 from torch import fx
 
 from autoshard.capture.joint import JointOutput
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.planner.regather import Reuse
+from autoshard.program.fusion import is_made_apart
 
 _SMALL_FACTOR = 64  # a gathered activation so many times smaller than the largest tensor of the step is always kept
 
 Life = tuple[int, int]
 """The first moment at which something is held, and the first at which it is held no more."""
 
-_NEVER: Life = (0, 0)
+NEVER: Life = (0, 0)
 
 
 class ValueLifetimes:
@@ -94,6 +96,10 @@ class ValueLifetimes:
         """Return the first moment at which a value's hub of the backward half may count its memory."""
         return self.positions.get(value.node, -1) + 1
 
+    def is_held(self, value: Value) -> bool:
+        """Return True if memory is counted for a value, or for the one of which it is a view."""
+        return True
+
     # Lives
 
     def life(self, value: Value) -> Life:
@@ -119,7 +125,7 @@ class ValueLifetimes:
 
     def continuation(self, value: Value) -> Life:
         """Return when a value is held on because a later use, or the step, takes it as it is."""
-        return self._continuations.get(value, _NEVER)
+        return self._continuations.get(value, NEVER)
 
     @cached_property
     def _continuations(self) -> dict[Value, Life]:
@@ -188,14 +194,27 @@ class CertainLifetimes(ValueLifetimes):
     A tensor is counted up to its first use: from there on, what is held hangs on the spec in which it is used, and the
     edges to its uses count it. When an operator that may run again does so depends on what else runs again: it does not
     before its place in the graph, and not after its first reader. What it reads counts for nothing, and what it makes
-    from its first reader on.
+    from its first reader on. Of a compiled program only results count that no kernel computes where it reads them.
     """
 
-    def __init__(self, rules: GraphRules, reuse: Reuse, reruns: Mapping[fx.Node, fx.Node]) -> None:
+    def __init__(
+        self, rules: GraphRules, reuse: Reuse, reruns: Mapping[fx.Node, fx.Node], compiled: bool = False
+    ) -> None:
         super().__init__(rules, reuse, reruns)
         self.uncertain = self.optional
+        self._compiled = compiled
+
+    def is_held(self, value: Value) -> bool:
+        node = self._storage(value).node
+        if not self._compiled or node in self.inputs:
+            return True
+        # A product is made with the matrix that is added to it.
+        added = any(use.node.target is torch.ops.aten.add.Tensor for use in self.rules.uses.get(Value(node), ()))
+        return is_made_apart(node.target) and not added
 
     def is_counted_by_hub(self, value: Value, first_use: int) -> bool:
+        if not self.is_held(value):
+            return False
         if self.end(value) > first_use:
             return False  # it is held in any case
         # Of two views that both may be taken again a plan can keep one.
@@ -209,7 +228,7 @@ class CertainLifetimes(ValueLifetimes):
         if value.node not in self.optional:
             return start, min((self.positions[reader] for reader in readers), default=start) + 1
         if not readers:
-            return _NEVER
+            return NEVER
         return min(self.positions[reader] for reader in readers), max(map(self.end_of_copy, readers))
 
     def end_of_copy(self, reader: fx.Node) -> int:

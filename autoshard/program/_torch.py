@@ -13,8 +13,11 @@ from torch import fx
 # Puts kernels that know symbolic sizes first.
 from torch._dispatch.python import enable_python_dispatcher
 
-# Split a joint graph in halves; `min_cut` recomputes cheap operators, which pays where the halves are compiled.
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+# Has compiled code let go of the tensors of a list that it takes, each after its last use.
+from torch._dynamo.utils import set_locals_to_steal
+
+# Splits a joint graph in halves.
+from torch._functorch.partitioners import default_partition
 
 # The strides that kernels of elementwise operators give their results.
 from torch._prims_common import compute_elementwise_output_strides as compute_elementwise_output_strides
@@ -94,7 +97,7 @@ def append_node(
     return node
 
 
-def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
+def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph whose tangents are placeholders called `tangents_*` into forward and backward.
 
     The forward graph returns its outputs and then the saved tensors, which the backward graph takes first, before the
@@ -103,11 +106,9 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) ->
     output: Any = joint.graph.output_node()
     # The partitioner reads a description of every output, which `aot_autograd` writes.
     output.meta.setdefault("desc", [None] * len(output.args[0]))
-    partition = min_cut_rematerialization_partition if recompute else default_partition
     with _use_lazy_graph_module(True):
-        forward, backward = partition(joint, None, num_fwd_outputs=forward_outputs)
-    if not recompute:
-        _drop_unread_saves(forward, backward, forward_outputs)
+        forward, backward = default_partition(joint, None, num_fwd_outputs=forward_outputs)
+    _drop_unread_saves(forward, backward, forward_outputs)
     return forward, backward
 
 
@@ -131,10 +132,14 @@ def _drop_unread_saves(forward: fx.GraphModule, backward: fx.GraphModule, forwar
 def write_code(graph: fx.GraphModule, take_list: bool = False) -> None:
     """Write the code of a finished graph.
 
-    With `take_list` it takes its arguments as one list, which it empties: each is freed after its last use.
+    With `take_list` it takes its arguments as one list, which it empties: each is freed after its last use. Compiled
+    code that takes numbers, too, frees all at its end.
     """
     if take_list:
         graph.graph.set_codegen(_BoxedCodeGen())
+        arguments = graph.graph.find_nodes(op="placeholder")
+        if all(isinstance(node.meta["val"], torch.Tensor) for node in arguments):
+            set_locals_to_steal(graph, ["args_list"])
     graph.recompile()
     _LazyGraphModule.force_recompile(graph)
 

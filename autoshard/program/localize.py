@@ -67,7 +67,6 @@ class LocalStep:
             on the host, the step's seed, and the tangents; returns the `outputs`.
         inputs: tangents last.
         outputs: forward ones first.
-        repeats: True if the plan says what the backward half gathers again, runs again, or gets from the host.
         shared: the axis whose ranks hold unequal shares of a dynamic size, if any.
         gradient_sources: for every gradient by name, the outputs from whose tangents it is computed.
         former_values: names of the tensors that the step changes and on whose former values its results depend.
@@ -76,7 +75,6 @@ class LocalStep:
     graph_module: fx.GraphModule
     inputs: tuple[ProgramTensor, ...]
     outputs: tuple[ProgramTensor, ...]
-    repeats: bool = False
     shared: SharedAxis | None = None
     gradient_sources: Mapping[str, frozenset[str]] = field(default_factory=dict)
     former_values: frozenset[str] = frozenset()
@@ -153,12 +151,8 @@ def localize(
         if output.kind == kind and output.node is not None
     ]
     emit.graph.output(tuple(results[tensor.kind, tensor.name] for tensor in outputs))
-    gathers_again = any(key.endswith("@backward") for key in flow.decisions.hubs)
-    repeats = gathers_again or bool(flow.graph.recomputed or flow.graph.offloaded)
     dependences = flow.graph.gradient_sources, flow.graph.former_values
-    return LocalStep(
-        lazy_graph_module(nn.Module(), emit.graph), tuple(inputs), tuple(outputs), repeats, shared, *dependences
-    )
+    return LocalStep(lazy_graph_module(nn.Module(), emit.graph), tuple(inputs), tuple(outputs), shared, *dependences)
 
 
 class _JointProgram:

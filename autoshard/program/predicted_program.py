@@ -18,6 +18,7 @@ from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
 from autoshard.program._torch import append_node
 from autoshard.program.aliasing import write_in_place
+from autoshard.program.cheap_saves import compute_where_read
 from autoshard.program.copy_schedule import schedule_copies
 from autoshard.program.walk import LocalPrograms, LocalResults, ProgramWalk, Recording
 from autoshard.reshard.collective_schedule import propagate_layers, schedule
@@ -60,6 +61,7 @@ class PredictedProgram:
         inputs: nodes of the step's inputs, by the names of the joint graph's placeholders.
         outputs: (kind, name) of an output -> its node, in the half that makes it.
         unreduced: the rest of the reductions of gradients that are added up first; None without such gradients.
+        compiled: True if the program that runs is compiled.
     """
 
     forward: Half
@@ -67,6 +69,7 @@ class PredictedProgram:
     inputs: dict[str, fx.Node]
     outputs: dict[tuple[str, str], fx.Node]
     unreduced: PendingReductions | None = None
+    compiled: bool = False
 
 
 def predict_program(
@@ -74,8 +77,7 @@ def predict_program(
     resharder: Resharder,
     programs: LocalPrograms,
     reduced: DeferredReduction | None = None,
-    in_place: bool = True,
-    copies_beside: bool = True,
+    compiled: bool = False,
 ) -> PredictedProgram:
     """Return the program of some decisions, split in halves and scheduled as the program itself is.
 
@@ -84,8 +86,8 @@ def predict_program(
         resharder: finds the reshards.
         programs: the recordings of operators and reshards.
         reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
-        in_place: True if the program may write into inputs that it changes, as for `build_program`.
-        copies_beside: True if copies to and from the host run beside compute: where the program is not compiled.
+        compiled: True if the program is compiled: it writes into no inputs, and copies to and from the host do not run
+            beside compute.
     """
     with outside_modes():
         halves = _PredictedHalves(flow, programs)
@@ -99,11 +101,13 @@ def predict_program(
             walk.add_input(source, inputs[source.node.name])
         halves.add_rank_inputs()
         outputs = walk.run()
-        unreduced = halves.finish(outputs, reduced, copies_beside)
-        if in_place and not flow.graph.gradients and not flow.graph.result.checks:
+        unreduced = halves.finish(outputs, reduced, compiled)
+        if not compiled and not flow.graph.gradients and not flow.graph.result.checks:
             sources = {source.name: inputs[source.node.name] for source in flow.graph.inputs}
             write_in_place((sources[name], node) for (kind, name), node in outputs.items() if kind == "mutation")
-        return PredictedProgram(halves.halves["forward"], halves.halves["backward"], inputs, outputs, unreduced)
+        return PredictedProgram(
+            halves.halves["forward"], halves.halves["backward"], inputs, outputs, unreduced, compiled
+        )
 
 
 class _PredictedHalves:
@@ -208,7 +212,7 @@ class _PredictedHalves:
         node.meta.update(val=val, position=self._position, key=key, kind=self._kind, partitioner_tag=tag)
 
     def finish(
-        self, outputs: dict[tuple[str, str], fx.Node], reduced: DeferredReduction | None, copies_beside: bool
+        self, outputs: dict[tuple[str, str], fx.Node], reduced: DeferredReduction | None, compiled: bool
     ) -> PendingReductions | None:
         """Drop unused calls from both halves, and schedule collectives; update the nodes of gradients in `outputs`."""
         forward, backward = self.halves["forward"], self.halves["backward"]
@@ -219,6 +223,9 @@ class _PredictedHalves:
         for placeholder in [saved for saved in backward.saved if not saved.users]:
             backward.graph.erase_node(placeholder)
             del backward.saved[placeholder]
+        if compiled:
+            for placeholder in compute_where_read(backward.graph, backward.saved):
+                del backward.saved[placeholder]
         forward_outputs = [node for name, node in outputs.items() if name[0] != "gradient"]
         forward.graph.output((*forward_outputs, *dict.fromkeys(backward.saved.values())))
         drop_unused(forward.graph)
@@ -238,7 +245,7 @@ class _PredictedHalves:
         bucket_reductions(backward.graph)
         for half in (forward, backward):
             schedule(half.graph)
-            if copies_beside:
+            if not compiled:
                 schedule_copies(half.graph)
         output: Any = backward.graph.output_node()
         outputs.update(zip(names, output.args[0], strict=True))

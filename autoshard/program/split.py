@@ -19,7 +19,9 @@ from autoshard.errors import warn_caller
 from autoshard.patterns.exchanging import exchange_ops, lower_shifts
 from autoshard.program._torch import compile_graph, split_joint, write_code
 from autoshard.program.aliasing import write_in_place
+from autoshard.program.cheap_saves import compute_where_read
 from autoshard.program.copy_schedule import schedule_copies
+from autoshard.program.fusion import keep_joins
 from autoshard.program.localize import LocalStep
 from autoshard.reshard.collective_schedule import propagate_layers, schedule
 from autoshard.reshard.reductions import (
@@ -169,8 +171,7 @@ class GradientReduction:
 class Halves:
     """Forward and backward of a local step.
 
-    The backward graph takes its arguments as one list, which it empties, unless it is compiled: a saved tensor is freed
-    after its last use.
+    The backward graph takes its arguments as one list, which it empties: a saved tensor is freed after its last use.
 
     Attributes:
         forward: takes the program's inputs but the tangents; returns the forward outputs and then the saved tensors.
@@ -209,8 +210,8 @@ def split(
 
     Args:
         step: the program.
-        compile: True to compile both halves by inductor, unless the data decides how many rows a rank holds. Cheap
-            operators are then recomputed in the backward half, unless the plan itself repeats operators.
+        compile: True to compile both halves by inductor, unless the data decides how many rows a rank holds. The
+            backward half then computes cheap tensors again (`cheap_saves`).
         in_parts: True if gradients of parameters may be wanted later than those of inputs.
         reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
         in_place: True if the forward half may write into inputs that the step changes, where there is no backward half,
@@ -222,9 +223,9 @@ def split(
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
     if step.gradients:
-        # The partitioner that recomputes cheap operators first merges equal ones, also those that the plan repeats.
-        cheap = compile and not step.repeats
-        forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
+        forward, backward = split_joint(joint, len(step.forward_outputs))
+        if compile:
+            _drop_cheap_saves(forward, backward, len(step.forward_outputs))
     else:
         forward, backward = fx.GraphModule(joint, _copy(joint.graph)), None
     taken: tuple[sympy.Expr, ...] = ()
@@ -253,6 +254,7 @@ def split(
         # A compiler would reuse memory that a shift still reads.
         if compile:
             lower_shifts(half.graph)
+            keep_joins(half.graph)
     if in_place and backward is None and not compile:
         write_in_place(_changed_inputs(step, forward))
     forward_sizes = take_sizes(forward.graph)
@@ -260,7 +262,7 @@ def split(
     for half in (forward, *backwards):
         half.graph.lint()
         # The arguments of the forward half belong to its caller, so only backward takes them as a list.
-        write_code(half, take_list=not compile and half is not forward)
+        write_code(half, take_list=half is not forward)
     results: Any = forward.graph.output_node().args[0]
     saved = len(results) - len(step.forward_outputs)
     if compile:
@@ -271,6 +273,16 @@ def split(
             first, second = (replace(part, graph=compile_graph(part.graph, dynamic=dynamic)) for part in parts)
             parts = first, second
     return Halves(forward, backward, saved, draws, forward_sizes, backward_sizes, parts, reduction)
+
+
+def _drop_cheap_saves(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
+    """Save no tensor that kernels of the backward half compute where they read it."""
+    results = _results(forward)
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    saved = dict(zip(placeholders, results[outputs:], strict=False))
+    dropped = compute_where_read(backward.graph, saved)
+    kept = tuple(node for placeholder, node in saved.items() if placeholder not in dropped)
+    forward.graph.output_node().args = ((*results[:outputs], *kept),)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -296,7 +308,8 @@ def _reduction(
     if compile:
         # Compiled code is not split at waits: `last` does everything.
         lower_shifts(graph.graph)
-        graph.recompile()
+        keep_joins(graph.graph)
+        write_code(graph, take_list=True)
         takes = tuple(range(len(graph.graph.find_nodes(op="placeholder"))))
         last = GraphPart(compile_graph(graph, dynamic=dynamic), takes, makes)
         return GradientReduction(unreduced.places, last, alone, None)

@@ -214,15 +214,10 @@ class RunnableStep:
         return arguments
 
 
-def run_graph(graph: Any, arguments: list[Any]) -> list[torch.Tensor]:
+def run_graph(graph: fx.GraphModule, arguments: list[Any]) -> list[torch.Tensor]:
     """Return the results of a graph; the list is emptied, so that arguments are freed after their last use."""
     with _without_autocast():
-        if isinstance(graph, fx.GraphModule):
-            return list(graph(arguments))
-        # Compiled code takes no list.
-        unpacked = tuple(arguments)
-        arguments.clear()
-        return list(graph(*unpacked))
+        return list(graph(arguments))
 
 
 @contextlib.contextmanager

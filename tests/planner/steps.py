@@ -128,7 +128,7 @@ def halves_of(step: LocalStep) -> tuple[fx.GraphModule, ...]:
     """Forward and backward before their collectives are scheduled, without what nothing uses."""
     halves: tuple[fx.GraphModule, ...] = (step.graph_module,)
     if any(border.kind == "gradient" for border in step.outputs):
-        halves = split_joint(step.graph_module, len(step.forward_outputs), recompute=False)
+        halves = split_joint(step.graph_module, len(step.forward_outputs))
     for half in halves:
         half.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     return halves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 from typing import Any
@@ -19,19 +20,30 @@ from autoshard.planner.solving import SolveOptions, solve_by_messages
 from benchmarks.architectures import gpt2_medium
 from tests import models
 from tests.planner.steps import joint_graph, planner_of
+from tests.training import fast_links
 
 PLANNED = Constraints(planned_outputs=True)
 
 
-def _context(name: str, mesh: dict[str, int], **options: Any) -> RerunContext:
+def _context(name: str, mesh: dict[str, int], compiled: bool = False, **options: Any) -> RerunContext:
     module, inputs = models.ZOO[name]()
-    return RerunContext(planner_of(capture(module, (), inputs, grad=True), mesh, PLANNED), **options)
+    cluster = fast_links().with_compiler if compiled else fast_links()
+    return RerunContext(planner_of(capture(module, (), inputs, grad=True), mesh, PLANNED, cluster), **options)
 
 
-@pytest.mark.parametrize("may_rerun", [True, False])
-@pytest.mark.parametrize("name", ["gpt", "hf_gemma", "hf_roberta", "resnet18", "unet", "lstm"])
-def test_no_program_holds_less_than_a_bound_counts(name: str, may_rerun: bool) -> None:
-    context = _context(name, {"x": 2, "y": 2}, may_rerun=may_rerun)
+MODELS = ("gpt", "hf_gemma", "hf_roberta", "resnet18", "unet", "lstm")
+
+
+@pytest.mark.parametrize(
+    ("name", "may_rerun", "compiled"),
+    [
+        *itertools.product(MODELS, (True, False), (False,)),
+        # What kernels compute where they read it counts for nothing.
+        *itertools.product(("hf_gemma", "hf_roberta"), (True,), (True,)),
+    ],
+)
+def test_no_program_holds_less_than_a_bound_counts(name: str, may_rerun: bool, compiled: bool) -> None:
+    context = _context(name, {"x": 2, "y": 2}, compiled, may_rerun=may_rerun)
     builder = context.builder.with_constraints(replace(context.constraints, bounding=True))
     first = context.without.solve(context.without.constraints)
     moments = len(context.rules.operators) + 1
