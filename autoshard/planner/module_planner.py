@@ -53,6 +53,16 @@ class ModulePlanner:
         self.requested = replace(self.requested, shares=shares or None)
         self.target = with_shares(self.requested, self.mesh, shares)
 
+    def _settle_hosted(self, plan: ShardingPlan) -> None:
+        """Have optimizer state that the first plan put on the host, and no other, be there in all calls from now on."""
+        asked = self.target.settings.offload_optimizer
+        if asked == "auto" or (asked == "none" and plan.hosted):
+            hosted = frozenset(plan.hosted)
+            self.requested, self.target = (
+                replace(target, settings=replace(target.settings, offload_optimizer=hosted))
+                for target in (self.requested, self.target)
+            )
+
     def capture(
         self,
         args: tuple[Any, ...],
@@ -129,6 +139,7 @@ class ModulePlanner:
         if given:
             _check_shares(plan, planner, self.requested)
         flow = checked_flow(planner, plan)
+        self._settle_hosted(plan)
         return PlannedGraph(graph, flow, planner.resharder, planner.cost, planner.constraints.shared)
 
     def forget(self) -> None:

@@ -147,6 +147,7 @@ class ProgramMaker:
         wanted: dict[str, Any] = {name: getattr(self.target, name) for name in ("inputs", "outputs", "data_axes")}
         wanted |= {"mp_policy": options.mp_policy}
         wanted |= {name: getattr(self.target.settings, name) for name in ("recompute", "offload", "method", "effort")}
+        wanted |= {"offload_optimizer": options.offload_optimizer}
         return {
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
             "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
