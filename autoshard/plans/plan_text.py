@@ -210,7 +210,7 @@ def offloaded_text(plan: PlanContents) -> str:
 
 
 def hosted_text(plan: PlanContents) -> str:
-    """Return `"that of 64 parameters, 12.0 GiB of the host of a device, updated in 0.2 s"`; empty where there is none."""
+    """Return `"that of 64 parameters, 12.0 GiB of the host of a device, updated in 0.2 s"`; empty without any."""
     if not plan.hosted:
         return ""
     parameters = "1 parameter" if len(plan.hosted) == 1 else f"{len(plan.hosted)} parameters"

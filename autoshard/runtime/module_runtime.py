@@ -19,6 +19,7 @@ from autoshard.capture.capture_errors import running_line
 from autoshard.capture.joint import warn_of_global_hooks
 from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import InputError
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime import _torch
 from autoshard.runtime.call_outputs import CallOutputs, ReturnedParameters
 from autoshard.runtime.call_programs import ADVICE, CallProgram, CallPrograms
@@ -119,7 +120,7 @@ class Runtime:
         # Parameters that are left are held by somebody else, such as an optimizer that was made before.
         left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
         replace_in_optimizers(left)
-        prepare_optimizers(self.module, self.programs.accumulation.check_reduced)
+        prepare_optimizers(self.module, self.programs.accumulation.check_reduced, hosted=_hosted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copy of the module, which shares plan, programs, planner and process groups."""
@@ -152,7 +153,7 @@ class Runtime:
         copied.methods_before = [(module, "forward", copy.deepcopy(forward_before, memo))]
         copied._forward = copy.deepcopy(self._forward, memo)
         copied._has_warned = self._has_warned
-        prepare_optimizers(module, copied.programs.accumulation.check_reduced)
+        prepare_optimizers(module, copied.programs.accumulation.check_reduced, hosted=_hosted)
         return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -367,6 +368,12 @@ class Runtime:
             return whole_shapes(tables, self.programs.input_placements, self.device_mesh, shares)
 
         return with_global_shapes(self.module, call, global_shapes), counts
+
+
+def _hosted(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters whose optimizer state is on the host."""
+    plan: ShardingPlan | None = module.sharding_plan  # type: ignore[assignment]
+    return () if plan is None else plan.hosted
 
 
 def _gradients_of(program: RunnableStep) -> contextlib.AbstractContextManager[object]:
