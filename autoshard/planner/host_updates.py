@@ -66,6 +66,62 @@ def host_updates(flow: Flow, optimizer: OptimizerMemory, cost: CostModel) -> lis
     ]
 
 
+class StateOption(NamedTuple):
+    """What it frees, and takes, to have the optimizer state of one parameter on the host.
+
+    Attributes:
+        node: the parameter's placeholder.
+        seconds: of the update there, as `HostUpdate.seconds`.
+        state: bytes that it frees throughout the step.
+        temporaries: bytes that it frees besides in the optimizer's step.
+    """
+
+    node: str
+    seconds: float
+    state: int
+    temporaries: int
+
+
+def state_options(flow: Flow, optimizer: OptimizerMemory, cost: CostModel) -> list[StateOption]:
+    """Return what it would mean for every trained parameter of a graph to have its state on the host."""
+    options = []
+    for source in flow.graph.parameters:
+        if source.name in flow.graph.gradients:
+            meta, name = Value(source.node).meta, source.node.name
+            local = local_shape(meta.shape, flow.decisions.rest[name], flow.mesh)
+            held, state = math.prod(local) * meta.dtype.itemsize, (meta.shape, local, meta.dtype.itemsize)
+            # Temporaries of one parameter after the other are those of the largest, with and without some others.
+            temporaries = optimizer.together * held if optimizer.foreach else 0
+            seconds = HostUpdate.of(optimizer, cost, *state).seconds
+            options.append(StateOption(name, seconds, optimizer.state_bytes(*state), temporaries))
+    return options
+
+
+def cheapest_cover(options: Sequence[StateOption], bytes: float, step_bytes: float) -> list[StateOption] | None:
+    """Return options that free so many bytes throughout the step, and in the optimizer's step, in little time.
+
+    Of two greedy covers the cheaper one: cheap bytes first, and dear options last, each without what is not needed.
+    The result is None where all options free too little.
+    """
+
+    def covers(chosen: Sequence[StateOption]) -> bool:
+        freed = sum(option.state for option in chosen)
+        return freed >= bytes and freed + sum(option.temporaries for option in chosen) >= step_bytes
+
+    if not covers(options):
+        return None
+    ranked = sorted((each for each in options if each.state), key=lambda option: option.seconds / option.state)
+    first = next(ranked[:count] for count in range(len(ranked) + 1) if covers(ranked[:count]))
+    found = []
+    for chosen in (first, ranked):
+        left = [*chosen]
+        for option in sorted(chosen, key=lambda option: -option.seconds):
+            others = [each for each in left if each is not option]
+            left = others if covers(others) else left
+        found.append(left)
+    return min(found, key=lambda chosen: sum(option.seconds for option in chosen))
+
+
 def update_seconds(updates: Iterable[HostUpdate]) -> float:
     """Return the seconds of updates in this order, each with its copies beside the updates of others."""
     operations: list[Operation] = []

@@ -11,7 +11,7 @@ program that can run.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import Value, value_of
 from autoshard.patterns.strategy import ABSENT, Choices
 from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.host_updates import cheapest_cover, state_options
 from autoshard.planner.planner import Planner
 from autoshard.planner.regather import MOVED
 from autoshard.specs.layout import local_shape
@@ -103,6 +104,29 @@ class RerunContext(Planner):
         planner = self.planner_with(names)
         settled = replace(self.settle(decisions, planner), hosted=hosted)
         return planner.evaluate(settled, cost, lower_bound, method)
+
+    def with_least_hosted(self, plan: CandidatePlan, limit: int) -> tuple[float, Callable[[], CandidatePlan]] | None:
+        """Return about the seconds of a plan's step with no more optimizer state on the host than a limit asks for, and
+        what makes that plan; None if all state on the host would not do, or the plan has it so.
+        """
+        context, decisions = plan.estimate.context, plan.decisions
+        flow = Flow(context.rules, decisions, self.mesh)
+        options = state_options(flow, self.settings.optimizer, self.cost)
+        hosted = [option for option in options if option.node in decisions.hosted]
+        before, state = sum(option.seconds for option in hosted), sum(option.state for option in hosted)
+        held = plan.held_bytes
+        at_end = float(held[-1]) + state + sum(option.temporaries for option in hosted)
+        cover = cheapest_cover(options, float(held[:-1].max(initial=0)) + state - limit, at_end - limit)
+        if cover is None or {option.node for option in cover} == decisions.hosted:
+            return None
+        after = sum(option.seconds for option in cover)
+        changed = replace(decisions, hosted=frozenset(option.node for option in cover))
+
+        def make() -> CandidatePlan:
+            method = f"{plan.method}, state on the host as the limit asks"
+            return self.evaluate_reruns(self.names_of(plan), changed, plan.cost + after - before, 0.0, method)
+
+        return plan.step_seconds + after - before, make
 
     @cached_property
     def forward_places(self) -> dict[str, int]:
