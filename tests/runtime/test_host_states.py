@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +15,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import SGD, AdamW, Optimizer
 
 import autoshard
+from autoshard.capture import host_copies
 from autoshard.errors import InputError
+from autoshard.runtime import host_states
+from tests.memory_tracker import first_rank
 from tests.runtime.meshes import get_full, simulated_mesh
 from tests.training import fast_links
 from tests.workers import Workers
@@ -219,3 +223,32 @@ def test_optimizers_that_cannot_are_refused_before_anything_is_changed() -> None
         with pytest.raises(InputError, match="computes gradients within the step"):
             SGD(module.parameters()).step(lambda: 0.0)
         torch.testing.assert_close(get_full(module, "cube"), before, rtol=0, atol=0)
+
+
+def test_updates_wait_for_copies_and_the_device_for_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, int]] = []
+
+    def begin(copy: Tensor, source: Tensor, device: torch.device, direction: str) -> Tensor:
+        log.append((direction, source.numel()))
+        event = mock.Mock()
+        event.synchronize.side_effect = lambda: log.append(("host waits", copy.numel()))
+        setattr(copy, host_copies._COPIED, event)
+        return copy.copy_(source)
+
+    stream = mock.Mock()
+    stream.current_stream.return_value.wait_event.side_effect = lambda _: log.append(("device waits", 0))
+    monkeypatch.setattr(host_states, "copy_aside", begin)
+    module, alone = Net(), Net()
+    with first_rank({"tp": 2}) as mesh:
+        autoshard.parallelize(
+            module, mesh, (batch(),), hints={"*": Replicate()}, offload_optimizer="all", cluster=fast_links()
+        )
+        for net in (module, alone):
+            optimizer = AdamW([net.up.weight, net.cube], lr=0.01)
+            net.up.weight.grad, net.cube.grad = (torch.ones_like(each) for each in (net.up.weight, net.cube))
+            with mock.patch.object(torch, "get_device_module", return_value=stream):
+                optimizer.step()
+        check_equal(module, alone)
+    there = [("to host", 32)] * 2 + [("to host", 60)] * 2
+    updates = [("host waits", 32)] * 2 + [("from host", 32)] + [("host waits", 60)] * 2 + [("from host", 60)]
+    assert log == [*there, *updates, *[("device waits", 0)] * 2]
