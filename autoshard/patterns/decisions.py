@@ -55,14 +55,12 @@ class Decisions:
             PlanError: the data is of another form.
         """
         try:
-            return Decisions(
-                {name: _choices(name, choices) for name, choices in data["choices"].items()},
-                *(
-                    {name: Spec.parse(text) for name, text in data[kind].items()}
-                    for kind in ("rest", "outputs", "hubs")
-                ),
-                frozenset(data.get("hosted", ())),
-            )
+            tables = {
+                kind: {name: Spec.parse(text) for name, text in data[kind].items()}
+                for kind in ("rest", "outputs", "hubs")
+            }
+            choices = {name: _choices(name, choices) for name, choices in data["choices"].items()}
+            return Decisions(choices, **tables, hosted=frozenset(data.get("hosted", ())))
         except ValueError as error:
             raise PlanError(
                 f"the plan's decisions cannot be read ({reason_of(error)}): was the file edited?"

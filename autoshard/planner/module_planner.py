@@ -54,7 +54,7 @@ class ModulePlanner:
         self.target = with_shares(self.requested, self.mesh, shares)
 
     def _settle_hosted(self, plan: ShardingPlan) -> None:
-        """Have optimizer state that the first plan put on the host, and no other, be there in all calls from now on."""
+        """Have the optimizer state that the first plan of training puts on the host stay there, and no other."""
         asked = self.target.settings.offload_optimizer
         if asked == "auto" or (asked == "none" and plan.hosted):
             hosted = frozenset(plan.hosted)
@@ -139,7 +139,8 @@ class ModulePlanner:
         if given:
             _check_shares(plan, planner, self.requested)
         flow = checked_flow(planner, plan)
-        self._settle_hosted(plan)
+        if graph.gradients:
+            self._settle_hosted(plan)
         return PlannedGraph(graph, flow, planner.resharder, planner.cost, planner.constraints.shared)
 
     def forget(self) -> None:

@@ -282,7 +282,7 @@ class BuiltProblem:
         """Return the assignment of decisions of this problem."""
         names = [variable.key for variable in self.variables if variable.kind == "regather"]
         hubs, regather = choices_from_hubs(decisions.hubs, names)
-        tables: dict[str, Mapping[str, object]] = {
+        tables: dict[str, Mapping[str, Any]] = {
             "operator": decisions.choices,
             "rest": {**decisions.rest, **{name: HostedRest(decisions.rest[name]) for name in decisions.hosted}},
             "output": decisions.outputs,

@@ -19,7 +19,6 @@ from autoshard.capture.capture_errors import running_line
 from autoshard.capture.joint import warn_of_global_hooks
 from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import InputError
-from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime import _torch
 from autoshard.runtime.call_outputs import CallOutputs, ReturnedParameters
 from autoshard.runtime.call_programs import ADVICE, CallProgram, CallPrograms
@@ -372,8 +371,7 @@ class Runtime:
 
 def _hosted(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters whose optimizer state is on the host."""
-    plan: ShardingPlan | None = module.sharding_plan  # type: ignore[assignment]
-    return () if plan is None else plan.hosted
+    return runtime_of(module, "an optimizer's step").maker.hosted or ()
 
 
 def _gradients_of(program: RunnableStep) -> contextlib.AbstractContextManager[object]:

@@ -175,6 +175,22 @@ def test_a_step_updates_some_on_the_device_and_the_others_one_by_one_on_the_host
             loss.backward()
 
 
+@pytest.mark.parametrize("offload_optimizer", ["all", "auto"])
+def test_state_is_on_the_host_where_the_first_call_made_none(offload_optimizer: str) -> None:
+    alone = Net()
+    train(alone, AdamW(alone.parameters(), lr=0.01))
+    options: dict[str, Any] = {"hints": HINTS, "cluster": fast_links(), "offload_optimizer": offload_optimizer}
+    peak = autoshard.plan(Net(), {"tp": 2}, (batch(),), **options | {"offload_optimizer": "all"}).memory.peak
+    with simulated_mesh(tp=2) as mesh:
+        module = Net()
+        with torch.no_grad():
+            autoshard.parallelize(module, mesh, (batch(),), memory_limit=peak, **options)
+        optimizer = Recorded(module.parameters(), lr=0.01)
+        train(module, optimizer)
+        assert len(optimizer.seen) > 3  # some updates are the host's
+        check_equal(module, alone)
+
+
 def checkpoints_move_between_host_and_device(folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     options = {"lr": 0.01, "weight_decay": 0.1}
