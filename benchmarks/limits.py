@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 from autoshard.capture.joint import JointGraph  # noqa: E402
 from autoshard.capture.recomputation import recomputable  # noqa: E402
 from autoshard.errors import BudgetError  # noqa: E402
-from autoshard.options import OFFLOAD, RECOMPUTE, Search  # noqa: E402
+from autoshard.options import OFFLOAD, OFFLOAD_OPTIMIZER, RECOMPUTE, Search  # noqa: E402
 from autoshard.options.options import collect_options  # noqa: E402
 from autoshard.options.target import Target  # noqa: E402
 from autoshard.planner.planner import Planner  # noqa: E402
@@ -197,7 +197,8 @@ class Planning:
     def did(self, plan: ShardingPlan) -> str:
         """What the plan did to keep its limit."""
         again = f"{count_rerun([plan])} of {self.layers} layers run again, " if plan.recomputed else ""
-        again += f"{plan.memory.host / GIB:.1f} GiB on the host, " if plan.offloaded else ""
+        again += f"{len(plan.hosted)} parameters updated on the host, " if plan.hosted else ""
+        again += f"{plan.memory.host / GIB:.1f} GiB on the host, " if plan.memory.host else ""
         return f"{again}{plan.method}"
 
 
@@ -208,7 +209,7 @@ def planned(name: str, mesh_name: str, args: argparse.Namespace, beside: Planned
     search = Search(time_limit=args.time_limit, work_limit=args.work_limit)
     # Whole logits, which no training reads, would be most of what a device holds.
     options = {"cluster": args.cluster, "search": search, "recompute": args.recompute, "output_placements": "planned"}
-    options["offload"] = args.offload
+    options |= {"offload": args.offload, "offload_optimizer": args.offload_optimizer}
     options |= case.options
     target = Target.of(collect_options("plan", options), None)
     start = time.process_time()
@@ -336,6 +337,8 @@ def main() -> None:
     parser.add_argument("--cluster", default="h100")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="auto", help="what may run again; default: auto")
     parser.add_argument("--offload", choices=OFFLOAD, default="none", help="what may move to the host; default: none")
+    text = "optimizer state that may be on the host; default: none"
+    parser.add_argument("--offload-optimizer", choices=OFFLOAD_OPTIMIZER, default="none", help=text)
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds of the search for a plan")
     parser.add_argument("--work-limit", type=int, help="of the solver, for a problem")
     parser.add_argument("--beside", type=Path, default=BESIDE, help="figures to print beside, whose limits are taken")

@@ -96,6 +96,9 @@ def _device_rows(device: Device) -> Iterator[tuple[str, str, str]]:
     yield "data sheet, memory", f"{device.memory_bandwidth / 1e9:g} GB/s", sources["memory_bandwidth"]
     yield "smallest kernel", _micro(device.kernel_overhead), sources["kernel_overhead"]
     yield "link to the host", f"{device.host_bandwidth / 1e9:g} GB/s each way", sources["host_bandwidth"]
+    if "host_memory_bandwidth" in sources:
+        rate = f"{device.host_memory_bandwidth / 1e9:g} GB/s of a device's share"
+        yield "memory of the host", rate, sources["host_memory_bandwidth"]
     for name, title in (("dispatch", "host, eager"), ("compiled_dispatch", "host, compiled")):
         own = getattr(device, name)
         value = f"kernel {_micro(own.kernel)}, view {_micro(own.view)}, collective {_micro(own.collective)}"

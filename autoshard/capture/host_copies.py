@@ -9,15 +9,22 @@ locked in place. On a CPU every one of these operators copies at once, and waiti
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from autoshard.capture.operators import define
 
+Direction = Literal["to host", "from host"]
+
 _HOST = torch.device("cpu")
 _COPIED = "_autoshard_copied"  # the attribute of a tensor that is being copied: the event at which it is there
+
+
+def host_memory(x: Tensor) -> Tensor:
+    """Return contiguous memory of the host of the shape of a tensor."""
+    return torch.empty_like(x, device=_HOST, pin_memory=x.device.type != "cpu", memory_format=torch.contiguous_format)
 
 
 def _host_like(x: Tensor) -> Tensor:
@@ -37,17 +44,17 @@ def _to_device(x: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def _start_to_host(x: Tensor) -> Tensor:
-    return _copy_aside(_host_like(x), x, x.device, "to host")
+    return copy_aside(_host_like(x), x, x.device, "to host")
 
 
 def _start_to_device(x: Tensor, device: torch.device | None = None) -> Tensor:
     # Memory of the stream that computes: it is freed there, after its last reader.
     copy = torch.empty_like(x, device=device, pin_memory=False)
-    return _copy_aside(copy, x, copy.device, "from host")
+    return copy_aside(copy, x, copy.device, "from host")
 
 
-def _copy_aside(copy: Tensor, source: Tensor, device: torch.device, direction: str) -> Tensor:
-    """Copy on the stream of a direction, after all that was issued before."""
+def copy_aside(copy: Tensor, source: Tensor, device: torch.device, direction: Direction) -> Tensor:
+    """Copy on the stream of a direction, after all that was issued before; `await_copy` waits for it."""
     if device.type == "cpu":
         return copy.copy_(source)
     backend = torch.get_device_module(device)
@@ -61,12 +68,13 @@ def _copy_aside(copy: Tensor, source: Tensor, device: torch.device, direction: s
 
 
 @functools.cache
-def _stream(device: torch.device, direction: str) -> Any:
+def _stream(device: torch.device, direction: Direction) -> Any:
     """Return the stream of a device for one direction: the link carries both at a time."""
     return torch.get_device_module(device).Stream(device)
 
 
-def _await_copy(copy: Tensor, source: Tensor | None = None) -> Tensor:
+def await_copy(copy: Tensor, source: Tensor | None = None) -> Tensor:
+    """Let what is issued next wait for a copy that `copy_aside` began."""
     event = getattr(copy, _COPIED, None)
     if event is not None:
         # Copies to the host lie there, and their source on the device.
@@ -74,6 +82,14 @@ def _await_copy(copy: Tensor, source: Tensor | None = None) -> Tensor:
         torch.get_device_module(device).current_stream(device).wait_event(event)
         delattr(copy, _COPIED)
     return copy
+
+
+def synchronize(copy: Tensor) -> None:
+    """Let the host itself wait for a copy that `copy_aside` began."""
+    event = getattr(copy, _COPIED, None)
+    if event is not None:
+        event.synchronize()
+        delattr(copy, _COPIED)
 
 
 def _on_host(x: Tensor) -> Tensor:
@@ -94,7 +110,7 @@ START_TO_HOST = define("start_to_host(Tensor x) -> Tensor", _start_to_host, _on_
 START_TO_DEVICE = define("start_to_device(Tensor x, Device? device=None) -> Tensor", _start_to_device, _on_device)
 
 AWAIT_COPY = define(
-    "await_copy(Tensor(a) copy, Tensor? source=None) -> Tensor(a)", _await_copy, lambda copy, source=None: copy
+    "await_copy(Tensor(a) copy, Tensor? source=None) -> Tensor(a)", await_copy, lambda copy, source=None: copy
 )
 """Returns a copy once it is there, for what is issued behind it. `source`, if it is given, is held until then."""
 

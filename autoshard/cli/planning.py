@@ -28,7 +28,7 @@ from autoshard.cli.targets import TARGETS, add_target, load_target
 from autoshard.cluster.cluster import Cluster
 from autoshard.compare.compare import compare
 from autoshard.errors import AutoshardError, BudgetError
-from autoshard.options import EFFORTS, OFFLOAD, RECOMPUTE, Pipeline, Search, collect_options
+from autoshard.options import EFFORTS, OFFLOAD, OFFLOAD_OPTIMIZER, RECOMPUTE, Pipeline, Search, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import resolve_pipeline
@@ -191,6 +191,8 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offload", choices=OFFLOAD, help="tensors that are moved to the host for the backward pass; default: none"
     )
+    text = "parameters whose optimizer state is on the host, which updates them; default: none"
+    parser.add_argument("--offload-optimizer", choices=OFFLOAD_OPTIMIZER, help=text)
     text = "bytes of the host that a device may fill, such as 200GiB; by default those of the cluster"
     parser.add_argument("--host-memory", metavar="BYTES", help=text)
 
@@ -280,7 +282,8 @@ def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, A
     with usage_errors():
         search_options = Search(effort=options.effort, time_limit=options.time_limit)
         keywords: dict[str, Any] = {"cluster": options.cluster, "search": search_options}
-        for name in ("recompute", "offload", "host_memory", "optimizer", "memory_limit", "accumulate"):
+        names = ("recompute", "offload", "offload_optimizer", "host_memory", "optimizer", "memory_limit", "accumulate")
+        for name in names:
             if getattr(options, name, None) is not None:
                 keywords[name] = getattr(options, name)
         if options.output_placements is not None:

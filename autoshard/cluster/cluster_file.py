@@ -56,7 +56,8 @@ _LINK = _record(
 )
 # Three rates are required, since every other dtype is priced by one of them.
 _RATES = {"type": "object", "additionalProperties": _POSITIVE, "required": ["float32", "bfloat16", "float64"]}
-_OPTIONAL_FIELDS = ("multiprocessors", "capability", "compiled", "host_bandwidth", "host_memory", "sources")
+_HOST_FIELDS = ("host_bandwidth", "host_memory", "host_memory_bandwidth")
+_OPTIONAL_FIELDS = ("multiprocessors", "capability", "compiled", *_HOST_FIELDS, "sources")
 _DEVICE = _record(
     {
         "name": _NAME,
@@ -72,6 +73,7 @@ _DEVICE = _record(
         "compiled": {"type": "boolean"},
         "host_bandwidth": _POSITIVE,
         "host_memory": {"type": "integer", "minimum": 0},
+        "host_memory_bandwidth": _POSITIVE,
         "sources": _SOURCES,
     },
     ("dispatch", "compiled_dispatch", "operators", *_OPTIONAL_FIELDS),

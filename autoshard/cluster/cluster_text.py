@@ -32,11 +32,13 @@ def hosts_lines(
     rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in device.peak_flops.items())
     overhead = format_seconds(device.kernel_overhead)
     host_memory = f", {format_bytes(device.host_memory)} for a device" if device.host_memory else ""
+    host_rate = f"{device.host_memory_bandwidth / 1e9:,.1f} GB/s of a device's share"
     return (
         ("device", f"{number}{device.name}, {format_bytes(device.memory)}, {devices_per_host} on a host"),
         ("best rates", rates),
         ("memory", f"{device.memory_bandwidth / 1e9:,.1f} GB/s, a kernel at least {overhead}"),
         ("link to the host", f"{device.host_bandwidth / 1e9:,.1f} GB/s each way{host_memory}"),
+        ("memory of the host", host_rate),
         ("inside a host", _link_text(inside)),
         ("between hosts", _link_text(between)),
     )

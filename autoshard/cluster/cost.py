@@ -238,6 +238,10 @@ class CostModel:
         device = self.cluster.device
         return device.kernel_overhead + bytes / device.host_bandwidth
 
+    def host_update(self, bytes: int) -> float:
+        """Return the time in which the host's processors, as far as they are a device's, read and write some bytes."""
+        return bytes / self.cluster.device.host_memory_bandwidth
+
     def view(self) -> float:
         """Return the time of an operator that makes a view: that of a call on a measured cluster, else zero."""
         if self.cluster.measured is None:

@@ -27,6 +27,13 @@ Source: PCI Express Base Specification 4.0: 16 GT/s, 128 of 130 bits, and 256 of
 """
 
 
+HOST_MEMORY_BANDWIDTH = 51.2e9
+"""Bytes per second that a device's share of its host's processors reads and writes, where nothing else is known.
+
+Source: NVIDIA DGX A100, data sheet: two AMD EPYC 7742, each with eight channels of DDR4-3200, for eight devices.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Seconds that the host spends on one call of a program before it goes on to the next.
@@ -71,6 +78,8 @@ class Device:
         host_bandwidth: bytes per second and direction over the link to the host, by `HOST_BANDWIDTH` where it is not
             known.
         host_memory: bytes of the host that one device may fill; 0 where that is not known.
+        host_memory_bandwidth: bytes per second that the device's share of its host's processors reads and writes there,
+            by `HOST_MEMORY_BANDWIDTH` where it is not known.
         sources: name of a figure -> its source.
     """
 
@@ -87,6 +96,7 @@ class Device:
     compiled: bool = False
     host_bandwidth: float = HOST_BANDWIDTH
     host_memory: int = 0
+    host_memory_bandwidth: float = HOST_MEMORY_BANDWIDTH
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def peak(self, dtype: torch.dtype) -> float:
@@ -127,6 +137,7 @@ class Device:
             compiled_dispatch=Dispatch.slowest([device.compiled_dispatch for device in kinds]),
             host_bandwidth=min(device.host_bandwidth for device in kinds),
             host_memory=min(device.host_memory for device in kinds),
+            host_memory_bandwidth=min(device.host_memory_bandwidth for device in kinds),
             # All devices of a cluster are compiled for, or none.
             compiled=kinds[0].compiled,
         )

@@ -175,7 +175,9 @@ class Memory:
         largest: the largest tensors that are held at the peak.
         modules: path of a module -> bytes of its own at the moment of the peak, by kind.
         saved: the saved tensors at the moment of the peak, by the operators that make them.
-        host: bytes that are kept on the host of the device, between the halves of the step; no part of the others.
+        host: bytes that are kept on the host of the device: tensors between the halves of the step, and state of the
+            optimizer; no part of the others.
+        host_optimizer: those of them for the optimizer: its state there, and copies of gradients and parameters.
         sources: path of a module -> bytes that the backward half of a run reads of what the forward half made there, by
             where it has them from (`SOURCES`). Those of `"run again"` are of the results that are made again, in place
             of being kept.
@@ -195,6 +197,7 @@ class Memory:
     modules: dict[str, dict[str, int]] = field(default_factory=dict)
     saved: tuple[SavedTensors, ...] = ()
     host: int = 0
+    host_optimizer: int = 0
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @staticmethod

@@ -24,6 +24,7 @@ OptimizerOption = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | No
 
 Recompute = Literal["auto", "none", "full", "selective"]
 Offload = Literal["none", "auto"]
+OffloadOptimizer = Literal["none", "all", "auto"]
 Boundary = Literal["global", "local"]
 """The tensors that a rank passes, or is given: those of the whole batch, or its own rows."""
 Method = Literal["auto", "eliminate", "alternate", "ilp", "force"]
@@ -33,6 +34,7 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 ALWAYS_RECOMPUTE = frozenset[Recompute](("full", "selective"))
 """The choices by which the same operators run again at any memory limit."""
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)
+OFFLOAD_OPTIMIZER: tuple[OffloadOptimizer, ...] = get_args(OffloadOptimizer)
 METHODS: tuple[Method, ...] = get_args(Method)
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 
@@ -146,6 +148,10 @@ class Options:
             `autoshard.offload()` in the model's code name. `"auto"`: besides, under a memory limit, those that make the
             step faster than other ways to keep the limit. Copies run beside compute, unless the program is compiled.
             Not for pipelines, whose stages keep their tensors: a search of meshes plans them without.
+        offload_optimizer: the parameters whose optimizer state lies on the host, which updates them (ZeRO-Offload).
+            `"none"`: none. `"all"`: all that are trained. `"auto"`: under a memory limit, those that make the step,
+            updates on the host included, faster than other ways to keep the limit. Optimizers of torch that work
+            element by element, made as always, then keep their state there. Not for pipelines.
         host_memory: bytes of the host that one device may fill (or `"100GiB"`); by default those that the cluster
             tells, or any number where it tells none.
         dynamic: sizes that calls may change: for inputs by name, `{dim: name}`, such as
@@ -209,6 +215,7 @@ class Options:
     mp_policy: MixedPrecisionPolicy | None = None
     recompute: Recompute = "auto"
     offload: Offload = "none"
+    offload_optimizer: OffloadOptimizer = "none"
     host_memory: int | str | None = None
     dynamic: Dynamic | None = None
     shares: Shares | Literal["auto"] | None = "auto"
@@ -226,6 +233,7 @@ class Options:
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, RECOMPUTE)
         _check_choice("offload", self.offload, OFFLOAD)
+        _check_choice("offload_optimizer", self.offload_optimizer, OFFLOAD_OPTIMIZER)
         _check_boundary(self)
         # A dict in place of an object is a likely mistake, and would fail late, in the planner.
         for name, group in (("search", Search), ("pipeline", Pipeline)):
@@ -268,6 +276,7 @@ class MeshKeywords(TypedDict, total=False):
     mp_policy: MixedPrecisionPolicy | None
     recompute: Recompute
     offload: Offload
+    offload_optimizer: OffloadOptimizer
     host_memory: int | str | None
     dynamic: Dynamic | None
     shares: Shares | Literal["auto"] | None
@@ -331,7 +340,7 @@ _ENTRY_POINTS = {
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
-        frozenset({"memory_limit", "shares", "accumulate", "compile", "pipeline"}),
+        frozenset({"memory_limit", "offload_optimizer", "shares", "accumulate", "compile", "pipeline"}),
     ),
     "search": _EntryPoint(
         120.0,
@@ -339,7 +348,7 @@ _ENTRY_POINTS = {
         frozenset(
             {
                 *("inputs", "outputs", "data_axes", "example_inputs", "input_placements"),
-                *("dynamic", "shares", "accumulate", "compile"),
+                *("dynamic", "shares", "accumulate", "compile", "offload_optimizer"),
             }
         ),
     ),

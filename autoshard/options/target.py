@@ -31,6 +31,8 @@ class Settings:
         time_limit: seconds for the whole search.
         recompute: what the backward half may run again, one of `autoshard.options.RECOMPUTE`.
         offload: what is moved to the host beside what hints name, one of `autoshard.options.OFFLOAD`.
+        offload_optimizer: the parameters whose optimizer state is on the host: one of
+            `autoshard.options.OFFLOAD_OPTIMIZER`, or their names, which an earlier plan chose.
         host_memory: bytes of the host that one device may fill; None where no number is known.
         effort: one of `autoshard.options.EFFORTS`; "fast" takes the first result of messages or segments on tied
             layers.
@@ -51,6 +53,7 @@ class Settings:
     time_limit: float = 30.0
     recompute: str = "auto"
     offload: str = "none"
+    offload_optimizer: str | frozenset[str] = "none"
     host_memory: int | None = None
     effort: str = "full"
     work_limit: int | None = None
@@ -128,6 +131,7 @@ class Target:
                 time_limit=search.time_limit,
                 recompute=options.recompute,
                 offload=options.offload,
+                offload_optimizer=options.offload_optimizer,
                 host_memory=cluster.device.host_memory or None if options.host_bytes is None else options.host_bytes,
                 effort=search.effort,
                 work_limit=search.work_limit,

@@ -29,12 +29,14 @@ class Decisions:
         outputs: output name -> the spec in which it is handed back.
         hubs: value, with `@forward` or `@backward` where the phases differ -> the spec that its uses share, so
             that one reshard serves them all.
+        hosted: placeholder nodes of the parameters whose optimizer state is on the host, and updates there.
     """
 
     choices: dict[str, Choices] = field(default_factory=dict)
     rest: dict[str, Spec] = field(default_factory=dict)
     outputs: dict[str, Spec] = field(default_factory=dict)
     hubs: dict[str, Spec] = field(default_factory=dict)
+    hosted: frozenset[str] = frozenset()
 
     def to_data(self) -> dict[str, Any]:
         """The decisions as JSON data."""
@@ -42,7 +44,8 @@ class Decisions:
             kind: {name: str(spec) for name, spec in table.items()}
             for kind, table in (("rest", self.rest), ("outputs", self.outputs), ("hubs", self.hubs))
         }
-        return {"choices": {name: list(choices) for name, choices in self.choices.items()}, **specs}
+        hosted = {"hosted": sorted(self.hosted)} if self.hosted else {}
+        return {"choices": {name: list(choices) for name, choices in self.choices.items()}, **specs, **hosted}
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Decisions:
@@ -52,13 +55,12 @@ class Decisions:
             PlanError: the data is of another form.
         """
         try:
-            return Decisions(
-                {name: _choices(name, choices) for name, choices in data["choices"].items()},
-                *(
-                    {name: Spec.parse(text) for name, text in data[kind].items()}
-                    for kind in ("rest", "outputs", "hubs")
-                ),
-            )
+            tables = {
+                kind: {name: Spec.parse(text) for name, text in data[kind].items()}
+                for kind in ("rest", "outputs", "hubs")
+            }
+            choices = {name: _choices(name, choices) for name, choices in data["choices"].items()}
+            return Decisions(choices, **tables, hosted=frozenset(data.get("hosted", ())))
         except ValueError as error:
             raise PlanError(
                 f"the plan's decisions cannot be read ({reason_of(error)}): was the file edited?"

@@ -372,6 +372,7 @@ class _ProgramMemory:
 
     def __init__(self, flow: Flow, program: PredictedProgram, optimizer: OptimizerMemory) -> None:
         self.graph = flow.graph
+        self.hosted = flow.decisions.hosted
         self.operators = flow.rules.operators
         self.program = program
         self.optimizer = optimizer
@@ -451,7 +452,9 @@ class _ProgramMemory:
             # Names of inputs are paths in the arguments, and no module's.
             module = "" if kind == "input" else _owner(source.name)
             yield Allocation(source.name, held, 0, self.end, kind, module)
-            if source.kind == "parameter" and source.name in trained:
+            # State on the host, and its temporaries there, take nothing of the device.
+            hosted = source.node.name in self.hosted
+            if source.kind == "parameter" and source.name in trained and not hosted:
                 shape = Value(source.node).meta.shape
                 state = self.optimizer.state_bytes(shape, tuple(val.shape), val.element_size())
                 yield Allocation(source.name, state, 0, self.end, "optimizer", module)

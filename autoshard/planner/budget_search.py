@@ -137,6 +137,11 @@ class ShortfallError(BudgetError):
             peak = _changed_peak(planner, graph, constraints)
             if peak < least:
                 yield f'move tensors to the host (offload="auto" needs {format_bytes(peak)} or less)'
+        if planner.settings.offload_optimizer == "none" and planner.graph.gradients:
+            hosted = frozenset(source.name for source in planner.graph.parameters)
+            peak = _smallest_peak(planner, replace(constraints, hosted=hosted), prices)
+            if peak < least:
+                yield f'keep optimizer state on the host (offload_optimizer="all" needs {format_bytes(peak)})'
         mesh = planner.mesh
         longest = max(range(mesh.ndim), key=lambda axis: mesh.sizes[axis])
         sizes = [size * 2 if axis == longest else size for axis, size in enumerate(mesh.sizes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.planner.account import allocations, host_bytes
 from autoshard.planner.call_times import CallTimes
+from autoshard.planner.host_updates import HostUpdate, update_seconds
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.plans.step_replay import StepReplay
 from autoshard.program.predicted_program import PredictedProgram
@@ -89,7 +91,9 @@ class ProgramPricing(Protocol):
 
     def replay(self, program: PredictedProgram, prices: KernelPrices) -> ReplayedStep: ...
 
-    def update_seconds(self, program: PredictedProgram) -> float: ...
+    def update_seconds(self, program: PredictedProgram, hosted: Collection[str]) -> float: ...
+
+    def host_updates(self, flow: Flow) -> list[HostUpdate]: ...
 
     def operation_at(self, moment: int) -> tuple[str, str, str]: ...
 
@@ -112,9 +116,14 @@ class ProgramEstimate:
 
     @cached_property
     def times(self) -> tuple[ReplayedStep, float]:
-        """The replay of the step, and seconds of the optimizer's update."""
-        program = self._take_program()
-        return self.context.replay(program, self.context.prices), self.context.update_seconds(program)
+        """The replay of the step, and seconds of the optimizer's update on the device."""
+        program, hosted = self._take_program(), self._flow.decisions.hosted
+        return self.context.replay(program, self.context.prices), self.context.update_seconds(program, hosted)
+
+    @cached_property
+    def host_update_seconds(self) -> float:
+        """Seconds of the updates on the host, behind the step."""
+        return update_seconds(self.context.host_updates(self._flow))
 
     @cached_property
     def footprint(self) -> Footprint:
@@ -131,7 +140,9 @@ class ProgramEstimate:
             on_host = host_bytes(self._flow, program)
             for path, size in on_host.items():
                 kept.setdefault(path, {})["host"] = size
-            memory = replace(memory, host=settings.under_way * sum(on_host.values()))
+            states = sum(update.bytes for update in context.host_updates(self._flow))
+            moved = settings.under_way * sum(on_host.values())
+            memory = replace(memory, host=moved + states, host_optimizer=states)
             lives = np.array([each[1:4] for each in allocated], dtype=np.int64).reshape(-1, 3)
             makers = tuple(map(self._maker, allocated))
             return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated), kept, lives, makers)
@@ -188,8 +199,10 @@ class CandidatePlan:
 
     @property
     def step_seconds(self) -> float:
-        """Predicted seconds of the step, with communication that slows down the compute beside it."""
-        return self.estimate.times[0].seconds
+        """Predicted seconds of the step, with communication that slows down the compute beside it, and of updates on
+        the host.
+        """
+        return self.estimate.times[0].seconds + self.host_update_seconds
 
     @property
     def exposed_seconds(self) -> float:
@@ -198,5 +211,10 @@ class CandidatePlan:
 
     @property
     def update_seconds(self) -> float:
-        """Predicted seconds of the optimizer's update, which follows the step."""
+        """Predicted seconds of the optimizer's update on the device, which follows the step."""
         return self.estimate.times[1]
+
+    @property
+    def host_update_seconds(self) -> float:
+        """Predicted seconds of the optimizer's updates on the host, which are part of the step."""
+        return self.estimate.host_update_seconds

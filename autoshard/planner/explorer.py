@@ -129,10 +129,10 @@ class Explorer:
         """Return True if a plan moves more than hints name."""
         return len(plan.estimate.context.graph.offloaded) > len(self.planner.graph.offloaded)
 
-    def _context(self, copy_price: float | None = None) -> RerunContext:
+    def _context(self, copy_price: float | None = None, may_host: bool = False) -> RerunContext:
         # A graph whose layers have nothing to run again has no second operators either.
         may_rerun = self.may_rerun and bool(recomputable(self.planner.graph))
-        return RerunContext(self.planner, may_rerun, copy_price)
+        return RerunContext(self.planner, may_rerun, copy_price, may_host)
 
     def _fastest_that_fits(self, unlimited: CandidatePlan | None) -> CandidatePlan:
         planner, limit = self.planner, self.planner.settings.memory_limit
@@ -151,14 +151,17 @@ class Explorer:
             known.append(context.whole_layers)
         self._search = LimitSearch(context, limit, known)
         plan = self._search.run_forced() if planner.settings.method == "force" else self._search.run()
-        if not self.may_move:
+        may_host = planner.settings.offload_optimizer == "auto" and planner.settings.method != "force"
+        prices = _COPY_PRICES if self.may_move else ()
+        if not prices and not may_host:
             self._bound = max(self._bound, self._search.bound)
-        for price in _COPY_PRICES if self.may_move else ():
+        # What was met without the host stays in the search.
+        for price in prices or ((None,) if may_host else ()):
             if not planner.is_past_deadline:
-                # What was met without moves stays in the search.
-                self._search = LimitSearch(self._context(price), limit, [cheapest, *self._search.met])
+                context = self._context(price, may_host)
+                self._search = LimitSearch(context, limit, [cheapest, *self._search.met])
                 plan = self._search.run()
-                if price == min(_COPY_PRICES):  # no plan costs less at another one
+                if price == min(prices, default=None):  # no plan costs less at another one
                     self._bound = max(self._bound, self._search.bound)
         planner.met[:] = self._search.met
         rows = solve_with_memory_rows(planner, limit) if planner.settings.method == "ilp" else None
@@ -202,6 +205,6 @@ def check_host(moved: int, planner: Planner) -> None:
     if room is not None and moved > room:
         raise BudgetError(
             f"the plan moves {format_bytes(moved)} of every device to its host, which has {format_bytes(room)} for it "
-            "(host_memory, or that of the cluster). Move less: take autoshard.offload() from some modules, use more "
-            "devices, or raise host_memory."
+            "(host_memory, or that of the cluster). Move less: take autoshard.offload() from some modules, or "
+            'offload_optimizer="auto" in place of "all"; use more devices, or raise host_memory.'
         )

@@ -102,6 +102,8 @@ class LimitSearch:
                 if self.best is None:
                     self._meet(find(search))
         if self.best is None:
+            self._host_less()
+        if self.best is None:
             return None
         prices = self._generate()
         self._raise_bound()
@@ -116,7 +118,21 @@ class LimitSearch:
             self._bisect(prices)
             self._mix()
             self._recombine()
+        self._host_less()
         return self.best
+
+    def _host_less(self) -> None:
+        """Meet plans with just so much optimizer state on the host as the limit asks for.
+
+        At one price of memory, equal parameters choose alike, and large ones before small ones.
+        """
+        if not self.context.constraints.may_host:
+            return
+        found = [(self.context.with_least_hosted(plan, self.limit), number) for number, plan in enumerate(self.met)]
+        changed = sorted((one[0], number, one[1]) for one, number in found if one is not None)
+        for seconds, _, make in changed[:_MIXES]:
+            if self.best is None or seconds < self.best.step_seconds:
+                self._meet(make())
 
     @property
     def _enough(self) -> float:

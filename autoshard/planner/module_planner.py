@@ -52,6 +52,16 @@ class ModulePlanner:
         self.requested = replace(self.requested, shares=shares or None)
         self.target = with_shares(self.requested, self.mesh, shares)
 
+    def _settle_hosted(self, plan: ShardingPlan) -> None:
+        """Have the optimizer state that the first plan of training puts on the host stay there, and no other."""
+        asked = self.target.settings.offload_optimizer
+        if asked == "auto" or (asked == "none" and plan.hosted):
+            hosted = frozenset(plan.hosted)
+            self.requested, self.target = (
+                replace(target, settings=replace(target.settings, offload_optimizer=hosted))
+                for target in (self.requested, self.target)
+            )
+
     def capture(
         self,
         args: tuple[Any, ...],
@@ -126,6 +136,8 @@ class ModulePlanner:
         if given:
             _check_shares(plan, planner, self.requested)
         flow = checked_flow(planner, plan)
+        if graph.gradients:
+            self._settle_hosted(plan)
         return PlannedGraph(graph, flow, planner.resharder, planner.cost, planner.constraints.shared)
 
     def forget(self) -> None:

@@ -112,6 +112,8 @@ class _Checks:
         # A graph need not have any shared copy: none of them must be decided, but all that are must exist.
         copies = {f"{value.name}{phase}" for value in self.rules.values() for phase in ("", "@forward", "@backward")}
         yield from _missing_or_unknown("the shared copy of", self.decisions.hubs, set(), copies)
+        parameters = {source.node.name for source in graph.parameters}
+        yield from _missing_or_unknown("state on the host of", dict.fromkeys(self.decisions.hosted), set(), parameters)
 
     def strategies(self) -> Iterator[str]:
         """Return operators whose choices are not one of their strategies."""

@@ -7,7 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,7 @@ from autoshard.planner.backward_sources import backward_sources
 from autoshard.planner.boundary_specs import row_outputs
 from autoshard.planner.call_times import CallTimes
 from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate, ReplayedStep
+from autoshard.planner.host_updates import HostUpdate, host_updates
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.progress_line import Progress
@@ -356,16 +357,25 @@ class PlanningContext(ABC):
             seconds = replayed.seconds_with_contention(contention) + later.seconds_with_contention(contention) / steps
             return ReplayedStep(seconds, replayed.exposed + later.exposed / steps, calls)
 
-    def update_seconds(self, program: PredictedProgram) -> float:
-        """Return the seconds of the optimizer's update, by the bytes that it moves."""
+    def update_seconds(self, program: PredictedProgram, hosted: Collection[str]) -> float:
+        """Return the seconds of the optimizer's update on the device, by the bytes that it moves.
+
+        Args:
+            program: of the step.
+            hosted: placeholder nodes of the parameters that are updated on the host.
+        """
         moved = 0
         for source in self.graph.parameters:
             gradient = program.outputs.get(("gradient", source.name))
-            if gradient is not None:
+            if gradient is not None and source.node.name not in hosted:
                 part, shape = program.inputs[source.node.name].meta["val"], Value(source.node).meta.shape
                 arrived = gradient.meta["val"].numel() * gradient.meta["val"].element_size()
                 moved += self.settings.optimizer.moved_bytes(shape, tuple(part.shape), part.element_size(), arrived)
         return self.cost.compute(0.0, moved, torch.float32) if moved else 0.0
+
+    def host_updates(self, flow: Flow) -> list[HostUpdate]:
+        """Return the updates of the parameters whose optimizer state is on the host under some decisions."""
+        return host_updates(flow, self.settings.optimizer, self.cost)
 
     def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
         """Return a plan of some decisions, with the time and memory of its program on demand."""
@@ -441,6 +451,7 @@ class PlanningContext(ABC):
             shapes=shapes,
             step_seconds=plan.step_seconds,
             update_seconds=plan.update_seconds,
+            host_update_seconds=plan.host_update_seconds,
             memory=replace(
                 plan.memory,
                 saved=self._saved_tensors(footprint.saved),
@@ -460,5 +471,11 @@ class PlanningContext(ABC):
             gathered=dict(account.gathered_parameters()),
             recomputed=self.graph.recomputed,
             offloaded=self.graph.offloaded,
+            hosted=tuple(
+                name
+                for source in self.graph.parameters
+                if source.node.name in plan.decisions.hosted
+                for name in self.graph.aliases[source.name]
+            ),
             step_replay=plan.estimate.step_replay(),
         )

@@ -51,6 +51,8 @@ class Constraints:
         optional_reruns: names of operators of the forward half which the backward half may run again, or not.
         movable: names of values that may be moved to the host between the halves.
         copy_price: of a second of their copies, which compute may hide, in seconds of the step.
+        hosted: parameters whose optimizer state is on the host.
+        may_host: True if that of the others may be, too.
         bounding: True if only memory counts that a program holds in any case, for a bound of all plans.
     """
 
@@ -67,6 +69,8 @@ class Constraints:
     optional_reruns: frozenset[str] = frozenset()
     movable: frozenset[str] = frozenset()
     copy_price: float = 1.0
+    hosted: frozenset[str] = frozenset()
+    may_host: bool = False
     bounding: bool = False
 
 
@@ -116,6 +120,13 @@ class LiveRange:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class HostedRest:
+    """The spec of a parameter at rest whose optimizer state is on the host."""
+
+    spec: Spec
+
+
 @dataclass(eq=False)
 class Variable:
     """One node of the problem.
@@ -124,7 +135,8 @@ class Variable:
         kind: `"operator"`, `"rest"` (a tensor outside the step), `"output"`, `"hub"` (a shared copy), or `"regather"`:
             the shared copy of the backward half where that may gather again.
         key: name of the node or output, key of the hub, or name of the value that is gathered again.
-        options: choices of an operator's strategies, `RegatherChoice`s, or specs.
+        options: choices of an operator's strategies, `RegatherChoice`s, or specs; of a parameter at rest also
+            `HostedRest`s.
         seconds: seconds of every option by itself.
         results: the specs of its results under every option.
         life: first moment and end of the memory that `usage` counts.
@@ -134,7 +146,7 @@ class Variable:
 
     kind: VariableKind
     key: str
-    options: Sequence[Choices] | Sequence[Spec] | Sequence[RegatherChoice]
+    options: Sequence[Choices] | Sequence[Spec | HostedRest] | Sequence[RegatherChoice]
     seconds: np.ndarray
     results: tuple[SpecList, ...]
     life: tuple[int, int] = (0, 1)
@@ -266,7 +278,9 @@ class BuiltProblem:
         for variable, option in zip(self.variables, assignment, strict=True):
             tables[variable.kind][variable.key] = variable.options[option]
         hubs = hubs_from_choices(tables["hub"], tables["regather"])
-        return Decisions(tables["operator"], tables["rest"], tables["output"], hubs)
+        rest, hosted = tables["rest"], {name: at for name, at in tables["rest"].items() if isinstance(at, HostedRest)}
+        rest |= {name: at.spec for name, at in hosted.items()}
+        return Decisions(tables["operator"], rest, tables["output"], hubs, frozenset(hosted))
 
     def encode(self, decisions: Decisions) -> list[int]:
         """Return the assignment of decisions of this problem.
@@ -275,9 +289,9 @@ class BuiltProblem:
             ValueError: the problem has no such option.
         """
         hubs, regather = choices_from_hubs(decisions.hubs, self.values_of_both_halves)
-        tables: dict[str, Mapping[str, object]] = {
+        tables: dict[str, Mapping[str, Any]] = {
             "operator": decisions.choices,
-            "rest": decisions.rest,
+            "rest": {**decisions.rest, **{name: HostedRest(decisions.rest[name]) for name in decisions.hosted}},
             "output": decisions.outputs,
             "hub": hubs,
         }

@@ -19,10 +19,12 @@ from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph_rules import GraphRules, Use, Value, value_of
 from autoshard.patterns.strategy import ABSENT, WHOLE, Choices
 from autoshard.planner.boundary_specs import BoundarySpecs
+from autoshard.planner.host_updates import HostUpdate
 from autoshard.planner.planning_problem import (
     BuiltProblem,
     Constraints,
     Hideable,
+    HostedRest,
     LiveRange,
     OverlapDiscount,
     ReshardEdge,
@@ -36,6 +38,7 @@ from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import local_shape as spec_shape
 from autoshard.specs.spec import Spec
 
 
@@ -325,13 +328,21 @@ class _Build:
         value = Value(source.node)
         now = None if self.current is None else self.current.rest[source.node.name]
         specs = self._specs_on_free_axes(self.builder.boundary_specs.of_input(source), now)
+        options: list[Spec | HostedRest] = [*specs]
+        if source.kind == "parameter" and source.name in self.gradient_starts:
+            constraints = self.builder.constraints
+            if source.name in constraints.hosted:
+                options = [HostedRest(spec) for spec in specs]
+            elif constraints.may_host:
+                options, specs = [*specs, *map(HostedRest, specs)], [*specs, *specs]
         spec_list = self.builder.intern_specs(specs)
         seconds = np.zeros(len(specs))
-        variable = Variable("rest", source.node.name, specs, seconds, (spec_list,))
+        variable = Variable("rest", source.node.name, options, seconds, (spec_list,))
         if source.kind == "parameter":
             # At equal cost a parameter stays whole: a shard at rest costs the launch of a gather.
             overhead = self.builder.tables.cost.compute(0.0, 0.0, value.meta.dtype)
             seconds += [overhead * len(spec.shard_axes) for spec in specs]
+            seconds += self._host_seconds(variable, value)
             summed = self.builder.constraints.summed.get(source.name, 0.0)
             if self.memory_counts or summed:
                 held = spec_list.bytes(value.meta, self.mesh)
@@ -350,7 +361,11 @@ class _Build:
         if source.name in self.gradient_starts:
             optimizer, itemsize = self.builder.constraints.optimizer, value.meta.dtype.itemsize
             state = np.array(
-                [optimizer.state_bytes(value.meta.shape, (int(size) // itemsize,), itemsize) for size in held],
+                [
+                    0 if isinstance(option, HostedRest) else optimizer.state_bytes(value.meta.shape, local, itemsize)
+                    for option, size in zip(variable.options, held, strict=True)
+                    for local in [(int(size) // itemsize,)]
+                ],
                 dtype=float,
             )
             # A row of memory has one life for a variable: a gradient counts as if it were there from the start.
@@ -359,6 +374,16 @@ class _Build:
                 LiveRange(held, self.gradient_starts[source.name], self.end),
                 LiveRange(held + state, *variable.life),
             )
+
+    def _host_seconds(self, variable: Variable, value: Value) -> np.ndarray:
+        """Return the seconds of the update on the host of every option of a parameter."""
+        optimizer, cost = self.builder.constraints.optimizer, self.builder.tables.cost
+        shape, itemsize, known = value.meta.shape, value.meta.dtype.itemsize, dict[Spec, float]()
+        for option in variable.options:
+            if isinstance(option, HostedRest) and option.spec not in known:
+                local = spec_shape(shape, option.spec, self.mesh)
+                known[option.spec] = HostUpdate.of(optimizer, cost, shape, local, itemsize).seconds
+        return np.array([known[at.spec] if isinstance(at, HostedRest) else 0.0 for at in variable.options])
 
     def _output(self, name: str, node: fx.Node) -> Variable:
         specs = self.builder.boundary_specs.of_output(name, node)

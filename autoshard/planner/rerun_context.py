@@ -11,7 +11,7 @@ program that can run.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import Value, value_of
 from autoshard.patterns.strategy import ABSENT, Choices
 from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.host_updates import cheapest_cover, state_options
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.regather import MOVED
@@ -40,6 +41,7 @@ class RerunContext(Planner):
         may_rerun: False if no operator may run again. Where values may be moved, views may be taken again in any case:
             what they are of may be moved.
         copy_price: the price of a second of copies, as in `Constraints`; None if no value may be moved.
+        may_host: True if optimizer state may be on the host.
 
     Attributes:
         without: the planner.
@@ -48,7 +50,9 @@ class RerunContext(Planner):
         may_rerun: True if an operator may run again.
     """
 
-    def __init__(self, planner: Planner, may_rerun: bool = True, copy_price: float | None = None) -> None:
+    def __init__(
+        self, planner: Planner, may_rerun: bool = True, copy_price: float | None = None, may_host: bool = False
+    ) -> None:
         self.without = planner
         # What runs again in the planner's graph does so in any case.
         asked = frozenset(planner.graph.recomputed)
@@ -62,13 +66,14 @@ class RerunContext(Planner):
             values = movable_values(planner.graph)
             self.moves = {DEVICE_NAME.format(name): node for name, node in values.items()}
         # Where something else than strategies is open, plans are judged by their accounts, and many are made.
-        self.proposes = bool(names) or bool(self.moves)
+        self.proposes = bool(names) or bool(self.moves) or may_host
         graph = recompute_layers(planner.graph, names)
         constraints = replace(
             planner.constraints,
             optional_reruns=frozenset(names),
             movable=frozenset(value_of(node).name for node in self.moves.values()),
             copy_price=copy_price or 0.0,
+            may_host=may_host,
         )
         super().__init__(
             graph, planner.mesh, planner.cluster, constraints, planner.settings, planner.progress, like=planner
@@ -99,8 +104,33 @@ class RerunContext(Planner):
             decisions: decisions for at least all that the plan's graph has.
             cost, lower_bound, method: as in `CandidatePlan`.
         """
-        planner = self.planner_with(self._within_host(names, decisions))
-        return planner.evaluate(self.settle(decisions, planner), cost, lower_bound, method)
+        names, hosted = self._within_host(names, decisions)
+        planner = self.planner_with(names)
+        settled = replace(self.settle(decisions, planner), hosted=hosted)
+        return planner.evaluate(settled, cost, lower_bound, method)
+
+    def with_least_hosted(self, plan: CandidatePlan, limit: int) -> tuple[float, Callable[[], CandidatePlan]] | None:
+        """Return about the seconds of a plan's step with no more optimizer state on the host than a limit asks for, and
+        what makes that plan; None if all state on the host would not do, or the plan has it so.
+        """
+        context, decisions = plan.estimate.context, plan.decisions
+        flow = Flow(context.rules, decisions, self.mesh)
+        options = state_options(flow, self.settings.optimizer, self.cost)
+        hosted = [option for option in options if option.node in decisions.hosted]
+        before, state = sum(option.seconds for option in hosted), sum(option.state for option in hosted)
+        held = plan.held_bytes
+        at_end = float(held[-1]) + state + sum(option.temporaries for option in hosted)
+        cover = cheapest_cover(options, float(held[:-1].max(initial=0)) + state - limit, at_end - limit)
+        if cover is None or {option.node for option in cover} == decisions.hosted:
+            return None
+        after = sum(option.seconds for option in cover)
+        changed = replace(decisions, hosted=frozenset(option.node for option in cover))
+
+        def make() -> CandidatePlan:
+            method = f"{plan.method}, state on the host as the limit asks"
+            return self.evaluate_reruns(self.names_of(plan), changed, plan.cost + after - before, 0.0, method)
+
+        return plan.step_seconds + after - before, make
 
     @cached_property
     def forward_places(self) -> dict[str, int]:
@@ -157,6 +187,7 @@ class RerunContext(Planner):
             decisions.rest,
             decisions.outputs,
             {key: spec for key, spec in hubs if key.partition("@")[0] in values and not key.endswith(MOVED)},
+            decisions.hosted,
         )
         self._split_copies(settled, planner, {key: spec for key, spec in hubs if key.endswith(MOVED)})
         return settled
@@ -255,11 +286,13 @@ class RerunContext(Planner):
             places[moment] = position.get(self.rules.operators[moment].name, places[moment + 1])
         return places
 
-    def _within_host(self, names: Collection[str], decisions: Decisions) -> set[str]:
-        """Return these names without those of copies for which the host has no room."""
+    def _within_host(self, names: Collection[str], decisions: Decisions) -> tuple[set[str], frozenset[str]]:
+        """Return these names without those of copies, and the hosted parameters without those, that the host has no
+        room for.
+        """
         room, flow = self.settings.host_memory, Flow(self.rules, decisions, self.mesh)
         if room is None:
-            return set(names)
+            return set(names), decisions.hosted
 
         def size(name: str) -> int:
             value = self._value(name)
@@ -273,7 +306,14 @@ class RerunContext(Planner):
             if name in names and size(name) <= left:
                 kept.add(name)
                 left -= size(name)
-        return kept
+        hosted = set[str]()
+        nodes = [source.node for source in self.graph.parameters if source.node.name in decisions.hosted]
+        for node, update in zip(nodes, self.host_updates(flow), strict=True):
+            if update.bytes <= left:
+                hosted.add(node.name)
+                left -= update.bytes
+        # Those that the user named stay: the plan is refused if they are too many.
+        return kept, frozenset(hosted | {node.name for node in nodes if not self.constraints.may_host})
 
     def _value(self, name: str) -> Value:
         """Return the value that a copy of this name brings back."""

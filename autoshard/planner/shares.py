@@ -185,7 +185,7 @@ def plan_with_shares(call: CapturedCall, target: Target, graph: JointGraph | Non
         most[device] = max(most.get(device, 0), count)
     seconds, equal = _seconds_on(planner, plan), sum(counts) / len(counts)
     step_seconds = max(seconds(device, count / equal)[0] for device, count in most.items())
-    return replace(plan, step_seconds=step_seconds), planner
+    return replace(plan, step_seconds=step_seconds + plan.host_update_seconds), planner
 
 
 def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -> dict[Device, float]:

@@ -63,6 +63,7 @@ class Splice:
             select(lambda each: each.rest),
             self.lean.decisions.outputs,
             select(lambda each: each.hubs),
+            frozenset(select(lambda each: dict.fromkeys(each.hosted))),
         )
         reruns = [
             name
@@ -72,7 +73,8 @@ class Splice:
         ]
         planner = self.context.planner_with(reruns)
         account = planner.account(self.context.settle(decisions, planner))
-        return self.context.evaluate_reruns(reruns, decisions, account.total_seconds, 0.0, "two plans spliced")
+        cost = account.total_seconds + sum(update.seconds for update in planner.host_updates(account.flow))
+        return self.context.evaluate_reruns(reruns, decisions, cost, 0.0, "two plans spliced")
 
 
 class _Lives:

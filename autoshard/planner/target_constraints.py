@@ -81,7 +81,16 @@ def constraints_for(
         local_inputs=target.inputs == "local",
         shared=shared,
         task_graphs=task_graphs,
+        hosted=_hosted_parameters(graph, target),
     )
+
+
+def _hosted_parameters(graph: JointGraph, target: Target) -> frozenset[str]:
+    """Return the parameters whose optimizer state is on the host in any case."""
+    asked = target.settings.offload_optimizer
+    if isinstance(asked, str):
+        return frozenset(source.name for source in graph.parameters if asked == "all")
+    return frozenset(source.name for source in graph.parameters if asked & {*graph.aliases[source.name]})
 
 
 def leaves_outputs(graph: JointGraph, target: Target) -> bool:

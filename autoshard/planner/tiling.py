@@ -197,13 +197,15 @@ def _ends(layers: Iterable[Layer]) -> set[Layer]:
 def _runs(built: BuiltProblem, members: Mapping[Layer, Mapping[Hashable, int]]) -> list[list[Layer]]:
     """Return runs of consecutive layers with equal variables and options, those that are long enough to tie."""
     options: dict[tuple[object, ...], int] = {}
-    numbers: dict[int, int] = {}  # by the identity of the object that holds the options: equal layers share most
+    # By the identity of the object that holds the options, of which equal layers share most, and their type.
+    numbers: dict[tuple[int, type], int] = {}
 
     def number(variable: Variable) -> int:
         holder = variable.options if variable.kind == "operator" else variable.results[0]
-        if id(holder) not in numbers:
-            numbers[id(holder)] = options.setdefault((variable.kind, *variable.options), len(options))
-        return numbers[id(holder)]
+        key = id(holder), type(variable.options[0])
+        if key not in numbers:
+            numbers[key] = options.setdefault((variable.kind, *variable.options), len(options))
+        return numbers[key]
 
     def signature(layer: Layer) -> tuple[object, ...]:
         numbered = {role: number(built.variables[variable]) for role, variable in members[layer].items()}

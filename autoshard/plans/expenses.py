@@ -168,7 +168,7 @@ class StepExpenses(ABC):
 
     @property
     def other(self) -> float:
-        """Seconds besides operators, communication and bubble: waits for the host, and copies.
+        """Seconds besides operators, communication and bubble: waits for the host, copies, and updates on the host.
 
         Of unequal shares, also the difference of the last rank, whose step it is, from the rank of an equal share.
         """
@@ -294,7 +294,8 @@ class Expenses(StepExpenses):
         # The replay draws no slow-down. That of unequal shares is another rank's.
         if not self._is_replayed or self.plan.shares:
             return 0.0
-        return max(0.0, self.step_seconds - self.plan.step_replay.seconds)
+        # Updates on the host follow the replay.
+        return max(0.0, self.step_seconds - self.plan.host_update_seconds - self.plan.step_replay.seconds)
 
     @property
     def _is_replayed(self) -> bool:

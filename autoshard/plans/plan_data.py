@@ -79,6 +79,7 @@ class PlanContents:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     step_seconds: float = 0.0
     update_seconds: float = 0.0
+    host_update_seconds: float = 0.0
     memory: Memory = field(default_factory=Memory)
     device_memory: int = 0
     collectives: tuple[Collective, ...] = ()
@@ -96,6 +97,7 @@ class PlanContents:
     gathered: dict[str, str] = field(default_factory=dict)
     recomputed: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
+    hosted: tuple[str, ...] = ()
     step_replay: StepReplay = field(default_factory=StepReplay)
 
     def __post_init__(self) -> None:
@@ -213,6 +215,7 @@ _SHARDING = record(
     shapes=table(list_of(COUNT)),
     step_seconds=NUMBER,
     update_seconds=NUMBER,
+    host_update_seconds=NUMBER,
     memory=record(
         parameters=COUNT,
         gradients=COUNT,
@@ -228,6 +231,7 @@ _SHARDING = record(
         modules=table(table(COUNT)),
         saved=list_of(record(module=TEXT, operator=TEXT, line=TEXT, count=COUNT, bytes=COUNT)),
         host=COUNT,
+        host_optimizer=COUNT,
         sources=table(table(COUNT)),
     ),
     device_memory=COUNT,
@@ -257,6 +261,7 @@ _SHARDING = record(
     gathered=table({"enum": ["once", "again"]}),
     recomputed=list_of(TEXT),
     offloaded=list_of(TEXT),
+    hosted=list_of(TEXT),
     step_replay=record(
         compute=list_of(_row(COUNT, NUMBER, NUMBER)),
         collectives=list_of(_row(COUNT, NUMBER, NUMBER, TEXT, TEXT, COUNT)),
@@ -269,9 +274,11 @@ _SHARDING = record(
 
 # Files that older versions wrote lack them.
 _SHARDING["required"] = [
-    name for name in _SHARDING["required"] if name not in ("update_seconds", "offloaded", "step_replay")
+    name
+    for name in _SHARDING["required"]
+    if name not in ("update_seconds", "host_update_seconds", "offloaded", "hosted", "step_replay")
 ]
-for _name in ("modules", "saved", "host", "sources"):
+for _name in ("modules", "saved", "host", "host_optimizer", "sources"):
     _SHARDING["properties"]["memory"]["required"].remove(_name)
 _SHARDING["properties"]["collectives"]["items"]["required"].remove("gradient")
 
@@ -325,6 +332,7 @@ def to_data(plan: PlanContents) -> dict[str, Any]:
         "choices": [asdict(choice) for choice in plan.choices],
         "recomputed": list(plan.recomputed),
         "offloaded": list(plan.offloaded),
+        "hosted": list(plan.hosted),
         "step_replay": asdict(plan.step_replay),
     }
 
@@ -340,6 +348,7 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
         "memory": Memory.from_data(data["memory"]),
         "recomputed": tuple(data["recomputed"]),
         "offloaded": tuple(data.get("offloaded", ())),
+        "hosted": tuple(data.get("hosted", ())),
         "collectives": tuple(Collective(**record) for record in data["collectives"]),
         "choices": tuple(Decision(**record) for record in data["choices"]),
         "step_replay": StepReplay.from_data(data["step_replay"]) if "step_replay" in data else StepReplay(),

@@ -111,6 +111,7 @@ def summary(plan: PlanContents) -> tuple[tuple[str, str], ...]:
         ("planned in", ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in plan.timings.items())),
         ("recomputed", recomputed_text(plan)),
         ("moved to the host", offloaded_text(plan)),
+        ("optimizer on the host", hosted_text(plan)),
         ("hints", ", ".join(f"{hint}: {pinned}" for hint, pinned in plan.hints.items())),
     )
     return tuple((label, value) for label, value in lines if value)
@@ -204,7 +205,19 @@ def recomputed_text(plan: PlanContents) -> str:
 def offloaded_text(plan: PlanContents) -> str:
     """Return `"64 tensors, 12.0 GiB of the host of a device"`; empty where nothing is moved."""
     tensors = "1 tensor" if len(plan.offloaded) == 1 else f"{len(plan.offloaded)} tensors"
-    return f"{tensors}, {format_bytes(plan.memory.host)} of the host of a device" if plan.offloaded else ""
+    moved = plan.memory.host - plan.memory.host_optimizer
+    return f"{tensors}, {format_bytes(moved)} of the host of a device" if plan.offloaded else ""
+
+
+def hosted_text(plan: PlanContents) -> str:
+    """Return `"that of 64 parameters, 12.0 GiB of the host of a device, updated in 0.2 s"`; empty without any."""
+    if not plan.hosted:
+        return ""
+    parameters = "1 parameter" if len(plan.hosted) == 1 else f"{len(plan.hosted)} parameters"
+    held = format_bytes(plan.memory.host_optimizer)
+    return (
+        f"that of {parameters}, {held} of the host of a device, updated in {format_seconds(plan.host_update_seconds)}"
+    )
 
 
 def slower_text(plan: PlanContents) -> str:

@@ -35,8 +35,9 @@ class ShardingPlan(PlanContents, HasPage):
         input_placements: input path -> placements.
         output_placements: output path -> placements.
         shapes: parameter or buffer name -> global shape.
-        step_seconds: predicted time of one step, forward and backward.
-        update_seconds: predicted time of the optimizer's update, which follows it.
+        step_seconds: predicted time of one step, forward and backward, and of the optimizer's updates on the host.
+        update_seconds: predicted time of the optimizer's update on the device, which follows it.
+        host_update_seconds: the part of `step_seconds` of the optimizer's updates on the host.
         memory: bytes per device.
         device_memory: bytes that a device of the cluster has; 0 where it is not known.
         collectives: of one step.
@@ -58,6 +59,7 @@ class ShardingPlan(PlanContents, HasPage):
             again, instead of keeping their activations.
         offloaded: names of the values of the captured graph that are moved to the host until the backward half reads
             them.
+        hosted: names of the parameters whose optimizer state is on the host, and which are updated there.
         step_replay: the predicted step, call by call, for pictures; empty in the files of older versions.
         replanner: answers `why_not`; None where the plan does not remember how it was made. It holds the captured step,
             about 1 MB for each layer of a transformer, and no weights. It is no part of the plan's value, file or

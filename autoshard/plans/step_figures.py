@@ -174,7 +174,11 @@ def _chunks(points: Points, length: int) -> Iterator[Points]:
 
 def _end(plan: PlanContents) -> float:
     """Return the seconds from the beginning of the step to the end of the optimizer's update."""
-    return plan.step_replay.seconds + plan.update_seconds
+    return plan.step_replay.seconds + _update_seconds(plan)
+
+
+def _update_seconds(plan: PlanContents) -> float:
+    return plan.update_seconds + plan.host_update_seconds
 
 
 def _phase_starts(plan: PlanContents) -> dict[str, float]:
@@ -182,7 +186,7 @@ def _phase_starts(plan: PlanContents) -> dict[str, float]:
     starts: dict[str, float] = {}
     for span in plan.step_replay.compute:
         starts.setdefault(plan.choices[span.moment].phase, span.start if starts else 0.0)
-    if plan.update_seconds:
+    if _update_seconds(plan):
         starts["update"] = plan.step_replay.seconds
     return starts
 
@@ -281,12 +285,14 @@ def _replay_caption(plan: PlanContents) -> str:
         exposed, hidden = format_seconds(replay.exposed), format_seconds(replay.hidden)
         text += f"; communication is exposed for {exposed} and beside compute for {hidden}"
     text += "."
-    more = plan.step_seconds - replay.seconds
+    more = plan.step_seconds - plan.host_update_seconds - replay.seconds
     if more > 1e-3 * plan.step_seconds:
         text += (
             f" The predicted step of {format_seconds(plan.step_seconds)} has {format_seconds(more)} more: compute is "
             "slower beside communication, which the picture does not draw."
         )
+    if plan.host_update_seconds:
+        text += f" Updates on the host, behind them, are {format_seconds(plan.host_update_seconds)} of the step."
     return text
 
 
@@ -344,9 +350,9 @@ def _compute_bars(plan: PlanContents, second: float) -> Iterator[dict[str, Any]]
     for phase, found in runs.items():
         ends, texts = [(start, end) for start, end, _ in found], [text for *_, text in found]
         yield bars(phase, f"var(--{phase})", ["compute"] * len(found), ends, second, texts)
-    if plan.update_seconds:
+    if _update_seconds(plan):
         ends = [(plan.step_replay.seconds, _end(plan))]
-        text = f"<b>optimizer's update</b><br>{format_seconds(plan.update_seconds)}"
+        text = f"<b>optimizer's update</b><br>{format_seconds(_update_seconds(plan))}"
         yield bars("update", "var(--update)", ["compute"], ends, second, [text])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from autoshard.errors import InputError, PlanError, warn_caller
 from autoshard.runtime._torch import has_dtensor_rule
 from autoshard.runtime.adafactor import Adafactor
 from autoshard.runtime.checkpoint import checkpointable
+from autoshard.runtime.host_states import HostStates, check_elementwise, is_part
 
 
 def replace_in_optimizers(replaced: Mapping[Tensor, Tensor]) -> None:
@@ -95,6 +96,7 @@ def prepare_optimizers(
     module: nn.Module,
     check_gradients: Callable[[], None],
     prepare: Callable[[Optimizer], object] = checkpointable,
+    hosted: Callable[[nn.Module], Collection[str]] = lambda _: (),
 ) -> None:
     """Prepare optimizers of a module's `DTensor` parameters at their first step.
 
@@ -106,13 +108,17 @@ def prepare_optimizers(
         check_gradients: called before every step, or after one with a closure; raises an `InputError` if gradients are
             not ready.
         prepare: makes checkpoints of an optimizer right.
+        hosted: returns the names of the module's parameters whose optimizer state is on the host.
     """
     watched = weakref.ref(module)
     # The count of parameters at the last look: an optimizer is checked again where groups were added.
     checked_counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
     ready: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    hosts: weakref.WeakKeyDictionary[Optimizer, HostStates] = weakref.WeakKeyDictionary()
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_part(optimizer):
+            return
         # A closure, which runs the last backward, comes later.
         has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         if optimizer in ready and not has_closure:
@@ -123,8 +129,16 @@ def prepare_optimizers(
             return
         ours = {id(parameter): name for name, parameter in module.named_parameters()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in ours]
+        names = frozenset(hosted(module))
+        on_host = frozenset(id(parameter) for parameter in held if ours[id(parameter)] in names)
         for parameter in held:
-            _check_steps(optimizer, ours[id(parameter)], parameter)
+            check = check_elementwise if id(parameter) in on_host else _check_steps
+            check(optimizer, ours[id(parameter)], parameter)
+        if on_host:
+            if optimizer not in hosts:
+                # Its hooks run around this step, too: those of all optimizers come first.
+                hosts[optimizer] = HostStates(optimizer)
+            hosts[optimizer].hosted = on_host
         if held and optimizer not in ready:
             if not has_closure:
                 check_gradients()

@@ -95,6 +95,7 @@ class ProgramMaker:
     Attributes:
         hosts: groups of the mesh's ranks that send tensors on the CPU.
         placed: the placements of parameters and buffers by name; None before a plan has placed them.
+        hosted: the names of parameters whose optimizer state is on the host; None before a call with gradients.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class ProgramMaker:
         self.plan = plan
         self.hosts = HostGroups(device_mesh)
         self.placed: PlacementsByName | None = None
+        self.hosted: tuple[str, ...] | None = None
         self._part = part
         self._later = later
         self._sums = sums
@@ -147,6 +149,7 @@ class ProgramMaker:
         wanted: dict[str, Any] = {name: getattr(self.target, name) for name in ("inputs", "outputs", "data_axes")}
         wanted |= {"mp_policy": options.mp_policy}
         wanted |= {name: getattr(self.target.settings, name) for name in ("recompute", "offload", "method", "effort")}
+        wanted |= {"offload_optimizer": options.offload_optimizer}
         return {
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
             "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
@@ -198,6 +201,8 @@ class ProgramMaker:
             self._place(plan)
         else:
             self._place_new(plan)
+        if self.hosted is None and graph.gradients:
+            self.hosted = plan.hosted
         # Tables of prices are large, and the next call may never need a plan.
         self.planner.forget()
         # Programs of pipelines are made as they run; nobody asks for more of one that differentiates all outputs.

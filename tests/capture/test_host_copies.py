@@ -84,14 +84,14 @@ def test_a_copy_waits_for_compute_and_compute_for_the_copy_where_it_is_awaited()
     device = torch.device("cuda", 0)
     with mock.patch.object(torch, "get_device_module", return_value=streams):
         host_copies._stream.cache_clear()
-        copy = host_copies._copy_aside(torch.empty(4), tensor, device, "to host")
-        again = host_copies._copy_aside(torch.empty(4), tensor, device, "to host")
+        copy = host_copies.copy_aside(torch.empty(4), tensor, device, "to host")
+        again = host_copies.copy_aside(torch.empty(4), tensor, device, "to host")
         # On the processor, nothing is waited for: what a kernel returns keeps what it knows of its copy.
         awaited = AWAIT_COPY(copy, tensor)
         AWAIT_COPY(copy, tensor)
         host_copies._stream.cache_clear()
     # What a kernel notes on its result is on the tensor that its caller gets.
-    with mock.patch.object(host_copies, "_copy_aside", side_effect=_note):
+    with mock.patch.object(host_copies, "copy_aside", side_effect=_note):
         assert getattr(START_TO_HOST(tensor), host_copies._COPIED) == "to host"
         assert getattr(START_TO_DEVICE(tensor), host_copies._COPIED) == "from host"
     issued = ["aside waits for compute", "copies on aside", "event on aside"]

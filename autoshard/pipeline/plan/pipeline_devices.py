@@ -177,6 +177,8 @@ def check_pipeline_options(target: Target) -> None:
     moves = any(isinstance(value, Saving) and value.kind == "offload" for value in (target.hints or {}).values())
     refused = {
         "offload": target.settings.offload != "none" and "its stages keep their tensors on the device",
+        "offload_optimizer": target.settings.offload_optimizer != "none"
+        and "its stages keep their optimizer's state on the device",
         "hints of autoshard.offload()": moves and "its stages keep their tensors on the device",
         "dynamic": target.dynamic is not None and "the sizes of what stages send each other are fixed",
         "inputs": target.inputs != "global" and "every rank is given the whole batch",
