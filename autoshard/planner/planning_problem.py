@@ -297,11 +297,11 @@ class BuiltProblem:
         }
         assignment = []
         for variable in self.variables:
-            options: list[object] = list(variable.options)
+            options: list[Any] = list(variable.options)
             if variable.kind == "regather":
                 origin, spec = regather[variable.key]
                 # Where a value is absent, its spec says nothing.
-                options = [(each.origin, None if each.origin == "absent" else each.spec) for each in variable.options]
+                options = [(each.origin, None if each.origin == "absent" else each.spec) for each in options]
                 assignment.append(options.index((origin, spec)))
             else:
                 assignment.append(options.index(tables[variable.kind].get(variable.key)))

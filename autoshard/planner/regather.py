@@ -180,7 +180,7 @@ def choices_from_hubs(
             choices[name] = "kept", separate[f"{name}@forward"]
             continue
         keys: dict[Origin, str] = {"gathered": f"{name}@backward", "rerun": rerun_name(name), "moved": name + MOVED}
-        origin = next((origin for origin, key in keys.items() if key in separate), "absent")
+        origin: Origin = next((origin for origin, key in keys.items() if key in separate), "absent")
         choices[name] = origin, separate.pop(keys[origin]) if origin in keys else None
     return separate, choices
 

@@ -203,7 +203,7 @@ class RerunContext(Planner):
         absent = {node.name: (ABSENT,) * self.mesh.ndim for node in self.reruns.values()}
         hubs, flow = dict(decisions.hubs), Flow(rules, decisions, self.mesh)
         for value in rules.values():
-            name, uses = value.name, rules.uses.get(value, ())
+            name, uses = value.name, list(rules.uses.get(value, ()))
             phases = {rules.graph.phase(use.node) for use in uses}
             if len(phases) != 1 or f"{name}@forward" in hubs or f"{name}@backward" in hubs:
                 continue
