@@ -328,7 +328,7 @@ class LimitSearch:
             if high - low <= 1 or self.context.is_past_deadline:
                 return
             # What is foreseen leaves out what the seam changes: about as much as the last time.
-            count = splice.fewest_within(self.limit - missed, low, high)
+            count = splice.fewest_within((1 - _FULL / 2) * self.limit - missed, low, high)
             plan = splice.plan(count)
             self._meet(plan)
             missed = plan.memory.peak - splice.foreseen_peak(count)
