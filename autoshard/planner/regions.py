@@ -66,7 +66,7 @@ def with_regions(graph: JointGraph, hints: Mapping[str, HintValue] | None, modul
         node.name: stretch.text
         for stretch in stretches
         if stretch.kind == "keep"
-        for node in stretch.nodes.difference(*inner[stretch])
+        for node in sorted(stretch.nodes.difference(*inner[stretch]))  # nodes compare by their places
         if base_in_memory(node) is node
     }
     graph = replace(graph, kept=kept) if kept else graph
@@ -197,7 +197,7 @@ def _contradicting_stretches_inside(stretches: Sequence[_Stretch]) -> dict[_Stre
         elif second.nodes < first.nodes:
             inner[first].append(second.nodes)
         else:
-            node = min(first.nodes & second.nodes)  # nodes compare by their places
+            node = min(first.nodes & second.nodes)
             raise InfeasibleHintError(
                 f"{first.text} and {second.text} contradict each other on the operator {node.name} of "
                 f"{node.meta.get('module_path') or '(root)'}, and neither is inside of the other. Drop one of them, or "

@@ -36,6 +36,7 @@ def asked(**changes: Any) -> argparse.Namespace:
         "cluster": "h100",
         "recompute": "auto",
         "offload": "none",
+        "offload_optimizer": "none",
         "time_limit": 60.0,
         "work_limit": None,
     }

@@ -143,7 +143,7 @@ def test_what_hints_make_of_a_step_is_made_of_the_captured_one(step: JointGraph)
     assert [node.format_node() for node in other.graph.nodes] == [node.format_node() for node in graph.graph.nodes]
     assert graph_of_plan(graph, (), ()).graph is step.graph
     # A plan counts more than what is kept.
-    kept = next(iter(graph.kept))
+    kept = next(name for name in graph.kept if "gelu" in name)  # which the backward half reads
     assert _again(graph_of_plan(graph, (kept,), ())) == {kept}
     assert not rerunnable(graph).keys() & graph.kept.keys()
     assert with_regions(step, {}, MODULES) is step
