@@ -353,7 +353,7 @@ class LimitSearch:
         # plan, and from the one that lies next to the limit.
         over = [pair for pair in pairs if not self._fits(pair[0])]
         for plan, assignment in (pairs[0], *over[:1]):
-            self._recombine_around(built, known, self._uncounted(built, plan, assignment))
+            self._recombine_around(built, known, self._bytes_beside(built, plan, assignment))
 
     def _recombine_around(self, built: BuiltProblem, known: list[list[int]], start: np.ndarray) -> None:
         """Meet plans that decide as known assignments do, which are added to these.
@@ -379,7 +379,7 @@ class LimitSearch:
             cost = built.problem.cost(assignment)
             plan = context.evaluate(built.decode(assignment), cost, 0.0, "plans recombined")
             self._meet(plan)
-            held, beside = self._held[plan.estimate], self._uncounted(built, plan, assignment)
+            held, beside = self._held[plan.estimate], self._bytes_beside(built, plan, assignment)
             if self._fits(plan):
                 start = uncounted = beside
             elif (beside - uncounted).max() > _UNLIKE * self.limit:
@@ -387,7 +387,7 @@ class LimitSearch:
             else:
                 uncounted = np.where(held > self.limit, np.maximum(uncounted, beside), uncounted)
 
-    def _uncounted(self, built: BuiltProblem, plan: CandidatePlan, assignment: Sequence[int]) -> np.ndarray:
+    def _bytes_beside(self, built: BuiltProblem, plan: CandidatePlan, assignment: Sequence[int]) -> np.ndarray:
         """Return the bytes that a plan holds at every moment beside what the problem counts of its assignment."""
         held = self._held[plan.estimate]
         return held - built.held_bytes(assignment, len(held))

@@ -119,7 +119,7 @@ class Runtime:
         # Parameters that are left are held by somebody else, such as an optimizer that was made before.
         left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
         replace_in_optimizers(left)
-        prepare_optimizers(self.module, self.programs.accumulation.check_reduced, hosted=_hosted)
+        prepare_optimizers(self.module, self.programs.accumulation.check_reduced, hosted=_names_on_host)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copy of the module, which shares plan, programs, planner and process groups."""
@@ -152,7 +152,7 @@ class Runtime:
         copied.methods_before = [(module, "forward", copy.deepcopy(forward_before, memo))]
         copied._forward = copy.deepcopy(self._forward, memo)
         copied._has_warned = self._has_warned
-        prepare_optimizers(module, copied.programs.accumulation.check_reduced, hosted=_hosted)
+        prepare_optimizers(module, copied.programs.accumulation.check_reduced, hosted=_names_on_host)
         return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -369,7 +369,7 @@ class Runtime:
         return with_global_shapes(self.module, call, global_shapes), counts
 
 
-def _hosted(module: nn.Module) -> tuple[str, ...]:
+def _names_on_host(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters whose optimizer state is on the host."""
     return runtime_of(module, "an optimizer's step").maker.hosted or ()
 
