@@ -93,3 +93,35 @@ def test_an_operator_of_the_backward_half_lies_beside_that_whose_gradient_it_mak
             assert begin[number] <= places[node.name] <= begin.get(number + 1, len(places)) + 8, node
             checked += 1
     assert checked > 100
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf_llama"])
+def test_every_plan_met_is_an_assignment_of_the_whole_problem(name: str) -> None:
+    planner = planner_of(joint_graph(name, layers=2), {"x": 4})
+    context, free = RerunContext(planner), planner.solve(planner.constraints)
+    search = LimitSearch(context, round(0.7 * free.memory.peak), [free, context.whole_layers])
+    assert search.run() is not None
+    built = context.builder.build(frozenset(context.axes), reuse="all")
+    # Spliced ones, those of whole layers, and those in which nothing runs again are among them.
+    assert len(search.met) > 5
+    for plan in search.met:
+        assignment = context.assignment_of(plan, built)
+        assert assignment is not None, plan.method
+        assert built.problem.cost(assignment) == pytest.approx(plan.cost, rel=1e-9), plan.method
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf_llama"])
+def test_recombined_plans_cost_what_their_programs_cost(name: str) -> None:
+    planner = planner_of(joint_graph(name), {"x": 4})
+    context, free = RerunContext(planner), planner.solve(planner.constraints)
+    search = LimitSearch(context, round(0.6 * free.memory.peak), [free, context.whole_layers])
+    search._generate()
+    before = search.best
+    assert before is not None
+    search._recombine()
+    found = [plan for plan in search.met if plan.method == "plans recombined"]
+    assert found
+    for plan in found:
+        assert plan.cost == pytest.approx(plan.estimate.context.account(plan.decisions).total_seconds)
+    assert search.best is not None
+    assert search.best.step_seconds <= before.step_seconds
