@@ -160,6 +160,7 @@ def without_tracebacks() -> Iterator[None]:
 
 # Calls a part of an exported graph with gradients on or off.
 WRAP_WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+WRAP_WITH_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def set_gradients(graph: fx.Graph, enabled: bool) -> fx.Node:
@@ -168,12 +169,34 @@ def set_gradients(graph: fx.Graph, enabled: bool) -> fx.Node:
     return graph.call_function(torch._C._set_grad_enabled, (enabled,))
 
 
+class _NodeByNode(nn.Module):
+    """A graph that is called from another one, run so that its nodes' annotations are traced."""
+
+    def __init__(self, inner: fx.GraphModule) -> None:
+        super().__init__()
+        _run_node_by_node(inner)
+        self.inner = inner
+
+    def forward(self, *args: object) -> object:
+        return fx.Interpreter(self.inner).run(*args)
+
+
+def _run_node_by_node(module: fx.GraphModule) -> None:
+    """Let stretches of a graph under autocast, or without gradients, which are graphs of their own, run by nodes."""
+    for node in module.graph.nodes:
+        for source in node.all_input_nodes if node.target in (WRAP_WITH_GRAD, WRAP_WITH_AUTOCAST) else ():
+            inner = getattr(module, str(source.target), None) if source.op == "get_attr" else None
+            if isinstance(inner, fx.GraphModule):
+                setattr(module, str(source.target), _NodeByNode(inner))
+
+
 def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     """Return the functional graph of forward and backward; `meta["desc"]` describes each placeholder and output."""
     with contextlib.ExitStack() as stack:
         # `backward` is called outside of autocast; by default, torch traces the backward half inside of it.
         if hasattr(functorch_config, "backward_pass_autocast"):
             stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+        _run_node_by_node(module)
         return aot_export_joint_with_descriptors(stack, module, inputs).graph_module
 
 

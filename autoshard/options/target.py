@@ -10,6 +10,7 @@ from torch.distributed.tensor import Placement
 
 from autoshard.capture.dynamic import Dynamic
 from autoshard.cluster.cluster import Cluster, default_cluster
+from autoshard.errors import PlanError
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.options.options import Hints, Options, Placements, Shares
 from autoshard.options.placements import INPUTS, Shapes, fill, names_reached
@@ -108,7 +109,7 @@ class Target:
 
         Raises:
             ClusterError: there is no such cluster.
-            PlanError: the optimizer is unknown.
+            PlanError: the optimizer is unknown, or can't have its state on the host.
         """
         cluster = default_cluster(device_type) if options.cluster is None else Cluster.of(options.cluster)
         # A compiler fuses kernels, which changes their prices.
@@ -118,6 +119,13 @@ class Target:
         foreach = cluster.name != "cpu" if device_type is None else device_type != "cpu"
         search, shares = options.search, options.shares
         assert search.time_limit is not None, "options come from a function that has a time limit"
+        optimizer = optimizer_memory(options.optimizer, options.optimizer_bytes_per_element, foreach)
+        if options.offload_optimizer != "none" and optimizer.factored:
+            raise PlanError(
+                f"offload_optimizer={options.offload_optimizer!r} with optimizer={options.optimizer!r}: the host "
+                "updates elements of shards, and rows and columns of Adafactor's state are of whole matrices. Plan for "
+                'another optimizer, such as "adamw", or with offload_optimizer="none".'
+            )
         # Tuples compare, and can be keys.
         if isinstance(shares, Mapping):
             shares = {axis: tuple(counts) for axis, counts in shares.items()}
@@ -126,7 +134,7 @@ class Target:
             cluster=cluster,
             settings=Settings(
                 memory_limit=options.memory_bytes,
-                optimizer=optimizer_memory(options.optimizer, options.optimizer_bytes_per_element, foreach),
+                optimizer=optimizer,
                 method=search.method,
                 time_limit=search.time_limit,
                 recompute=options.recompute,

@@ -101,6 +101,14 @@ class LimitSearch:
             for search in searches:
                 if self.best is None:
                     self._meet(find(search))
+        if self.best is None and self.limit >= _LEAN_SHARE * self.leanest_met.memory.peak:
+            # Aside: the smallest peak that an error names does not depend on the limit.
+            aside = LimitSearch(self.context, self.limit, self.met)
+            for meet in (aside._generate, aside._raise_bound, aside._recombine):
+                if aside.best is None:
+                    meet()
+            if aside.best is not None:
+                self._meet(aside.best)
         if self.best is None:
             self._host_less()
         if self.best is None:

@@ -215,3 +215,11 @@ def test_options_are_checked() -> None:
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     with pytest.raises(PlanError, match="offload_optimizer: its stages keep their optimizer's state on the device"):
         autoshard.plan(layers, {"pp": 2}, (x,), cluster=fast_links(), offload_optimizer="all")
+
+
+def test_state_of_whole_matrices_is_refused_before_a_plan_is_made() -> None:
+    for choice in ("all", "auto"):
+        with pytest.raises(PlanError, match=r"offload_optimizer='.*' with optimizer='adafactor'"):
+            autoshard.plan(
+                torch.nn.Linear(4, 4), {"x": 2}, (torch.ones(4, 4),), optimizer="adafactor", offload_optimizer=choice
+            )

@@ -333,3 +333,30 @@ def test_depth_does_not_hide_the_marks_of_a_layer() -> None:
 
     plan = _plan(Deep(layers=24))
     assert {path.split(".")[1] for path in _paths(plan)} == set("01234")
+
+
+@pytest.mark.parametrize("way", ["outside", "inside", "checkpoint"])
+def test_regions_hold_under_autocast(way: str) -> None:
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.GELU(), nn.Linear(16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if way == "outside":
+                with cast, autoshard.recompute():
+                    x = self.layer(x)
+            elif way == "inside":
+                with autoshard.recompute(), cast, torch.no_grad():
+                    x = x * 2
+                with autoshard.recompute(), cast:
+                    x = self.layer(x)
+            else:
+                with cast:
+                    x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+            return x.float().square().mean()
+
+    graph = with_regions(capture(Cast(), (torch.randn(8, 16),), {}), None, ())
+    assert {"tanh", "gelu"} <= set(graph.recomputed)
