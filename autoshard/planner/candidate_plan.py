@@ -25,9 +25,9 @@ from autoshard.memory.footprint import (
 from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules
-from autoshard.planner.account import allocations, host_bytes
 from autoshard.planner.call_times import CallTimes
 from autoshard.planner.host_updates import HostUpdate, update_seconds
+from autoshard.planner.program_memory import allocations, host_bytes
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.plans.step_replay import StepReplay
 from autoshard.program.predicted_program import PredictedProgram

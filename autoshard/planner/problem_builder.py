@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 
 import numpy as np
 
@@ -16,24 +17,16 @@ from autoshard.planner.planning_problem import (
 from autoshard.planner.problem_pass import ProblemPass
 from autoshard.planner.problem_tables import ProblemTables
 from autoshard.planner.regather import Reuse
-from autoshard.planner.strategy_tables import StrategyTables
-from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
-from autoshard.reshard.path import Resharder
 
 
 class ProblemBuilder(ProblemTables):
     """Builds the problem of one graph on one mesh, whole or with some mesh axes fixed; arguments as for its tables."""
 
-    def __init__(
-        self,
-        rules: GraphRules,
-        tables: StrategyTables,
-        resharder: Resharder | LowerBoundResharder,
-        constraints: Constraints,
-    ) -> None:
-        super().__init__(rules, tables, resharder, constraints)
-        self._plain: dict[tuple[frozenset[int], Reuse], BuiltProblem] = {}
-        self._last: tuple[frozenset[int], Decisions | None, Reuse, BuiltProblem] | None = None
+    _last: tuple[frozenset[int], Decisions | None, Reuse, BuiltProblem] | None = None
+
+    @cached_property
+    def _plain(self) -> dict[tuple[frozenset[int], Reuse], BuiltProblem]:
+        return {}
 
     def forget(self) -> None:
         """Drop the problems that were built; keep the tables."""

@@ -21,10 +21,11 @@ from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.measurements import Curve
 from autoshard.patterns.graph_rules import Value
-from autoshard.planner.account import SharePrices, allocations, timeline
+from autoshard.planner.account import SharePrices, timeline
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
+from autoshard.planner.program_memory import allocations
 from autoshard.planner.target_constraints import batch_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.predicted_program import PredictedProgram

@@ -24,8 +24,8 @@ from autoshard.pipeline.graph.forward_export import ancestors
 from autoshard.pipeline.graph.microbatch import BATCH
 from autoshard.pipeline.graph.stage_modules import BoundaryTensor, StageModule
 from autoshard.pipeline.schedule.costs import StageCosts
-from autoshard.planner.account import allocations
 from autoshard.planner.planner import Planner
+from autoshard.planner.program_memory import allocations
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.aliasing import storage_root
 from autoshard.program.predicted_program import PredictedProgram
