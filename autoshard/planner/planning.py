@@ -109,6 +109,7 @@ def capture_with_progress(
             dynamic=target.dynamic if dynamic else None,
             mp_policy=target.options.mp_policy,
             devices=devices,
+            unread_outputs=target.options.unread_outputs,
             progress=report_part,
         )
     graph = with_regions(graph, target.hints, [name for name, _ in module.named_modules()])
@@ -269,6 +270,8 @@ def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float
     options["work"] = work_of(planner.graph, planner.rules, target.cluster, planner.mesh)
     if planner.constraints.planned_outputs:
         options["output_placements"] = "planned"
+    if target.options.unread_outputs:
+        options["unread_outputs"] = list(target.options.unread_outputs)
     return replace(
         plan,
         timings={"capture": capture_seconds, **plan.timings},

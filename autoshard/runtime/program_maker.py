@@ -154,6 +154,7 @@ class ProgramMaker:
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
             "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
             **{f"the option {name}": str(value) for name, value in wanted.items()},
+            "the option unread_outputs": str(tuple(options.unread_outputs)),
             "the option accumulate": str(options.accumulate),
             "the option compile": str(options.compile),
         }
