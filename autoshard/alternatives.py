@@ -99,9 +99,9 @@ def why_not(
     if requests or options.requests or options.axis is not None:
         raise PlanError("the plan has no pipeline: leave out requests= and pipeline=.")
     check_plan(plan, module, plan.mesh)
-    captured = ModulePlanner(module, plan.mesh, target).capture(
-        args, kwargs, grad=torch.is_grad_enabled(), by_layers=True
-    )
+    planner = ModulePlanner(module, plan.mesh, target)
+    grad, room = torch.is_grad_enabled(), planner.logits_room
+    captured = planner.capture(args, kwargs, grad=grad, logits_room=room, by_layers=True).form_of(plan)
     plan.check(plan.mesh, captured.graph.fingerprint, plan.shapes)
     return Replanner.of(module, captured.graph, captured.seconds, plan.mesh, target)(plan, asked)
 

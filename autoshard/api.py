@@ -114,8 +114,11 @@ def plan(
     args, kwargs = global_example(module, args, kwargs, target, shape)
     planner = ModulePlanner(module, shape, target)
     # Under `torch.no_grad()` the plan is one of inference, as the call itself would be.
-    call = planner.capture(args, kwargs, grad=torch.is_grad_enabled(), by_layers=True)
-    return Replanner.of(module, call.graph, call.seconds, shape, target).remember(planner.plan(call))
+    grad, room = torch.is_grad_enabled(), planner.logits_room
+    call = planner.capture(args, kwargs, grad=grad, logits_room=room, by_layers=True)
+    found = planner.plan(call)
+    call = call.form_of(found)
+    return Replanner.of(module, call.graph, call.seconds, shape, target).remember(found)
 
 
 def frontier(
