@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -111,6 +112,9 @@ def test_a_language_model_of_hugging_face_trains_with_its_loss_in_pieces(
         planned = autoshard.plan(module, mesh, (), inputs, **options)
         assert sum("logit_statistics" in choice.node for choice in planned.choices) == 2, "forward and backward"
         loaded = ShardingPlan.from_json(planned.to_json())
+        assert loaded.is_in_pieces
+        # Where whole logits have room, a plan still runs as it was made.
+        monkeypatch.setattr(ModulePlanner, "logits_room", math.inf)
         assert loaded.options["unread_outputs"] == ["logits"]
         autoshard.parallelize(module, mesh, (), inputs, plan=loaded, **options)
         output = module(**inputs)
