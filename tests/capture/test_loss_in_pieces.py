@@ -231,3 +231,29 @@ def test_a_limit_decides_whether_a_wide_model_has_whole_logits(monkeypatch: pyte
     assert whole.step_seconds < pieces.step_seconds < 1.25 * whole.step_seconds
     # A limit that costs less than to make logits twice leaves them whole.
     assert not autoshard.plan(module, {"dp": 8}, (), inputs, memory_limit=whole.memory.peak - 1, **options).is_in_pieces
+
+
+class Narrow(nn.Module):
+    """A small model of a large vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2**15, 64)
+        self.head = nn.Linear(64, 2**15)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.table(tokens)).flatten(0, 1), tokens.flatten())
+
+
+def test_a_frontier_goes_from_losses_in_pieces_to_whole_logits() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_operator, "LEAST_STEP", 1024)
+        patch.setattr(loss_in_pieces, "FEW_LOGITS", 2**20)
+        with torch.device("meta"):
+            module = Narrow()
+            tokens = torch.empty(8, 4096, dtype=torch.int64)
+        plans = autoshard.frontier(module, {"dp": 2}, (tokens,), gaps=2, cluster="h100")
+    assert plans[0].is_in_pieces
+    assert not plans[-1].is_in_pieces
+    pieces = [plan.is_in_pieces for plan in plans]
+    assert pieces == sorted(pieces, reverse=True)
