@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import NoReturn
 
@@ -11,14 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoshard
-from autoshard.capture import loss_in_pieces
+from autoshard.capture import loss_in_pieces, loss_operator
 from autoshard.errors import BudgetError
 from autoshard.options.options import collect_options
 from autoshard.options.target import Target
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.shares import plan_shares
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
+from tests.runtime.meshes import per_rank, simulated_mesh
 
 CLASSES, TOKENS = 2**15, 2**15
 LOGITS = CLASSES * TOKENS // 2 * 4
@@ -28,11 +31,11 @@ LOGITS = CLASSES * TOKENS // 2 * 4
 class Narrow(nn.Module):
     """A small model of a large vocabulary."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = CLASSES) -> None:
         super().__init__()
-        self.table = nn.Embedding(CLASSES, 64)
+        self.table = nn.Embedding(classes, 64)
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
-        self.head = nn.Linear(64, CLASSES)
+        self.head = nn.Linear(64, classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return functional.cross_entropy(self.head(self.layers(self.table(tokens))), tokens)
@@ -85,6 +88,33 @@ def test_the_faster_form_within_a_limit_is_taken(share: float) -> None:
     assert found.memory.peak <= limit
     assert found.step_seconds == min(steps.values())
     assert found.is_in_pieces == (steps[0.0] < steps[math.inf])
+
+
+def test_calls_of_a_module_have_the_numbers_of_one_device_in_the_form_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loss_operator, "LEAST_STEP", 64)
+    monkeypatch.setattr(loss_in_pieces, "FEW_LOGITS", 2**10)
+    monkeypatch.setattr(ModulePlanner, "logits_room", math.inf)  # so that whole logits come first
+    module = Narrow(classes=512).double()
+    alone = copy.deepcopy(module)
+    tokens = torch.randint(0, 512, (2048,), generator=torch.Generator().manual_seed(0))
+    with simulated_mesh(dp=2) as mesh:
+        autoshard.parallelize(module, mesh, (tokens,), cluster="h100", memory_limit="8MiB")
+        assert autoshard.plan_of(module).is_in_pieces
+        for batch in (tokens, tokens[:1024], tokens):
+            loss, expected = module(batch), alone(batch)
+            loss.backward()
+            expected.backward()
+            for held in per_rank(loss.detach(), mesh).values():
+                torch.testing.assert_close(held, expected.detach(), rtol=1e-9, atol=0)
+        with torch.no_grad():
+            module(tokens)
+        for name, parameter in alone.named_parameters():
+            gradient = module.get_parameter(name).grad
+            assert gradient is not None
+            for held in per_rank(gather_full_tensor(gradient), mesh).values():
+                torch.testing.assert_close(held, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_the_error_where_nothing_fits_is_that_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
