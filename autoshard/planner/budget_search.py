@@ -118,7 +118,7 @@ class ShortfallError(BudgetError):
             if peak < least:
                 yield f'leave outputs in shards (output_placements="planned" needs {format_bytes(peak)})'
         if returns_large_logits(planner.graph.graph, planner.graph.tensor_outputs.values(), planner.mesh.size):
-            yield "return the loss without its logits (it is then computed in pieces)"
+            yield 'leave out logits that are not read (unread_outputs=("logits",): the loss is then computed in pieces)'
         if planner.graph.kept:
             graph = _without_kept_values(planner)
             peak = _changed_peak(planner, graph, constraints)
