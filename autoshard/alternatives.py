@@ -66,8 +66,8 @@ def why_not(
         asked: what it should have, as for `ShardingPlan.why_not`.
         module, example_args, example_kwargs: what the plan was made for, as for `autoshard.plan`.
         requests: of a pipeline, its `"schedule"`, `"microbatches"` or `"virtual"` that are asked for.
-        **keywords: the options that the plan was made with. The cluster, the memory limit, the hints and
-            `output_placements="planned"` are by default those that the plan records.
+        **keywords: the options that the plan was made with. The cluster, the memory limit, the hints,
+            `unread_outputs` and `output_placements="planned"` are by default those that the plan records.
 
     Raises:
         PlanError: the plan is of another model or of another cluster, or is asked for what it cannot have.
@@ -81,6 +81,7 @@ def why_not(
         recorded = _recorded_options(plan, plan.options.get("memory_limit"))
         recorded["inputs"] = plan.options.get("inputs", "global")
         recorded["output_placements"] = plan.options.get("output_placements")
+        recorded["unread_outputs"] = tuple(plan.options.get("unread_outputs", ()))
     else:
         raise PlanError(f"why_not asks a ShardingPlan or a PipelinePlan, not a {type(plan).__name__}.")
     target = Target.of(collect_options("why_not", {**recorded, **keywords}), None)
@@ -98,9 +99,9 @@ def why_not(
     if requests or options.requests or options.axis is not None:
         raise PlanError("the plan has no pipeline: leave out requests= and pipeline=.")
     check_plan(plan, module, plan.mesh)
-    captured = ModulePlanner(module, plan.mesh, target).capture(
-        args, kwargs, grad=torch.is_grad_enabled(), by_layers=True
-    )
+    planner = ModulePlanner(module, plan.mesh, target)
+    grad, room = torch.is_grad_enabled(), planner.logits_room
+    captured = planner.capture(args, kwargs, grad=grad, logits_room=room, by_layers=True).form_of(plan)
     plan.check(plan.mesh, captured.graph.fingerprint, plan.shapes)
     return Replanner.of(module, captured.graph, captured.seconds, plan.mesh, target)(plan, asked)
 

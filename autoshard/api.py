@@ -114,8 +114,11 @@ def plan(
     args, kwargs = global_example(module, args, kwargs, target, shape)
     planner = ModulePlanner(module, shape, target)
     # Under `torch.no_grad()` the plan is one of inference, as the call itself would be.
-    call = planner.capture(args, kwargs, grad=torch.is_grad_enabled(), by_layers=True)
-    return Replanner.of(module, call.graph, call.seconds, shape, target).remember(planner.plan(call))
+    grad, room = torch.is_grad_enabled(), planner.logits_room
+    call = planner.capture(args, kwargs, grad=grad, logits_room=room, by_layers=True)
+    found = planner.plan(call)
+    call = call.form_of(found)
+    return Replanner.of(module, call.graph, call.seconds, shape, target).remember(found)
 
 
 def frontier(
@@ -153,15 +156,26 @@ def frontier(
     options = collect_options("frontier", keywords)
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape)
     args, kwargs = global_example(module, args, kwargs, target, shape)
-    call = ModulePlanner(module, shape, target).capture(args, kwargs, grad=torch.is_grad_enabled(), by_layers=True)
-    planner = call.planner_of(target)
-    with show_progress(options.search.verbose) as planner.progress:
-        found = explorer_for(planner).frontier(gaps)
-    plans = Frontier([with_provenance(plan, planner, call.seconds, target) for plan in found]).plans
-    replanner = Replanner.of(module, call.graph, call.seconds, shape, target)
+    module_planner = ModulePlanner(module, shape, target)
+    grad, room = torch.is_grad_enabled(), module_planner.logits_room
+    call = module_planner.capture(args, kwargs, grad=grad, logits_room=room, by_layers=True)
+    # Where logits may be whole, the fast plans are of whole ones, and the lean plans of losses in pieces.
+    has_both = call.capture_other is not None and not call.is_in_pieces
+    found: list[ShardingPlan] = []
+    for form in (call, call.other_form) if has_both else (call,):
+        planner = form.planner_of(target)
+        with show_progress(options.search.verbose) as planner.progress:
+            plans = explorer_for(planner).frontier(gaps // 2 if has_both else gaps)
+        found += [with_provenance(plan, planner, form.seconds, target) for plan in plans]
+    best = Frontier(found).plans
     # A plan is the best one until there is memory for the next.
-    limits = [*(plan.memory.peak - 1 for plan in plans[1:]), None]
-    return Frontier([replanner.within(limit).remember(plan) for plan, limit in zip(plans, limits, strict=True)])
+    limits = [*(plan.memory.peak - 1 for plan in best[1:]), None]
+
+    def remember(plan: ShardingPlan, limit: int | None) -> ShardingPlan:
+        form = call.form_of(plan)
+        return Replanner.of(module, form.graph, form.seconds, shape, target).within(limit).remember(plan)
+
+    return Frontier([remember(plan, limit) for plan, limit in zip(best, limits, strict=True)])
 
 
 @overload

@@ -21,6 +21,11 @@ def matching(glob: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if fnmatchcase(name, glob))
 
 
+def matching_paths(glob: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of inputs or outputs that a glob matches; brackets stand for themselves, as in `output[0]`."""
+    return matching(glob.replace("[", "[[]"), names)
+
+
 def ancestors(name: str) -> Iterator[str]:
     """Yield every module path above a dotted name, the nearest first, without the root (an empty path)."""
     while "." in name:

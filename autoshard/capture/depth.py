@@ -51,13 +51,16 @@ def capture_repeated(
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     devices: int | None = None,
+    logits_room: float | None = None,
+    unread_outputs: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
     least: int = _LEAST,
 ) -> JointGraph:
     """Capture one call of a module for planning, in a time that hardly grows with the number of equal layers.
 
     Args:
-        module, args, kwargs, grad, tangents, dynamic, mp_policy, devices, progress: as for `capture`.
+        module, args, kwargs, grad, tangents, dynamic, mp_policy, devices, logits_room, unread_outputs, progress: as for
+            `capture`.
         least: the number of periods of layers from which a few are captured.
 
     Returns:
@@ -68,7 +71,7 @@ def capture_repeated(
         CaptureError, InputError: as for `capture`.
     """
     options: dict[str, Any] = {"grad": grad, "tangents": tangents, "dynamic": dynamic, "mp_policy": mp_policy}
-    options["devices"] = devices
+    options |= {"devices": devices, "logits_room": logits_room, "unread_outputs": unread_outputs}
     begin = progress or (lambda _: None)
     repetitions = find_repetitions(module, max(least, max(_FIRST) + 2)) if not defaults_of(module) else ()
     if repetitions:

@@ -99,6 +99,8 @@ class Exported:
         assigned: the buffers, by first name, that `forward` set to another value. It is written over the old one, which
             the graph reads, at the end.
         state: the state of Python that `forward` read and set.
+        twice_in_pieces: the operations, by dtype, that its losses do twice if they are in pieces (`loss_in_pieces`);
+            empty without large logits.
     """
 
     graph_module: fx.GraphModule
@@ -110,6 +112,7 @@ class Exported:
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     assigned: tuple[tuple[str, fx.Node], ...] = ()
     state: PythonState = field(default_factory=PythonState)
+    twice_in_pieces: Mapping[torch.dtype, float] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

@@ -44,6 +44,7 @@ from autoshard.capture.output_taps import with_taps
 from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.releases import warn_of_untried_release
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
+from autoshard.capture.unread_outputs import without_unread_outputs
 from autoshard.errors import AutoshardError, CaptureError, warn_caller
 
 aten = torch.ops.aten
@@ -66,6 +67,8 @@ def capture(
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     devices: int | None = None,
+    logits_room: float | None = None,
+    unread_outputs: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> JointGraph:
     """Capture one call of a module as a joint graph, on fake tensors: real weights are never touched.
@@ -87,6 +90,10 @@ def capture(
             (`capture.flat_modules`) has those of the forward half already.
         devices: that the step is planned for; losses whose logits would be large on each of them are computed in pieces
             (`loss_in_pieces`). None: no loss is.
+        logits_room: bytes of each device for whole logits, in place of a fixed number of logits that are large: zero
+            for losses in pieces, infinite for whole ones.
+        unread_outputs: globs over names of outputs that training does not read. Where gradients of a loss are computed,
+            the graph has no such outputs, and the call returns None there.
         progress: called with the name of every part of the work when it begins.
 
     Returns:
@@ -103,7 +110,13 @@ def capture(
         with _watched_twin(module, grad, counting, hooks) as watch:
             signature = signature_of(module, args, kwargs, grad)
             begin("export of forward")
-            exported = _export(watch, args, kwargs, dynamic, mp_policy, devices=devices)
+            unread = unread_outputs if grad else ()
+            exported = _export(
+                *(watch, args, kwargs, dynamic, mp_policy),
+                devices=devices,
+                logits_room=logits_room,
+                unread_outputs=unread,
+            )
             if isinstance(tangents, tuple):
                 exported = with_taps(exported, tangents)
             everything = tuple(True for _ in exported.outputs)
@@ -116,7 +129,7 @@ def capture(
                     traced, histories = _trace(exported, everything, grad)
         begin(f"simplification of {len(traced.graph.nodes)} nodes")
         joint = describe(traced, exported, signature, mp_policy, defaults_of(module))
-        return replace(joint, histories=histories, model=_class_name(module))
+        return replace(joint, histories=histories, model=_class_name(module), twice_in_pieces=exported.twice_in_pieces)
 
     return _without_counter_guards(attempt, lambda graph: graph.state, lambda graph: graph.fingerprint)
 
@@ -225,6 +238,8 @@ def _export(
     *,
     changes_parameters: bool = True,
     devices: int | None = None,
+    logits_room: float | None = None,
+    unread_outputs: Sequence[str] = (),
 ) -> Exported:
     """Return the forward graph of a fake twin, in the precisions of a policy; it may change parameters, or not."""
     module = watch.twin
@@ -252,8 +267,11 @@ def _export(
     check_sizes(exported.graph)
     check_collectives(exported.graph)
     check_shapes(exported.graph)
+    if unread_outputs:
+        exported = without_unread_outputs(exported, unread_outputs)
     if devices is not None:
-        compute_large_losses_in_pieces(exported.graph_module, devices)
+        twice = compute_large_losses_in_pieces(exported.graph_module, devices, logits_room)
+        exported = replace(exported, twice_in_pieces=twice)
     return canonicalize_order(exported)
 
 

@@ -96,6 +96,8 @@ class JointGraph:
             the conditions on the numbers in inputs.
         histories: the autograd state that one device gives to the outputs.
         model: the name of the module's class.
+        twice_in_pieces: the operations, by dtype, that its losses do twice if they are in pieces (see
+            `capture.loss_in_pieces`); empty without losses of large logits that nothing else reads.
     """
 
     graph_module: fx.GraphModule
@@ -115,6 +117,7 @@ class JointGraph:
     state: PythonState = field(default_factory=PythonState)
     histories: OutputHistories = field(default_factory=OutputHistories)
     model: str = ""
+    twice_in_pieces: Mapping[torch.dtype, float] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

@@ -8,7 +8,7 @@ input are taken instead, and the operators of `loss_operator` make no whole logi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -20,6 +20,7 @@ from autoshard.capture._torch import symbolic_hint
 from autoshard.capture.loss_operator import (
     cross_entropy_of_statistics,
     logsumexp_of_statistics,
+    operators,
     statistics_of_logits,
 )
 from autoshard.capture.nodes import argument_of, base_of, changed_memory, graphs_of
@@ -27,21 +28,59 @@ from autoshard.capture.nodes import argument_of, base_of, changed_memory, graphs
 aten = torch.ops.aten
 
 LARGE_LOGITS = 2**30
-"""Logits on one device from which on a loss is computed in pieces: 4 GiB in single precision.
+"""Logits on one device from which on a loss is computed in pieces where no plan decides: 4 GiB in single precision.
 
 With their temporaries they are then a fifth of an accelerator's memory. Fewer are worth less than the time of pieces,
 which make them twice. A number of elements, not of bytes, so that the graph of a model is the same in every precision.
 """
 
+Work = Mapping[torch.dtype, float]
+"""Operations of all devices together, by the dtype that they are done in."""
 
-def compute_large_losses_in_pieces(module: fx.GraphModule, devices: int) -> None:
-    """Replace the losses of an exported graph and its regions whose logits would be large on every one of `devices`."""
+FEW_LOGITS = 2**26
+"""Logits on one device up to which a loss is never in pieces: they take less than a second plan is worth."""
+
+
+def compute_large_losses_in_pieces(module: fx.GraphModule, devices: int, room: float | None = None) -> Work:
+    """Replace the losses of an exported graph and its regions whose logits are too large for every one of `devices`.
+
+    Args:
+        module: the exported graph.
+        devices: that the step is planned for.
+        room: bytes of each device for the logits of a loss and their log-probabilities. If one needs more, all losses
+            of more than `FEW_LOGITS` are replaced, else none. By default those of `LARGE_LOGITS` are.
+
+    Returns:
+        The operations that pieces of all losses of more than `FEW_LOGITS` do twice; empty if there are none.
+    """
+    least = min(FEW_LOGITS, LARGE_LOGITS) * devices
+    matches = [match for match in _matches(module) if match.elements >= least]
+    if room is None:
+        replaced = [match for match in matches if match.elements >= LARGE_LOGITS * devices]
+    else:
+        replaced = matches if any(match.whole_bytes > room * devices for match in matches) else []
+    work: dict[torch.dtype, float] = {}
+    for match in matches:
+        dtype = _value(match.layer).dtype
+        work[dtype] = work.get(dtype, 0.0) + 2.0 * match.elements * _hint(_value(match.layer.args[0]).shape[-1])
+    for match in replaced:
+        _replace(match)
+    return work
+
+
+def is_in_pieces(graph: fx.Graph) -> bool:
+    """Return True if a traced graph has a loss in pieces."""
+    return bool(graph.find_nodes(op="call_function", target=operators.logit_statistics.default))
+
+
+def _matches(module: fx.GraphModule) -> Iterator[_Match]:
+    """Yield the losses of an exported graph and its regions that may be in pieces."""
     for graph in graphs_of(module):
-        for node in list(graph.nodes):
+        for node in graph.nodes:
             if node.target in _LOSSES and _is_integer(_value(node.args[1])):
                 match = _match(node)
-                if match is not None and match.elements >= LARGE_LOGITS * devices:
-                    _replace(match)
+                if match is not None:
+                    yield match
 
 
 def has_large_logits(graph: fx.Graph, devices: int) -> bool:
@@ -86,6 +125,11 @@ class _Match:
     def elements(self) -> int:
         """The number of logits in the example call."""
         return math.prod(_hint(size) for size in _value(self.loss.args[0]).shape)
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of whole logits and their log-probabilities, which are there together."""
+        return 2 * self.elements * _value(self.loss.args[0]).dtype.itemsize
 
 
 _CROSS_ENTROPY = aten.cross_entropy_loss.default

@@ -221,6 +221,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=_OUTPUTS,
         help="gather all outputs, or leave them in shards; default: leave those that come beside a loss",
     )
+    parser.add_argument(
+        "--unread-outputs",
+        nargs="+",
+        metavar="NAME",
+        help="outputs that training does not read, such as logits: they are not made, and the loss may be in pieces",
+    )
     parser.add_argument("--effort", choices=EFFORTS, default="full", help="of the search; default: full")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search, without the capture")
     parser.add_argument(
@@ -291,6 +297,8 @@ def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, A
         # A comparison has a default of its own, and a saved plan records what it was made with.
         elif function != "compare" and getattr(options, "plan", None) is None:
             keywords["output_placements"] = "auto"
+        if options.unread_outputs is not None:
+            keywords["unread_outputs"] = tuple(options.unread_outputs)
         policy = _mixed_precision(options)
         if policy is not None:
             keywords["mp_policy"] = policy

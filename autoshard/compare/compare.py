@@ -79,8 +79,11 @@ def compare(
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
     planner = ModulePlanner(module, shape, target)
-    call = planner.capture(args, kwargs, grad=torch.is_grad_enabled(), by_layers=True)
-    layouts = [ComparedLayout(PLAN, "plan", _plan(planner, call), hints=target.hints or {})]
+    grad, room = torch.is_grad_enabled(), planner.logits_room
+    call = planner.capture(args, kwargs, grad=grad, logits_room=room, by_layers=True)
+    own_plan = _plan(planner, call)
+    call = call.form_of(own_plan)
+    layouts = [ComparedLayout(PLAN, "plan", own_plan, hints=target.hints or {})]
     layout_planner = LayoutPlanner(call, target)
     standard = layout_planner.standard
     rows = {name: _compare_standard(layout_planner, name) for name in (standard.names if names is None else names)}

@@ -102,7 +102,8 @@ class AutoshardTrainer(Trainer):
         plan: with `mesh`, the plan to apply instead of making one.
         options: with `mesh`, the keywords of `autoshard.parallelize`. By default outputs stay sharded
             (`output_placements="planned"`), where no function outside of the model computes the loss, so that logits
-            are not gathered; in `compute_loss` of a subclass they are `DTensor`s.
+            are not gathered; in `compute_loss` of a subclass they are `DTensor`s. Where nothing reads them in training,
+            `unread_outputs=("logits",)` leaves them out.
         **keywords: of `Trainer`.
 
     Raises:

@@ -193,6 +193,10 @@ class Options:
             outputs whole where there is no loss, or in a pipeline; or globs over names of outputs -> placements, in
             which these come back as DTensors, or as local tensors with `outputs="local"`.
             Axes that are left open are whole, with `outputs="local"` rows on the data axes.
+        unread_outputs: names of outputs that training does not read, or globs over them, such as `("logits",)`. A call
+            with gradients enabled that returns a loss, a floating scalar, has None in their place, and its program does
+            not make them: a loss of large logits that nobody reads is computed in pieces (docs/memory.md). Every other
+            call, such as one under `torch.no_grad()`, returns all of its outputs. Not for pipelines.
         accumulate: backwards for every step of the optimizer, all but the last of which run in `autoshard.no_sync`. The
             predicted step is one run, with its part of the reductions; memory counts the sums of the runs before, most
             of which have the size of gradients before their reduction. Plans of more runs shard less over axes that
@@ -225,6 +229,7 @@ class Options:
     example_inputs: Boundary = "global"
     input_placements: Mapping[str, Any] | None = None
     output_placements: Placements = None
+    unread_outputs: Sequence[str] = ()
     accumulate: int = 1
     compile: bool = False
     search: Search = field(default_factory=Search)
@@ -286,6 +291,7 @@ class MeshKeywords(TypedDict, total=False):
     example_inputs: Boundary
     input_placements: Mapping[str, Any] | None
     output_placements: Placements
+    unread_outputs: Sequence[str]
     accumulate: int
     compile: bool
     search: Search
@@ -427,6 +433,9 @@ def _check_boundary(options: Options) -> None:
         value = getattr(options, name)
         if value not in ("global", "local"):
             raise PlanError(f'{name}={value!r}: choose "global" ({meaning}) or "local" (its rows).')
+    unread = options.unread_outputs
+    if isinstance(unread, str) or not isinstance(unread, Sequence) or not all(isinstance(glob, str) for glob in unread):
+        raise PlanError(f'unread_outputs={unread!r}: pass the names of outputs in a tuple, such as ("logits",).')
     named = isinstance(options.output_placements, str)
     if named and options.output_placements not in ("planned", "auto"):
         raise PlanError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from autoshard.errors import HintError
-from autoshard.names import matching, suggestion
+from autoshard.names import matching_paths, suggestion
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import is_shard, placement_text, shard_placement, split_factor_of
 
@@ -162,7 +162,7 @@ def names_reached(glob: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of inputs or outputs that a glob matches; brackets stand for themselves, as in `output[0]`."""
     if not isinstance(glob, str):
         raise HintError(f"{glob!r} is not a text: placements are keyed by globs over names.")
-    return matching(glob.replace("[", "[[]"), names)
+    return matching_paths(glob, names)
 
 
 def unknown_name_error(kind: str, glob: str, known: Collection[str]) -> HintError:

@@ -176,6 +176,12 @@ class Target:
             axes = tuple(name for name in mesh.names if name in known) or find_data_axes(mesh)
         return replace(self, input_placements=placements, data_axes=axes)
 
+    @property
+    def in_pipeline(self) -> Target:
+        """The target without what no pipeline does: stages keep their tensors on devices, and make all outputs."""
+        options = replace(self.options, unread_outputs=())
+        return replace(self, options=options, settings=replace(self.settings, offload="none"))
+
     def row_placements(self, mesh: MeshShape) -> tuple[Placement, ...]:
         """Return the placements of a tensor whose rows, along dim 0, are split over the data axes."""
         return row_placements(mesh, self.data_axes)

@@ -141,7 +141,9 @@ class ShortfallError(BudgetError):
             if peak < least:
                 yield Remedy("leave outputs in shards", 'output_placements="planned" needs', peak)
         if returns_large_logits(planner.graph.graph, planner.graph.tensor_outputs.values(), planner.mesh.size):
-            yield Remedy("return the loss without its logits (it is then computed in pieces)")
+            yield Remedy(
+                'leave out logits that are not read (unread_outputs=("logits",): the loss is then computed in pieces)'
+            )
         if planner.graph.kept:
             graph = _without_kept_values(planner)
             peak = _peak_of(_changed_memory(planner, graph, constraints))

@@ -138,6 +138,7 @@ class Explorer:
         planner, limit = self.planner, self.planner.settings.memory_limit
         planner.unlimited = cheapest = planner.solve(planner.constraints) if unlimited is None else unlimited
         fastest = planner.fastest(cheapest)
+        planner.unlimited_seconds = fastest.step_seconds
         if limit is None or fastest.memory.peak <= limit:
             return fastest
         # A bound of the problem without a limit is one with it, and if operators run again.

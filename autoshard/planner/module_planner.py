@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from autoshard.capture.joint import Tangents
+from autoshard.capture.joint import JointGraph, Tangents
 from autoshard.errors import PlanError
 from autoshard.options.target import Target
+from autoshard.planner.loss_forms import plan_losses
 from autoshard.planner.plan_checks import checked_flow
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import CapturedCall, PlannerCache, capture_with_progress
-from autoshard.planner.shares import part_count, plan_shares, with_shares
+from autoshard.planner.shares import part_count, with_shares
 from autoshard.planner.target_constraints import PinsByName, PlacementsByName
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph
@@ -44,6 +46,7 @@ class ModulePlanner:
         self.mesh = mesh
         self.requested = self.target = target
         self._planners = PlannerCache(module, mesh)
+        self._is_in_pieces = False  # the loss of the last call with gradients, whose form later calls have first
         if target.shares != "auto":
             self._settle_shares(target.shares or {})
 
@@ -72,6 +75,7 @@ class ModulePlanner:
         dynamic: bool = True,
         by_layers: bool = False,
         quiet: bool = False,
+        logits_room: float | None = None,
         placed: PlacementsByName | None = None,
         input_pins: PinsByName | None = None,
     ) -> CapturedCall:
@@ -79,6 +83,8 @@ class ModulePlanner:
 
         Args:
             args, kwargs, grad, tangents, dynamic, by_layers, quiet: as for `capture_with_progress`.
+            logits_room: as there; a loss that fits is whole, and its plan may say otherwise. None: large losses are in
+                pieces.
             placed: placements of parameters and buffers that stay; None for the first call.
             input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are
                 whole.
@@ -87,19 +93,51 @@ class ModulePlanner:
             CaptureError: the call can't be captured.
             HintError: a hint of a region is not valid, or changes nothing.
         """
-        graph, seconds = capture_with_progress(
-            *(self.module, args, kwargs, self.target),
-            devices=self.mesh.size,
-            grad=grad,
-            tangents=tangents,
-            dynamic=dynamic,
-            by_layers=by_layers,
-            quiet=quiet,
-        )
+
+        def capture_form(room: float | None) -> tuple[JointGraph, float]:
+            return capture_with_progress(
+                *(self.module, args, kwargs, self.target),
+                devices=self.mesh.size,
+                logits_room=room,
+                grad=grad,
+                tangents=tangents,
+                dynamic=dynamic,
+                by_layers=by_layers,
+                quiet=quiet,
+            )
+
+        graph, seconds = capture_form(0.0 if self._is_in_pieces and logits_room is not None else logits_room)
         # An earlier call has placed the parameters without shares.
         if self.requested.shares == "auto" and placed is not None:
             self._settle_shares({})
-        return CapturedCall(graph, seconds, self.mesh, self.requested, self._planners, placed, input_pins or {})
+        call = CapturedCall(graph, seconds, self.mesh, self.requested, self._planners, placed, input_pins or {})
+        if graph.twice_in_pieces and logits_room is not None:
+            call.capture_other = lambda: self._other_form(call, capture_form)
+        return call
+
+    def _other_form(
+        self, call: CapturedCall, capture_form: Callable[[float | None], tuple[JointGraph, float]]
+    ) -> CapturedCall:
+        graph, seconds = capture_form(math.inf if call.is_in_pieces else 0.0)
+        seconds += call.seconds
+        return CapturedCall(graph, seconds, call.mesh, call.target, call.planner_cache, call.placed, call.input_pins)
+
+    @property
+    def logits_room(self) -> float:
+        """Bytes of a device that whole logits of a loss and their log-probabilities may take, at the most."""
+        settings, cluster = self.target.settings, self.target.cluster
+        held = sum(
+            parameter.numel() * parameter.dtype.itemsize
+            + (self._state_bytes(parameter) if settings.offload_optimizer == "none" else 0)
+            for parameter in self.module.parameters()
+        )
+        room = max(0.0, (settings.memory_limit or cluster.device.memory) - held / self.mesh.size)
+        # What a compiler fuses holds one of the two.
+        return 2 * room if self.target.options.compile else room
+
+    def _state_bytes(self, parameter: nn.Parameter) -> int:
+        optimizer, shape = self.target.settings.optimizer, parameter.shape
+        return optimizer.state_bytes(shape, shape, parameter.dtype.itemsize) if parameter.requires_grad else 0
 
     def check(self, call: CapturedCall) -> None:
         """Raise the error of options that do not fit the module or the mesh."""
@@ -111,7 +149,11 @@ class ModulePlanner:
         Raises:
             AutoshardError: as for `autoshard.plan`.
         """
-        return plan_shares(call)
+        return plan_losses(call)
+
+    def form_of(self, call: CapturedCall, plan: ShardingPlan) -> CapturedCall:
+        """Return a call with its losses as a plan has them: whole, or in pieces."""
+        return call.form_of(plan)
 
     def apply(self, call: CapturedCall, plan: ShardingPlan, *, given: bool) -> PlannedGraph:
         """Return the graph with the decisions of a plan, after checking them; its shares hold for all later calls.
@@ -138,6 +180,7 @@ class ModulePlanner:
         flow = checked_flow(planner, plan)
         if graph.gradients:
             self._settle_hosted(plan)
+            self._is_in_pieces = call.is_in_pieces
         return PlannedGraph(graph, flow, planner.resharder, planner.cost, planner.constraints.shared)
 
     def forget(self) -> None:

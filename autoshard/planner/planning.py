@@ -10,14 +10,16 @@ import copy
 import gc
 import math
 import time
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from autoshard.capture.depth import capture_repeated
 from autoshard.capture.joint import JointGraph, Tangents, capture
+from autoshard.capture.loss_in_pieces import is_in_pieces
 from autoshard.capture.recomputation import captured_step, graph_of_plan, recompute_layers
 from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, with_unequal_loops
@@ -71,6 +73,7 @@ def capture_with_progress(
     target: Target,
     *,
     devices: int,
+    logits_room: float | None = None,
     grad: bool,
     tangents: Tangents = "loss",
     dynamic: bool = True,
@@ -82,7 +85,7 @@ def capture_with_progress(
     What hints and the model's code say is run again, kept or moved is in the graph.
 
     Args:
-        module, args, kwargs, devices, grad, tangents: as for `capture`.
+        module, args, kwargs, devices, logits_room, grad, tangents: as for `capture`.
         target: the options.
         dynamic: True if the sizes that the options name are dynamic.
         by_layers: True to capture a few of many equal layers, for a graph that is planned and not run.
@@ -109,6 +112,8 @@ def capture_with_progress(
             dynamic=target.dynamic if dynamic else None,
             mp_policy=target.options.mp_policy,
             devices=devices,
+            logits_room=logits_room,
+            unread_outputs=target.options.unread_outputs,
             progress=report_part,
         )
     graph = with_regions(graph, target.hints, [name for name, _ in module.named_modules()])
@@ -127,6 +132,10 @@ class CapturedCall:
         planner_cache: makes planners, which share their tables of operators and tensors.
         placed: placements of parameters and buffers that stay; None for the first call of a module.
         input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are whole.
+        deadline: the time at which searches for its plans end, if their own time limit does not end them before.
+        is_explained: False to tell nothing about what would help where no plan fits, which takes time.
+        capture_other: captures the call once more, with its losses in pieces if they are whole in the graph, and whole
+            if they are in pieces; None where there is no choice.
     """
 
     graph: JointGraph
@@ -136,8 +145,37 @@ class CapturedCall:
     planner_cache: PlannerCache
     placed: PlacementsByName | None = None
     input_pins: PinsByName = field(default_factory=dict)
+    deadline: float = math.inf
+    is_explained: bool = True
+    capture_other: Callable[[], CapturedCall] | None = None
     _planners: list[Planner] = field(default_factory=list)
     _in_parts: dict[Hashable, JointGraph] = field(default_factory=dict)
+
+    @cached_property
+    def other_form(self) -> CapturedCall:
+        """The call with its losses in the other form."""
+        assert self.capture_other is not None, "there is a choice"
+        return self.capture_other()
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """True if the graph has a loss in pieces."""
+        return is_in_pieces(self.graph.graph)
+
+    @property
+    def unlimited_seconds(self) -> float:
+        """Seconds of the fastest step that was found where memory has no limit; infinite where none was looked for."""
+        return min((planner.unlimited_seconds for planner in self._planners), default=math.inf)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """True if Ctrl-C ended a search for its plans."""
+        return any(planner.interrupted for planner in self._planners)
+
+    def form_of(self, plan: ShardingPlan) -> CapturedCall:
+        """Return the call with its losses as a plan has them: whole, or in pieces."""
+        is_other = self.capture_other is not None and plan.is_in_pieces != self.is_in_pieces
+        return self.other_form if is_other else self
 
     def graph_in_parts(self, loops: Sequence[Loop], parts: int) -> JointGraph:
         """Return the graph with some loops in equal parts, of which ranks can take unequal numbers; made once.
@@ -168,6 +206,7 @@ class CapturedCall:
             if planner.graph is graph and planner.price_key == prices:
                 return planner
         self._planners.append(self.planner_cache.of(graph, target, self.placed, self.input_pins))
+        self._planners[-1].deadline = min(self._planners[-1].deadline, self.deadline)
         return self._planners[-1]
 
 
@@ -269,6 +308,8 @@ def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float
     options["work"] = work_of(planner.graph, planner.rules, target.cluster, planner.mesh)
     if planner.constraints.planned_outputs:
         options["output_placements"] = "planned"
+    if target.options.unread_outputs:
+        options["unread_outputs"] = list(target.options.unread_outputs)
     return replace(
         plan,
         timings={"capture": capture_seconds, **plan.timings},
@@ -299,6 +340,8 @@ def plan_with_recompute(
         if not explained:
             raise
         raise shortfall.with_remedies() from None
+    finally:
+        planner.unlimited_seconds = explorer.planner.unlimited_seconds
 
 
 def explorer_for(planner: Planner) -> Explorer:

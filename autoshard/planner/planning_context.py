@@ -69,6 +69,7 @@ class PlanningContext(ABC):
 
     Attributes:
         unlimited: the plan without a memory limit, once it was solved.
+        unlimited_seconds: of the fastest step without one that was found; infinite before.
         best: the cheapest plan met so far that fits the limit.
         interrupted: True if the search was interrupted and returned the best plan met so far.
         proposes: True if a good assignment is enough, since the accounts of plans judge them.
@@ -121,6 +122,7 @@ class PlanningContext(ABC):
 
     def _forget_results(self) -> None:
         self.unlimited: CandidatePlan | None = None
+        self.unlimited_seconds = math.inf
         self.best: CandidatePlan | None = None
         self.met: list[CandidatePlan] = []
         self._fastest: CandidatePlan | None = None  # the fastest plan without a limit, once it was searched

@@ -44,7 +44,9 @@ class Frontier(Sequence[ShardingPlan], HasPage):
     def __init__(self, plans: Sequence[ShardingPlan]) -> None:
         if not plans:
             raise PlanError("a frontier of no plans: pass at least one.")
-        if len({(plan.fingerprint, plan.mesh) for plan in plans}) > 1:
+        # A step with its loss in pieces is another graph of the same model.
+        graphs = {plan.is_in_pieces: plan.fingerprint for plan in plans}
+        if any(plan.fingerprint != graphs[plan.is_in_pieces] or not _is_of_one_model(plan, plans[0]) for plan in plans):
             raise PlanError("these plans are of different models or meshes: a frontier is of one model on one mesh.")
         self.plans = tuple(pareto_front(plans, lambda plan: (plan.memory.peak, plan.step_seconds)))
 
@@ -282,3 +284,7 @@ def pareto_front(items: Iterable[Item], key: Callable[[Item], tuple[int, float]]
         if not kept or key(item)[1] < key(kept[-1])[1]:
             kept.append(item)
     return kept
+
+
+def _is_of_one_model(plan: ShardingPlan, other: ShardingPlan) -> bool:
+    return plan.mesh == other.mesh and plan.shapes == other.shapes

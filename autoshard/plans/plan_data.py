@@ -119,6 +119,11 @@ class PlanContents:
         return tuple((name, factor) for name, factor in self.options.get("parts", ()))
 
     @property
+    def is_in_pieces(self) -> bool:
+        """True if a loss of large logits is computed in pieces, so that no whole logits are held."""
+        return any("logit_statistics" in choice.operator for choice in self.choices)
+
+    @property
     def gap(self) -> float:
         """Distance from the best plan, at most, relative to the cost; 0.0 if the plan is proved to be the best."""
         # Rounding may put the bound above the cost by a little.

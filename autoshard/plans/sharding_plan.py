@@ -205,8 +205,9 @@ class ShardingPlan(PlanContents, HasPage):
             versions = ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "unknown versions"
             differences.append(
                 f"the parameters agree, but the captured graph does not ({fingerprint[:12]} here, "
-                f"{self.fingerprint[:12]} planned): other example inputs or `dynamic` dims, another mode of the model, "
-                f"or other versions (planned with {versions}; this is torch {torch.__version__})"
+                f"{self.fingerprint[:12]} planned): other example inputs, `dynamic` dims or "
+                f"`unread_outputs`, another mode of the model, or other versions (planned with {versions}; this is "
+                f"torch {torch.__version__})"
             )
         if differences:
             listed = "".join(f"\n  - {difference}" for difference in differences)

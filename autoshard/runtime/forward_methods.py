@@ -158,8 +158,8 @@ class _MethodRuntime:
 def _method_target(target: Target, caller: type[nn.Module]) -> Target:
     """Return the target of the calls of a method, given that of the module.
 
-    Dynamic sizes hold for arguments of the same name. Placements by name are those of the inputs and outputs of
-    `forward`, and are left out.
+    Dynamic sizes hold for arguments of the same name. What is asked of inputs and outputs by name is of those
+    of `forward`, and is left out.
     """
     arguments = inspect.signature(caller.forward).parameters
     hints = target.hints
@@ -170,6 +170,7 @@ def _method_target(target: Target, caller: type[nn.Module]) -> Target:
     outputs = target.output_placements
     return replace(
         target,
+        options=replace(target.options, unread_outputs=()),
         hints=hints,
         input_placements={},
         output_placements=outputs if isinstance(outputs, str) else None,

@@ -56,6 +56,9 @@ class CallPlanner(Protocol):
     requested: Target
     target: Target
 
+    @property
+    def logits_room(self) -> float: ...
+
     def capture(
         self,
         args: tuple[Any, ...],
@@ -65,6 +68,7 @@ class CallPlanner(Protocol):
         tangents: Tangents,
         dynamic: bool,
         quiet: bool,
+        logits_room: float | None,
         placed: PlacementsByName | None,
         input_pins: PinsByName,
     ) -> Call: ...
@@ -72,6 +76,8 @@ class CallPlanner(Protocol):
     def check(self, call: Any) -> None: ...
 
     def plan(self, call: Any) -> ShardingPlan: ...
+
+    def form_of(self, call: Any, plan: ShardingPlan) -> Call: ...
 
     def apply(self, call: Any, plan: ShardingPlan, *, given: bool) -> PlannedGraph: ...
 
@@ -119,6 +125,7 @@ class ProgramMaker:
         self.hosted: tuple[str, ...] | None = None
         self._part = part
         self._later = later
+        self._logits_room: float | None = None
         self._sums = sums
         self._reduced: DeferredReduction = reduced
         self._seeds = Seeds(device_mesh, self.hosts)
@@ -154,6 +161,7 @@ class ProgramMaker:
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
             "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
             **{f"the option {name}": str(value) for name, value in wanted.items()},
+            "the option unread_outputs": str(tuple(options.unread_outputs)),
             "the option accumulate": str(options.accumulate),
             "the option compile": str(options.compile),
         }
@@ -176,13 +184,17 @@ class ProgramMaker:
             input_pins: the placements of inputs in the program, as far as they are known.
         """
         make_state_whole(self.module)
+        if self._logits_room is None:
+            # Devices and limits of other ranks may differ, and all capture one graph.
+            text = from_first_rank(self.device_mesh, lambda: str(self.planner.logits_room))
+            self._logits_room = float(text)
         captured = on_all_ranks(self.device_mesh, lambda: self._capture(call, input_pins))
         graph = captured.graph
         # Before planning: a module that alternates between two states would be planned at every change.
         program = self._program_of_equal_graph(graph, programs)
         if program is not None:
             return graph, program
-        plan = self._agree_on_plan(captured)
+        plan, captured = self._agree_on_plan(captured)
         planned = on_all_ranks(self.device_mesh, lambda: self.planner.apply(captured, plan, given=plan is self.plan))
         ranks = Ranks(self.device_mesh, torch.device(self.device_mesh.device_type), self._part, self._seeds)
         # Who differentiates more than the loss is given reduced gradients at once.
@@ -236,6 +248,7 @@ class ProgramMaker:
             tangents=call.tangents,
             dynamic=call.dynamic,
             quiet=not is_first_rank(self.device_mesh),
+            logits_room=self._logits_room,
             placed=self._current_placements(),
             input_pins=input_pins,
         )
@@ -258,8 +271,8 @@ class ProgramMaker:
                     current[name] = self.placed[name]
         return current
 
-    def _agree_on_plan(self, call: Call) -> ShardingPlan:
-        """Return the plan that the user gave, for the first call; else the first rank's."""
+    def _agree_on_plan(self, call: Call) -> tuple[ShardingPlan, Call]:
+        """Return the plan that the user gave, for the first call; else the first rank's; and the call in its form."""
         graph = call.graph
         held = {
             name: tuple(source.node.meta["val"].shape)
@@ -283,8 +296,9 @@ class ProgramMaker:
             text = from_first_rank(self.device_mesh, lambda: self.planner.plan(call).to_json())
             decided = ShardingPlan.from_json(text)
         # Errors are raised on all ranks together: a rank that failed alone would leave the others in a collective.
-        on_all_ranks(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
-        return decided
+        planned = on_all_ranks(self.device_mesh, lambda: self.planner.form_of(call, decided))
+        on_all_ranks(self.device_mesh, lambda: decided.check(self.mesh, planned.graph.fingerprint, held))
+        return decided, planned
 
     def _place(self, decided: ShardingPlan) -> None:
         whole = Spec.all_replicated(self.mesh.ndim).placements

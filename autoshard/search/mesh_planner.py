@@ -260,8 +260,7 @@ class MeshPlanner:
         # Without a limit, every rank of a pipeline may use the memory of its own devices.
         if request.own_memory:
             target = replace(target, settings=replace(target.settings, memory_limit=None))
-        # Stages keep their tensors on the device.
-        target = replace(target, settings=replace(target.settings, offload="none"))
+        target = target.in_pipeline
         plan = request.plan_pipeline(
             shape.mesh,
             replace(request.pipeline, axis=shape.axis, microbatches=microbatches, virtual=virtual),

@@ -217,7 +217,7 @@ def _remembering(candidate: MeshCandidate, request: Request, captures: PipelineC
     if isinstance(plan, PipelinePlan):
         if request.own_memory:
             target = replace(target, settings=replace(target.settings, memory_limit=None))
-        target = replace(target, settings=replace(target.settings, offload="none"))
+        target = target.in_pipeline
         target = replace(target, shares="auto" if plan.in_shares else None)
         pipeline = replace(request.pipeline, axis=plan.axis)
         return replace(candidate, plan=PipelineReplanner.of(captures, plan.mesh, pipeline, target).remember(plan))

@@ -93,12 +93,13 @@ def verify(
     target = Target.of(collected, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape, plan)
     planner = ModulePlanner(module, shape, target)
     with Float64Mode(), torch.autocast("cpu", enabled=False):
-        call = planner.capture(args, kwargs, grad=torch.is_grad_enabled())
+        call = planner.capture(args, kwargs, grad=torch.is_grad_enabled(), logits_room=planner.logits_room)
         _check_not_random(call.graph)
         if plan is None:
             plan = _plan_that_splits(planner, call)
         else:
             _check_plan(plan, shape, call.graph)
+        call = call.form_of(plan)
     with default_float64(), torch.autocast("cpu", enabled=False):
         return _Verification(module, args, kwargs, planner, call, plan).report(steps)
 

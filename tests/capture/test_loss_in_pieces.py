@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -200,15 +200,6 @@ def test_dynamic_sizes(loss: Callable[..., Tensor], dims: dict[int, str]) -> Non
     assert is_in_pieces(capture(Head(loss), (tokens_of(),), {}, devices=1, dynamic={"tokens": dims}))
 
 
-def peak(module: nn.Module, inputs: Mapping[str, Tensor], in_pieces: bool) -> tuple[int, float]:
-    """Bytes and seconds of the plan of a model on eight devices."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_in_pieces, "LARGE_LOGITS", 2**28 if in_pieces else 2**60)
-        patch.setattr(loss_operator, "LEAST_STEP", 1024)
-        plan = autoshard.plan(module, {"dp": 8}, (), inputs, cluster="h100", optimizer="adamw")
-    return plan.memory.peak, plan.step_seconds
-
-
 class Wide(nn.Module):
     """The head of Llama-3-8B behind one of its feed-forward layers, in bfloat16."""
 
@@ -224,11 +215,45 @@ class Wide(nn.Module):
         return functional.cross_entropy(logits.view(-1, 128256), labels.view(-1))
 
 
-def test_peak_of_a_wide_model_falls_for_little_time() -> None:
+def test_a_limit_decides_whether_a_wide_model_has_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         module = Wide().bfloat16()
         inputs = {name: torch.empty(16, 4096, dtype=torch.int64) for name in ("tokens", "labels")}
-    (less, longer), (more, shorter) = (peak(module, inputs, in_pieces) for in_pieces in (True, False))
+    monkeypatch.undo()
     logits = 2 * 4096 * 128256 * 4
-    assert less < more - 2 * logits
-    assert longer < 1.25 * shorter
+    options: dict[str, Any] = {"cluster": "h100", "optimizer": "adamw", "search": autoshard.Search(effort="fast")}
+    whole = autoshard.plan(module, {"dp": 8}, (), inputs, **options)
+    limit = whole.memory.peak - 2 * logits
+    pieces = autoshard.plan(module, {"dp": 8}, (), inputs, memory_limit=limit, **options)
+    assert not whole.is_in_pieces
+    assert pieces.is_in_pieces
+    assert pieces.memory.peak < limit
+    assert whole.step_seconds < pieces.step_seconds < 1.25 * whole.step_seconds
+    # A limit that costs less than to make logits twice leaves them whole.
+    assert not autoshard.plan(module, {"dp": 8}, (), inputs, memory_limit=whole.memory.peak - 1, **options).is_in_pieces
+
+
+class Narrow(nn.Module):
+    """A small model of a large vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2**15, 64)
+        self.head = nn.Linear(64, 2**15)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.table(tokens)).flatten(0, 1), tokens.flatten())
+
+
+def test_a_frontier_goes_from_losses_in_pieces_to_whole_logits() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_operator, "LEAST_STEP", 1024)
+        patch.setattr(loss_in_pieces, "FEW_LOGITS", 2**20)
+        with torch.device("meta"):
+            module = Narrow()
+            tokens = torch.empty(8, 4096, dtype=torch.int64)
+        plans = autoshard.frontier(module, {"dp": 2}, (tokens,), gaps=2, cluster="h100")
+    assert plans[0].is_in_pieces
+    assert not plans[-1].is_in_pieces
+    pieces = [plan.is_in_pieces for plan in plans]
+    assert pieces == sorted(pieces, reverse=True)

@@ -99,8 +99,10 @@ def test_plan_of_a_config(folder: Path) -> None:
     pytest.importorskip("transformers")
     (folder / "config.json").write_text(json.dumps(LLAMA))
     sizes = ["--batch", "4", "--seq", "16", "--mesh", "dp=2", "--output-placements", "planned"]
+    sizes += ["--unread-outputs", "logits"]
     assert main(["plan", f"hf:{folder}", *sizes, "--effort", "fast", "-o", "plan.json"]) == 0
     plan = ShardingPlan.load(folder / "plan.json")
+    assert set(plan.output_placements) == {"loss"}
     assert plan.shapes["model.layers.0.self_attn.q_proj.weight"] == (32, 32)
     assert set(plan.input_placements) == {"input_ids", "labels"}
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.capture import loss_in_pieces
+from autoshard.capture.joint import capture
 from autoshard.errors import BudgetError, InputError, MeshError, PlanError
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
@@ -122,7 +123,8 @@ def test_losses_are_in_pieces_where_plans_of_as_many_devices_have_them(monkeypat
     pieces = {count: "logit_statistics" in str(plan.to_json()) for count, plan in plans.items()}
     assert pieces == {1: True, 2: False}
     for count, plan in plans.items():
-        assert plan.fingerprint == autoshard.plan(module, {"x": count}, args, **options).fingerprint
+        assert plan.is_in_pieces == pieces[count]
+        assert plan.fingerprint == capture(module, args, {}, devices=count).fingerprint
 
 
 def test_it_prints_every_mesh_with_its_verdict(profile: SearchResult) -> None:

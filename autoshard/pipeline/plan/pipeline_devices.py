@@ -185,6 +185,7 @@ def check_pipeline_options(target: Target) -> None:
         "outputs": target.outputs != "global" and "outputs are put together of microbatches",
         "output_placements": target.output_placements not in (None, "auto")
         and "outputs are put together of microbatches",
+        "unread_outputs": target.options.unread_outputs and "its stages make all outputs",
     }
     for name, why in refused.items():
         if why:

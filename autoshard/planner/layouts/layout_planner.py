@@ -40,7 +40,7 @@ def plan_no_slower_than_layouts(call: CapturedCall, planner: Planner, target: Ta
         BudgetError: no plan that was found fits the memory limit, nor does a standard layout.
     """
     try:
-        plan = run_planner(planner, call.seconds, target)
+        plan = run_planner(planner, call.seconds, target, explained=call.is_explained)
     except BudgetError:
         layout = _fastest_layout(call, planner, target)
         if layout is None:

@@ -14,6 +14,7 @@ import autoshard
 from autoshard.capture import loss_in_pieces, loss_operator
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
+from autoshard.planner.module_planner import ModulePlanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from tests.patterns.units.unit_models import llama, plan_with, worst_error
 from tests.training import TOLERANCE
@@ -104,6 +105,7 @@ def test_loss_in_pieces_is_that_of_one_device(
     mesh: dict[str, int], factor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_in_pieces, "LARGE_LOGITS", 1)
+    monkeypatch.setattr(ModulePlanner, "logits_room", 0.0)
     monkeypatch.setattr(loss_operator, "LEAST_STEP", 8)
     plan = plan_with(loss_alone, mesh, "logit_statistics", factor)
     strategies = [choice.strategy for choice in plan.choices if "logit_statistics" in choice.node]

@@ -1,0 +1,57 @@
+"""The plan of a call whose loss may have whole logits, or be computed in pieces (`capture/loss_in_pieces.py`).
+
+Pieces make logits twice, so that whole ones are faster wherever memory is free. They are planned first. A plan of
+pieces is made where no whole logits fit, or where a limit slows these down by more than to make logits twice takes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from autoshard.errors import BudgetError
+from autoshard.planner.planning import CapturedCall
+from autoshard.planner.shares import plan_shares
+from autoshard.plans.sharding_plan import ShardingPlan
+
+_LEAST_TIME = 0.25
+"""Part of the time limit that the second search has, however long the first one took."""
+
+
+def plan_losses(call: CapturedCall) -> ShardingPlan:
+    """Return the faster one of the plans of a call with whole logits, and with its losses in pieces.
+
+    Without a memory limit, the one that fits into a device.
+
+    Raises:
+        AutoshardError: as for `autoshard.plan`.
+    """
+    if call.capture_other is None or call.is_in_pieces:
+        return plan_shares(call)
+    start, limit = time.monotonic(), call.target.settings.time_limit
+    try:
+        # What would help is asked of pieces, if these do not fit either.
+        whole = plan_shares(replace(call, is_explained=False))
+    except BudgetError:
+        return plan_shares(_other_form(call, start + limit))
+    room = call.target.settings.memory_limit or call.target.cluster.device.memory
+    fits = whole.memory.peak <= room
+    if call.was_interrupted or (fits and whole.step_seconds <= call.unlimited_seconds + _seconds_twice(call)):
+        return whole
+    try:
+        pieces = plan_shares(replace(_other_form(call, start + limit), is_explained=False))
+    except BudgetError:
+        return whole
+    return min((whole, pieces), key=lambda plan: (max(plan.memory.peak, room), plan.step_seconds))
+
+
+def _other_form(call: CapturedCall, deadline: float) -> CapturedCall:
+    """Return the call in its other form, planned in the time that is left, or a part of the limit at least."""
+    call.other_form.deadline = max(deadline, time.monotonic() + _LEAST_TIME * call.target.settings.time_limit)
+    return call.other_form
+
+
+def _seconds_twice(call: CapturedCall) -> float:
+    """Return the least seconds that it takes every device to make its part of the logits once more."""
+    device = call.target.cluster.device
+    return sum(flops / device.peak(dtype) for dtype, flops in call.graph.twice_in_pieces.items()) / call.mesh.size
