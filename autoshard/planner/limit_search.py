@@ -44,7 +44,8 @@ _LEVELS = 30  # prices between these
 _FORCED_LEVELS = 10  # levels on which ever more parameters are forced to be sharded
 _MIXES = 3  # pairs of plans that are mixed, at most
 _MAX_COUNTS = 5  # numbers of operators that are tried of a pair, at most
-_NEAR = 12  # plans next to the limit that are recombined; with 6, Mixtral's least step is 0.6 % longer, with 16 none is shorter
+# With 6, the least step of Mixtral is 0.6 % longer; with 16, none is shorter.
+_NEAR = 12  # plans next to the limit that are recombined
 _RECOMBINED = 4  # plans made of them, at most
 _UNLIKE = 0.1  # part of the limit by which what a plan holds may differ from what was foreseen
 _FULL = 3e-3  # part of the limit by which a plan may stay below it
