@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch.distributed.tensor import Replicate
@@ -14,6 +15,8 @@ from autoshard.capture.loss_in_pieces import returns_large_logits
 from autoshard.capture.offloading import offload_values, values_of_modules
 from autoshard.capture.recomputation import captured_step, graph_of_plan, recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
+from autoshard.memory.footprint import Memory
+from autoshard.options.target import Settings
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planning_context import PlanningContext
@@ -55,6 +58,20 @@ def solve_with_memory_rows(planner: PlanningContext, limit: int) -> CandidatePla
     return None
 
 
+class Remedy(NamedTuple):
+    """A change that makes the peak smaller.
+
+    Attributes:
+        change: what to do.
+        what: what needs the bytes of `peak`, with the verb.
+        peak: the peak that was seen with the change; None if it was not tried.
+    """
+
+    change: str
+    what: str = ""
+    peak: float | None = None
+
+
 class ShortfallError(BudgetError):
     """No plan of one graph fits a limit; the remedies are not known yet, since finding them takes long.
 
@@ -72,10 +89,16 @@ class ShortfallError(BudgetError):
         super().__init__(self._message(()), self._least.peak)
 
     def with_remedies(self) -> BudgetError:
-        """Return the error that also names the remedies, each tried once."""
+        """Return the error that also names the remedies, each tried once; those that are enough come first."""
         # If time is up, so is the time for remedies.
-        remedies = () if self._late else tuple(self._find_remedies())
-        return BudgetError(self._message(remedies), self._least.peak)
+        remedies = () if self._late else sorted(self._find_remedies(), key=lambda each: (each.peak or 0) > self._limit)
+        return BudgetError(self._message([self._text_of(each) for each in remedies]), self._least.peak)
+
+    def _text_of(self, remedy: Remedy) -> str:
+        if remedy.peak is None:
+            return remedy.change
+        short = ", still more than the limit" if remedy.peak > self._limit else ""
+        return f"{remedy.change} ({remedy.what} {format_bytes(remedy.peak)}{short})"
 
     def _message(self, remedies: Sequence[str]) -> str:
         planner, least = self._planner, self._least
@@ -95,8 +118,8 @@ class ShortfallError(BudgetError):
             f"is {format_bytes(least.peak)}, {where} ({parts}). {advice}.{shortened}"
         )
 
-    def _find_remedies(self) -> Iterator[str]:
-        """Return texts of changes that make the peak smaller, with the peaks that they were seen to lead to."""
+    def _find_remedies(self) -> Iterator[Remedy]:
+        """Return the changes that make the peak smaller."""
         planner, leanest, least = self._planner, self._leanest, self._least.peak
         # Remedies are tried with memory priced where the leanest plan holds most: a whole search for each would take
         # long.
@@ -108,40 +131,50 @@ class ShortfallError(BudgetError):
         if pinned:
             free = {name: pins for name, pins in constraints.pinned.items() if name not in pinned}
             unpinned = replace(constraints, pinned=free, forced=frozenset(parameters))
-            peak = _smallest_peak(planner, unpinned, prices)
+            peak = _peak_of(_smallest_memory(planner, unpinned, prices))
             if peak < least:
                 others = f" and {len(pinned) - 1} more" if len(pinned) > 1 else ""
-                yield f"drop the hints (without that on {pinned[0]}{others}, {format_bytes(peak)} are enough)"
+                yield Remedy("drop the hints", f"without that on {pinned[0]}{others}, a plan needs", peak)
         scalars = (node.meta["val"].ndim == 0 for node in planner.graph.tensor_outputs.values())
         if not (constraints.planned_outputs or constraints.outputs or constraints.row_axes or all(scalars)):
-            peak = _smallest_peak(planner, replace(constraints, planned_outputs=True), prices)
+            peak = _peak_of(_smallest_memory(planner, replace(constraints, planned_outputs=True), prices))
             if peak < least:
-                yield f'leave outputs in shards (output_placements="planned" needs {format_bytes(peak)})'
+                yield Remedy("leave outputs in shards", 'output_placements="planned" needs', peak)
         if returns_large_logits(planner.graph.graph, planner.graph.tensor_outputs.values(), planner.mesh.size):
-            yield 'leave out logits that are not read (unread_outputs=("logits",): the loss is then computed in pieces)'
+            yield Remedy(
+                'leave out logits that are not read (unread_outputs=("logits",): the loss is then computed in pieces)'
+            )
         if planner.graph.kept:
             graph = _without_kept_values(planner)
-            peak = _changed_peak(planner, graph, constraints)
+            peak = _peak_of(_changed_memory(planner, graph, constraints))
             if peak < least:
                 asked = [*dict.fromkeys(planner.graph.kept.values())]
                 more = f" and {len(asked) - 1} more" if len(asked) > 1 else ""
-                yield f"drop {asked[0]}{more} (without that, {format_bytes(peak)} are enough)"
+                yield Remedy(f"drop {asked[0]}{more}", "without that, a plan needs", peak)
         if planner.settings.recompute == "none":
             layers = recomputable(planner.graph)
             graph = recompute_layers(planner.graph, [layer.name for layer in layers])
-            peak = _changed_peak(planner, graph, constraints) if layers else float("inf")
+            peak = _peak_of(_changed_memory(planner, graph, constraints) if layers else None)
             if peak < least:
-                yield f'allow recomputation (recompute="full" needs {format_bytes(peak)})'
+                yield Remedy("allow recomputation", 'recompute="full" needs', peak)
         if planner.settings.offload == "none" and planner.graph.gradients:
             graph = offload_values(planner.graph, _movable(planner.graph))
-            peak = _changed_peak(planner, graph, constraints)
+            peak = _peak_of(_changed_memory(planner, graph, constraints))
             if peak < least:
-                yield f'move tensors to the host (offload="auto" needs {format_bytes(peak)} or less)'
+                yield Remedy("move tensors to the host", 'offload="auto" needs', peak)
         if planner.settings.offload_optimizer == "none" and planner.graph.gradients:
             hosted = frozenset(source.name for source in planner.graph.parameters)
-            peak = _smallest_peak(planner, replace(constraints, hosted=hosted), prices)
+            peak = _peak_of(_smallest_memory(planner, replace(constraints, hosted=hosted), prices))
             if peak < least:
-                yield f'keep optimizer state on the host (offload_optimizer="all" needs {format_bytes(peak)})'
+                yield Remedy("keep optimizer state on the host", 'offload_optimizer="all" needs', peak)
+        room = planner.settings.host_memory
+        if planner.settings.offload == "auto" and room is not None:
+            graph = offload_values(planner.graph, _movable(planner.graph))
+            roomy = replace(planner.settings, host_memory=None)
+            memory = _changed_memory(planner, graph, constraints, roomy)
+            if memory is not None and memory.host > room and memory.peak < least:
+                has = f"raise host_memory, which is {format_bytes(room)}"
+                yield Remedy(has, f"with {format_bytes(memory.host)}, a plan needs", memory.peak)
         mesh = planner.mesh
         longest = max(range(mesh.ndim), key=lambda axis: mesh.sizes[axis])
         sizes = [size * 2 if axis == longest else size for axis, size in enumerate(mesh.sizes)]
@@ -150,11 +183,11 @@ class ShortfallError(BudgetError):
         if (planner.cluster.count is not None and mesh.size > planner.cluster.count) or not _pins_fit(
             planner, constraints, mesh
         ):
-            yield "add devices"
+            yield Remedy("add devices")
             return
         larger = type(planner)(planner.graph, mesh, planner.cluster, constraints, planner.settings)
-        peak = _smallest_peak(larger, constraints, prices)
-        yield f"add devices ({mesh} needs {format_bytes(peak)})" if peak < least else "add devices"
+        peak = _peak_of(_smallest_memory(larger, constraints, prices))
+        yield Remedy("add devices", f"{mesh} needs", peak) if peak < least else Remedy("add devices")
 
 
 def _without_kept_values(planner: PlanningContext) -> JointGraph:
@@ -174,25 +207,30 @@ def _movable(graph: JointGraph) -> tuple[str, ...]:
     return values_of_modules(graph, graph.graph.nodes)
 
 
-def _changed_peak(planner: PlanningContext, graph: JointGraph, constraints: Constraints) -> float:
-    """Return the peak of a changed graph, with memory priced where its fastest plan holds most."""
-    changed = type(planner)(graph, planner.mesh, planner.cluster, planner.constraints, planner.settings)
+def _changed_memory(
+    planner: PlanningContext, graph: JointGraph, constraints: Constraints, settings: Settings | None = None
+) -> Memory | None:
+    """Return the memory of a changed graph, priced where its fastest plan holds most; None if there is no plan."""
+    changed = type(planner)(graph, planner.mesh, planner.cluster, planner.constraints, settings or planner.settings)
     changed.deadline = planner.deadline
     try:
         fastest = changed.solve(changed.constraints)
     except AutoshardError:
-        return float("inf")
-    peak = fastest.memory.peak
-    prices = memory_prices(peak_weights(fastest.held_bytes), MEMORY_ONLY, fastest.cost, peak)
-    return min(peak, _smallest_peak(changed, constraints, prices))
+        return None
+    prices = memory_prices(peak_weights(fastest.held_bytes), MEMORY_ONLY, fastest.cost, fastest.memory.peak)
+    return min(fastest.memory, _smallest_memory(changed, constraints, prices) or fastest.memory, key=_peak_of)
 
 
-def _smallest_peak(planner: PlanningContext, constraints: Constraints, prices: np.ndarray) -> float:
-    """Return the peak of the plan at prices at which memory alone counts; infinite if there is no plan."""
+def _smallest_memory(planner: PlanningContext, constraints: Constraints, prices: np.ndarray) -> Memory | None:
+    """Return the memory of the plan at prices at which memory alone counts; None if there is no plan."""
     try:
-        return planner.solve(constraints, prices=prices).memory.peak
+        return planner.solve(constraints, prices=prices).memory
     except AutoshardError:
-        return float("inf")
+        return None
+
+
+def _peak_of(memory: Memory | None) -> float:
+    return math.inf if memory is None else memory.peak
 
 
 def _pins_fit(planner: PlanningContext, constraints: Constraints, mesh: MeshShape) -> bool:

@@ -93,7 +93,7 @@ def _said(recompute: str) -> str:
 
 
 def test_recomputation_is_named_with_a_limit_that_it_keeps() -> None:
-    said = re.search(r'allow recomputation \(recompute="full" needs ([^)]+)\)', _said("none"))
+    said = re.search(r'allow recomputation \(recompute="full" needs ([^,)]+)', _said("none"))
     assert said is not None
     limit = int(1.05 * parse_bytes(said[1]))  # one decimal is said
     graph = joint_graph("gpt", layers=2, batch=32)
@@ -113,12 +113,38 @@ def test_outputs_are_named_with_a_limit_that_they_keep_in_shards() -> None:
 
     error = error_of(1000, None)
     assert re.search(r"\(.*\boutputs [\d.]+ [KM]iB.*\)", error)
-    said = re.search(r'leave outputs in shards \(output_placements="planned" needs ([^)]+)\)', error)
+    said = re.search(r'leave outputs in shards \(output_placements="planned" needs ([^,)]+)', error)
     assert said is not None
     limit = int(1.05 * parse_bytes(said[1]))  # one decimal is said
     plan = autoshard.plan(model, {"x": 2}, (), inputs, memory_limit=limit, output_placements="planned", **options)
     assert plan.memory.peak <= limit
     assert "leave outputs" not in error_of(1000, "planned")
+
+
+def test_remedies_that_are_not_enough_say_so_and_come_last() -> None:
+    graph = joint_graph("gpt", layers=2, batch=32)
+
+    def error_of(limit: int) -> BudgetError:
+        with pytest.raises(BudgetError) as caught:
+            plan_with_recompute(planner_of(graph, {"x": 2}, memory_limit=limit, recompute="none"))
+        return caught.value
+
+    error = error_of(1000)
+    assert "still more than the limit)" in str(error)
+    assert error.peak is not None
+    enough, _, short = str(error_of(round(0.95 * error.peak))).partition("still more")
+    assert 'recompute="full" needs' in enough
+    assert 'recompute="full" needs' not in short
+
+
+def test_a_host_that_is_full_is_named() -> None:
+    graph = joint_graph("gpt", layers=2, batch=32)
+    options: dict[str, Any] = {"memory_limit": 1000, "recompute": "none", "offload": "auto"}
+    with pytest.raises(BudgetError, match=r"raise host_memory, which is 100\.0 KiB \(with .* a plan needs .*\)"):
+        plan_with_recompute(planner_of(graph, {"x": 2}, host_memory=100 * 1024, **options))
+    with pytest.raises(BudgetError) as caught:
+        plan_with_recompute(planner_of(graph, {"x": 2}, host_memory=2**40, **options))
+    assert "host_memory" not in str(caught.value)
 
 
 @pytest.mark.parametrize("recompute", ["auto", "full"])
