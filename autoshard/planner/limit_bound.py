@@ -13,6 +13,8 @@ from autoshard.planner.memory_prices import mix_prices
 from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_by_messages
+from autoshard.solver.reduced_problem import ReducedProblem
+from autoshard.solver.solver_budget import Budget
 
 _ROUNDS = 8  # prices at which the bound is computed, at most
 _ENOUGH = 1e-3  # part of the cost by which another plan has to make the best mix, and so the bound, better
@@ -53,9 +55,10 @@ def bound_within(
             built = builder.build(axes, None, prices, None, "all")
             tiling = context.tiling(built) if is_large(built.problem) else None
         with context.time_phase("solve"):
-            options = SolveOptions("auto", context.deadline, priced=not closely)
-            result = solve_by_messages(built.problem, built.program_positions, tiling, options)
-        if result.interrupted:
+            options = SolveOptions("auto", Budget(context.deadline), priced=not closely)
+            whole = ReducedProblem.of(built.problem, built.program_positions)
+            result = solve_by_messages(whole, whole if tiling is None else tiling.tie(whole), options)
+        if options.budget.interrupted:
             raise KeyboardInterrupt
         return built, result
 

@@ -30,6 +30,7 @@ from autoshard.planner.solve_request import BlockSolution, SolveRequest
 from autoshard.planner.solving import CLOSE, SolveOptions, is_large
 from autoshard.planner.tiling import Tiling
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
+from autoshard.solver.solver_budget import Budget
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
 _MAX_SOLVES = 4  # problems solved for one kind of collectives, at prices below 1
@@ -310,18 +311,19 @@ class MultiAxisSolver:
         # To find all exact prices of a small problem is quicker than to learn the used ones.
         if not is_large(lazy_costs.built.problem):
             return planner.solve_block(request, axes, None)
-        options = SolveOptions(
-            "auto", planner.deadline, proof=request.discount is None, work_limit=request.work, report=planner.report
-        )
+        budget, proof = Budget(planner.deadline), request.discount is None
+        options = SolveOptions("auto", budget, proof=proof, work_limit=request.work, report=planner.report)
         with planner.time_phase("solve"):
             solver = LazySolver(lazy_costs, planner.resharder, tiling, options, request.discount)
             result = solver.run()
             self._lazy = constraints, solver.lazy_costs, tiling
+        if not result.assignment and budget.interrupted:
+            raise KeyboardInterrupt
         if not result.assignment:
             return None
         built = solver.lazy_costs.built
         decisions, cost = built.decode(result.assignment), built.problem.cost(result.assignment)
-        return BlockSolution(decisions, result.cost, cost, result.lower_bound, result.method, result.interrupted)
+        return BlockSolution(decisions, result.cost, cost, result.lower_bound, result.method, budget.interrupted)
 
     @cached_property
     def _is_listable(self) -> bool:
