@@ -7,13 +7,9 @@ the moments at which the memory limit can bind.
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,9 +99,6 @@ def blend(parts: Iterable[Part]) -> Blend:
 
 
 IntArray = npt.NDArray[np.int64]
-
-_FORBIDDEN = 10**18
-"""Infinity in the files of the contest."""
 
 _ROUNDING = 1e-12
 """Relative slack of the limit: sums of bytes are floats, and a sum equal to the limit must pass."""
@@ -230,57 +223,6 @@ class Problem:
         """Return True if an assignment uses nothing forbidden and is within the limit."""
         return bool(np.isfinite(self.cost(assignment))) and self.within_limit(self.peak(assignment))
 
-    @classmethod
-    def load(cls, path: str | Path) -> Problem:
-        """Read a problem in the JSON format of the IOPDDL contest, gzipped if the name ends in `.gz`.
-
-        Costs of 10**18 and more become `np.inf`. An optional "components" beside the contest's fields is read too.
-
-        Raises:
-            SolverError: the file is no JSON, or fields are missing or do not fit each other.
-            OSError: the file can't be read.
-        """
-        path = Path(path)
-        try:
-            raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            document = json.loads(raw)
-        except (ValueError, EOFError, gzip.BadGzipFile) as error:
-            raise SolverError(f"{path} is not a JSON file, or was cut short") from error
-        try:
-            return _parse_problem(document["problem"])
-        except SolverError as error:
-            raise SolverError(f"{path}: {error}") from error
-        except KeyError as error:
-            raise SolverError(f"{path} is not a problem in the contest's format: it lacks {error.args[0]!r}") from error
-        except (TypeError, ValueError, IndexError) as error:
-            raise SolverError(
-                f"{path} is not a problem in the contest's format: a field is of another type, or lists do not fit"
-            ) from error
-
-    def save(self, path: str | Path) -> None:
-        """Write the problem in the same format; `load` reads an equal problem back, shared tables included."""
-        path = Path(path)
-        usages = self.usages or tuple(np.zeros(len(vector)) for vector in self.costs)
-        body: dict[str, Any] = {
-            "name": path.name.split(".")[0],
-            "nodes": {
-                "intervals": [list(map(int, life)) for life in self.intervals or ((0, 0),) * self.size],
-                "costs": [_numbers(vector) for vector in self.costs],
-                "usages": [_numbers(usage) for usage in usages],
-            },
-            "edges": {
-                "nodes": [[edge.source, edge.target] for edge in self.edges],
-                "costs": [_numbers(edge.costs.ravel()) for edge in self.edges],
-            },
-        }
-        if self.limit is not None:
-            body["usage_limit"] = _number(self.limit)
-        if self.components is not None:
-            body["components"] = [labels.tolist() for labels in self.components]
-        text = json.dumps({"problem": body}, separators=(",", ":"), allow_nan=False).encode()
-        # A fixed time stamp makes equal problems equal files.
-        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
-
     def _check(self, assignment: Sequence[int]) -> None:
         if len(assignment) != self.size:
             raise SolverError(
@@ -385,60 +327,6 @@ def _check_components(problem: Problem) -> None:
     for node, (labels, vector) in enumerate(zip(problem.components, problem.costs, strict=True)):
         if len(labels) != len(vector):
             raise SolverError(f"components[{node}] labels {len(labels)} strategies, the node has {len(vector)}")
-
-
-def _parse_problem(body: dict[str, Any]) -> Problem:
-    nodes, edges = body["nodes"], body["edges"]
-    costs = tuple(_costs(vector) for vector in nodes["costs"])
-    limit = body.get("usage_limit")
-    components = body.get("components")
-    # The format repeats the table of every edge. The solver's caches work on identities, so equal tables become one
-    # object.
-    shared = _shared_table_reader()
-    if len(edges["nodes"]) != len(edges["costs"]):
-        raise SolverError(f"{len(edges['nodes'])} edges but {len(edges['costs'])} edge tables")
-    return Problem(
-        costs=costs,
-        edges=tuple(
-            Edge(source, target, shared(table, (len(costs[source]), len(costs[target]))))
-            for (source, target), table in zip(edges["nodes"], edges["costs"], strict=True)
-        ),
-        usages=tuple(np.array(usage, dtype=np.float64) for usage in nodes["usages"]),
-        intervals=tuple((int(low), int(high)) for low, high in nodes["intervals"]),
-        limit=None if limit is None else float(limit),
-        components=None if components is None else tuple(np.array(labels, dtype=np.int64) for labels in components),
-    )
-
-
-def _shared_table_reader() -> Callable[[list[float], tuple[int, int]], Array]:
-    """Return a reader of edge tables that returns one array for all equal tables."""
-    tables: dict[tuple[bytes, tuple[int, int]], Array] = {}
-
-    def read(values: list[float], shape: tuple[int, int]) -> Array:
-        table = _costs(values)
-        if table.size != shape[0] * shape[1]:
-            raise SolverError(f"an edge table has {table.size} entries, its nodes need {shape[0]} x {shape[1]}")
-        return tables.setdefault((table.tobytes(), shape), table.reshape(shape))
-
-    return read
-
-
-def _costs(values: list[float]) -> Array:
-    vector = np.array(values, dtype=np.float64)
-    # As infinity, forbidden costs survive sums; 10**18 plus 10**18 would be a number like any other.
-    vector[vector >= _FORBIDDEN] = np.inf
-    return vector
-
-
-def _numbers(values: Array) -> list[float]:
-    return [_number(value) for value in values.tolist()]
-
-
-def _number(value: float) -> float:
-    """Return integers as integers and infinity as `_FORBIDDEN`, as the contest writes them."""
-    if np.isinf(value):
-        return _FORBIDDEN
-    return int(value) if float(value).is_integer() else float(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,8 +18,6 @@ from autoshard.solver.problem import Moments, Problem, SolverError
 from autoshard.solver.solver_budget import Budget
 
 METHODS = ("auto", "eliminate", "alternate", "ilp")
-
-_log = logging.getLogger(__name__)
 
 _ROUNDING_ITERATIONS = 30
 """Iterations of the relaxation if only its rounded assignment is needed."""
@@ -80,7 +77,6 @@ def solve(
     work_limit: int | None = None,
     gap: float = 0.0,
     seed: int = 0,
-    verbose: bool = False,
     progress: Callable[[SolverProgress], object] | None = None,
     start: Sequence[int] | None = None,
 ) -> Solution:
@@ -101,7 +97,6 @@ def solve(
             for a proof.
         seed: of the random numbers. The same problem and seed give the same solution, unless the time limit ends the
             search.
-        verbose: True to log progress at INFO level.
         progress: called with the best cost and the bound when they move.
         start: a known assignment of finite cost. If no memory limit binds, "auto" and "alternate" improve it instead of
             searching for one of their own; a good one makes the proof shorter. It has no other effect.
@@ -123,15 +118,8 @@ def solve(
     initial = NO_ASSIGNMENT if start is None else ScoredAssignment(tuple(start), problem.cost(start))
     if initial.choices and not np.isfinite(initial.cost):
         raise SolverError("start uses a forbidden strategy or pair; give an assignment of finite cost, or None")
-
-    def report_progress(moment: SolverProgress) -> None:
-        if verbose:
-            _log.info("%s: cost %.9g, lower bound %.9g", moment.phase, moment.cost, moment.lower_bound)
-        if progress is not None:
-            progress(moment)
-
     budget = Budget.of_seconds(time_limit, work_limit=work_limit, gap=gap)
-    incumbent = Incumbent(budget, report_progress)
+    incumbent = Incumbent(budget, progress)
     with budget.interruptible():
         task = _SolveState(problem, incumbent, seed, initial)
         outcome = (
