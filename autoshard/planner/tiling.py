@@ -18,7 +18,7 @@ from autoshard.capture.recomputation import repeated_modules
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.planner.planning_problem import BuiltProblem, Variable
 from autoshard.solver import Edge, Problem
-from autoshard.solver.problem import AnyEdge, Array, Blend, BlendedEdge
+from autoshard.solver.problem import Array, Blend
 from autoshard.solver.reduced_problem import ReducedProblem
 
 _MIN_LAYERS = 5  # the fewest layers of one kind that are tied; the first and the last of them stay free
@@ -109,7 +109,7 @@ class Tiling:
             for factor, table in edge.parts:
                 arrays[id(table)] = table
                 counts[id(table)] = counts.get(id(table), 0.0) + factor
-            if isinstance(edge, BlendedEdge):
+            if isinstance(edge.table, Blend):
                 blended.add(pair)
         # Equal sums are one object, so that the solver looks at them once.
         sums: dict[tuple[object, ...], Array] = {}
@@ -123,14 +123,14 @@ class Tiling:
                 sums[key] = parts[0][1] if single else np.asarray(sum(times * part for times, part in parts))
             return sums[key]
 
-        def join_edges(pair: tuple[int, int], counts: Mapping[int, float]) -> AnyEdge:
+        def join_edges(pair: tuple[int, int], counts: Mapping[int, float]) -> Edge:
             # A multiple of one table is a blend: the product would be one more large array.
             if pair not in blended and (len(counts) > 1 or 1.0 in counts.values()):
                 return Edge(*pair, sum_arrays(counts))
             key = tuple(counts.items())
             if key not in blends:
                 blends[key] = Blend(tuple((times, arrays[array]) for array, times in key))
-            return BlendedEdge(*pair, blends[key])
+            return Edge(*pair, blends[key])
 
         return Problem(
             costs=tuple(

@@ -86,6 +86,8 @@ class Ascent(ABC):
             progress: called with the least cost and the highest bound so far, now and then.
         """
         gaps: list[float] = []
+        # Progress is judged by what this run finds: an earlier choice that was better would end it too soon.
+        found = inf
         for number in range(1, iterations + 1):
             target = min(upper, self.cost)
             is_closed = self.bound >= target - max(close, _CLOSED) * abs(target)
@@ -96,16 +98,17 @@ class Ascent(ABC):
             # The first rounded choices are seldom better than a known one.
             early = isfinite(upper) and number < self._period
             if not early and ((number - 1) % self._period == 0 or number == iterations):
-                self._round()
+                found = min(found, self._round())
                 if progress is not None:
                     progress(self.cost, self.bound)
-            gaps.append(min(upper, self.cost) - self.bound)
+            gaps.append(min(upper, found) - self.bound)
             if len(gaps) > patience and gaps[-1] > (1.0 - _MIN_PROGRESS) * gaps[-1 - patience]:
                 break
         return self
 
-    def _round(self) -> None:
+    def _round(self) -> float:
         places = self.chains.round()
         cost = self._evaluate(places)
         if cost < self.cost:
             self.cost, self.best = cost, places
+        return cost

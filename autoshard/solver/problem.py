@@ -1,8 +1,8 @@
 """The problem that the solver takes, in the terms of the public IOPDDL contest.
 
-Equal layers of a step share the tables of their edges, each at prices of its own: a `BlendedEdge` has a weighted sum of
-tables. Message passing adds up the parts while it reads them; the sum is computed only for other users. `Moments` are
-the moments at which the memory limit can bind.
+Equal layers of a step share the tables of their edges, each at prices of its own: a `Blend` is a weighted sum of
+tables. Message passing adds up the parts while it reads them; the sum is computed only for other users. `Moments`
+are the moments at which the memory limit can bind.
 """
 
 from __future__ import annotations
@@ -32,59 +32,14 @@ class Blend:
     parts: tuple[Part, ...]
 
     @cached_property
-    def table(self) -> Array:
+    def costs(self) -> Array:
         """The sum."""
         return np.asarray(sum(factor * table for factor, table in self.parts))
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Numbers of rows and columns."""
-        rows, columns = self.parts[0][1].shape
-        return rows, columns
-
-    @property
-    def diagonal(self) -> Array:
-        """The costs of equal strategies at both ends."""
-        # Of each part: the sum of the whole tables may never be needed.
-        return np.asarray(sum(factor * np.diagonal(table) for factor, table in self.parts))
-
-    def at(self, row: int, column: int) -> float:
-        """Return the cost of a pair of strategies."""
-        return float(sum(factor * table[row, column] for factor, table in self.parts))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlendedEdge:
-    """Costs of pairs of strategies of two nodes, as a weighted sum.
-
-    Attributes:
-        source: index of the node of the rows.
-        target: index of the node of the columns, another node.
-        blend: the table. Edges with equal costs should share one object.
-    """
-
-    source: int
-    target: int
-    blend: Blend
-
-    @property
-    def costs(self) -> Array:
-        """The sum, computed once."""
-        return self.blend.table
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Numbers of strategies of source and target."""
-        return self.blend.shape
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The tables and their factors."""
-        return self.blend.parts
-
-    def at(self, row: int, column: int) -> float:
-        """Return the cost of a pair of strategies."""
-        return self.blend.at(row, column)
+        return self.parts[0][1].shape
 
 
 def blend(parts: Iterable[Part]) -> Blend:
@@ -115,30 +70,34 @@ class Edge:
     Attributes:
         source: index of the node of the rows.
         target: index of the node of the columns, another node.
-        costs: table [strategies of source, strategies of target]; `np.inf` forbids a pair. Edges with equal costs may
-            (and should) share one array object: work is done once per object.
+        table: costs [strategies of source, strategies of target], whole or as a sum; `np.inf` forbids a pair. Edges
+            with equal costs may (and should) share one object: work is done once per object.
     """
 
     source: int
     target: int
-    costs: Array
+    table: Array | Blend
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def costs(self) -> Array:
+        """The whole table; a sum is computed once."""
+        return self.table.costs if isinstance(self.table, Blend) else self.table
+
+    @property
+    def shape(self) -> tuple[int, ...]:
         """Numbers of strategies of source and target."""
-        return self.costs.shape
+        return self.table.shape
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The table with factor 1, as `BlendedEdge` has its parts."""
-        return ((1.0, self.costs),)
+        """The tables whose sum the costs are, and their factors."""
+        return self.table.parts if isinstance(self.table, Blend) else ((1.0, self.table),)
 
     def at(self, row: int, column: int) -> float:
         """Return the cost of a pair of strategies."""
-        return float(self.costs[row, column])
-
-
-AnyEdge = Edge | BlendedEdge
+        if isinstance(self.table, Blend):
+            return float(sum(factor * table[row, column] for factor, table in self.table.parts))
+        return float(self.table[row, column])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +118,7 @@ class Problem:
     """
 
     costs: tuple[Array, ...]
-    edges: tuple[AnyEdge, ...] = ()
+    edges: tuple[Edge, ...] = ()
     usages: tuple[Array, ...] | None = None
     intervals: tuple[tuple[int, int], ...] | None = None
     limit: float | None = None
@@ -203,17 +162,7 @@ class Problem:
         if self.usages is None or self.intervals is None or not self.costs:
             return 0.0
         chosen = np.array([usage[choice] for usage, choice in zip(self.usages, assignment, strict=True)])
-        lives = np.array(self.intervals, dtype=np.int64).reshape(-1, 2)
-        live = lives[:, 0] < lives[:, 1]
-        # Moments are numbers of steps, as far apart as the caller likes: only those at which something begins or ends
-        # count.
-        moments, places = np.unique(lives[live], return_inverse=True)
-        places = places.reshape(-1, 2)
-        change = np.zeros(len(moments))
-        # The sum over live nodes changes only where a life begins or ends.
-        np.add.at(change, places[:, 0], chosen[live])
-        np.subtract.at(change, places[:, 1], chosen[live])
-        return max(0.0, float(np.cumsum(change).max(initial=0.0)))
+        return float(Moments.of(self).loads(chosen).max(initial=0.0))
 
     def within_limit(self, peak: float) -> bool:
         """Return True if a peak in bytes is within the limit, up to the rounding of float sums."""
@@ -235,19 +184,19 @@ class Problem:
                 )
 
 
-def _convert_tables(edges: tuple[AnyEdge, ...]) -> tuple[AnyEdge, ...]:
+def _convert_tables(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
     """Return edges with float64 tables; a table shared by many edges is converted once and stays shared."""
     # By identity, not by content: comparing tables of a long stack of layers would cost more than the solve of one.
     tables: dict[int, Array] = {}
-    result: list[AnyEdge] = []
+    result: list[Edge] = []
     for edge in edges:
-        if isinstance(edge, BlendedEdge):
+        if isinstance(edge.table, Blend):
             result.append(edge)
             continue
-        table = tables.get(id(edge.costs))
+        table = tables.get(id(edge.table))
         if table is None:
-            table = tables[id(edge.costs)] = np.asarray(edge.costs, dtype=np.float64)
-        result.append(edge if table is edge.costs else Edge(edge.source, edge.target, table))
+            table = tables[id(edge.table)] = np.asarray(edge.table, dtype=np.float64)
+        result.append(edge if table is edge.table else Edge(edge.source, edge.target, table))
     return tuple(result)
 
 
@@ -266,7 +215,7 @@ def _check_costs(costs: tuple[Array, ...]) -> None:
         sound.add(id(vector))
 
 
-def _check_edges(edges: tuple[AnyEdge, ...], sizes: list[int]) -> None:
+def _check_edges(edges: tuple[Edge, ...], sizes: list[int]) -> None:
     sound: set[int] = set()
     for index, edge in enumerate(edges):
         for node in (edge.source, edge.target):
@@ -337,22 +286,16 @@ class Moments:
         count: number of moments.
         first: per node the first moment of its life.
         last: per node one past its last moment; equal to `first` for a node that is never live.
-        limit: bytes allowed at each moment.
-        usages: those of the problem.
     """
 
     count: int
     first: IntArray
     last: IntArray
-    limit: float
-    usages: tuple[Array, ...]
 
     @classmethod
     def of(cls, problem: Problem) -> Moments:
-        """Return the moments of a problem that has usages and a limit."""
-        assert problem.usages is not None
+        """Return the moments of a problem that has usages."""
         assert problem.intervals is not None
-        assert problem.limit is not None
         lives = np.array(problem.intervals, dtype=np.int64).reshape(-1, 2)
         live = lives[:, 0] < lives[:, 1]
         births, deaths = np.unique(lives[live, 0]), np.unique(lives[live, 1])
@@ -361,33 +304,12 @@ class Moments:
         maximal = births[np.searchsorted(deaths, births, "right") < np.searchsorted(deaths, following, "right")]
         first = np.where(live, np.searchsorted(maximal, lives[:, 0]), 0)
         last = np.where(live, np.searchsorted(maximal, lives[:, 1]), 0)
-        return cls(len(maximal), first, last, problem.limit, problem.usages)
+        return cls(len(maximal), first, last)
 
-    def spread(self, usages: Array) -> Array:
+    def loads(self, usages: Array) -> Array:
         """Return the sum of one usage per node over the nodes live at each moment."""
         # A difference array: the work is one step per node and moment, however long the lives are.
         change = np.zeros(self.count + 1)
         np.add.at(change, self.first, usages)
         np.subtract.at(change, self.last, usages)
         return np.cumsum(change)[: self.count]
-
-    def loads(self, choices: Sequence[int]) -> Array:
-        """Return the bytes in use at each moment under a complete assignment."""
-        return self.spread(np.array([usage[choices[node]] for node, usage in enumerate(self.usages)]))
-
-    def least(self) -> Array:
-        """Return the bytes in use at each moment if every node uses as little as it can."""
-        return self.spread(np.array([usage.min() for usage in self.usages]))
-
-    def most(self) -> Array:
-        """Return the bytes in use at each moment if every node uses as much as it can."""
-        return self.spread(np.array([usage.max() for usage in self.usages]))
-
-    def prices(self, prices: Array) -> Array:
-        """Return per node the sum of the prices (cost per byte) of the moments of its life."""
-        total = np.append(0.0, np.cumsum(prices))
-        return total[self.last] - total[self.first]
-
-    def within_limit(self, loads: Array) -> bool:
-        """Return True if loads are within the limit, up to the rounding of float sums."""
-        return bool((loads <= self.limit + 1e-12 * abs(self.limit)).all())

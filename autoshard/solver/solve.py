@@ -154,7 +154,7 @@ def _solution(problem: Problem, incumbent: Incumbent, method: str, *, proved: bo
 
 
 class _SolveState:
-    """A problem during its solve: its moments, best results, and the assignment that it starts from."""
+    """A problem during its solve: its best results, and the assignment that it starts from."""
 
     def __init__(self, problem: Problem, incumbent: Incumbent, seed: int, start: ScoredAssignment) -> None:
         self.problem = problem
@@ -162,7 +162,7 @@ class _SolveState:
         self.budget = incumbent.budget
         self.seed = seed
         self.start = start
-        self.moments = _binding_moments(problem)
+        self.limited = _is_limited(problem)
         self.large = problem.size >= _LARGE and problem.components is None
 
     @cached_property
@@ -176,7 +176,7 @@ class _SolveState:
         return presolve(self.free, effort=FOLD)
 
     def fits(self, choices: Sequence[int]) -> bool:
-        return self.moments is None or self.moments.within_limit(self.moments.loads(choices))
+        return not self.limited or self.problem.within_limit(self.problem.peak(choices))
 
     def record(
         self, method: str, candidate: ScoredAssignment, bound: float = float("-inf"), *, phase: str, work: float = 0.0
@@ -189,13 +189,13 @@ class _SolveState:
         self.incumbent.report(phase)
 
 
-def _binding_moments(problem: Problem) -> Moments | None:
-    """Return the moments, or None if no assignment can exceed the limit."""
+def _is_limited(problem: Problem) -> bool:
+    """Return True if some assignment exceeds the limit."""
     if problem.limit is None:
-        return None
-    moments = Moments.of(problem)
-    # A negative limit allows nothing, not even a problem without moments.
-    return None if moments.within_limit(moments.most()) and problem.limit >= 0 else moments
+        return False
+    assert problem.usages is not None
+    most = Moments.of(problem).loads(np.array([usage.max() for usage in problem.usages]))
+    return not problem.within_limit(float(most.max(initial=0.0)))
 
 
 def _eliminate(task: _SolveState) -> bool:
@@ -266,7 +266,7 @@ def _ilp(task: _SolveState) -> bool:
 def _auto(task: _SolveState) -> bool:
     if task.large:
         return _solve_flat(task, finish=True)
-    if task.moments is not None:
+    if task.limited:
         core = presolve(Core.of(task.problem), effort=REDUCE)
         # The integer program knows memory, and is fast at this size; message passing would need prices first.
         small = not core.feasible or core.cells <= _SMALL
@@ -312,7 +312,7 @@ def _solve_without_limit(task: _SolveState) -> tuple[ScoredAssignment, bool]:
     """Return the best assignment without the memory limit, and True if it is the optimum."""
     try:
         candidate = _optimum(task.free)
-        phase = "without the limit, elimination" if task.moments else "elimination"
+        phase = "without the limit, elimination" if task.limited else "elimination"
         task.record("eliminate", candidate, candidate.cost, phase=phase, work=_WORK * task.free.cells)
         return candidate, True
     except WidthError:
