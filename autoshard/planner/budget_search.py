@@ -50,7 +50,7 @@ def solve_with_memory_rows(planner: PlanningContext, limit: int) -> CandidatePla
             return replace(plan, method=f"{plan.method}, memory bounded")
         # At least a hundredth, so that a few corrections are enough.
         rows -= max(plan.memory.peak - limit, 0.01 * limit)
-        if rows <= 0 or planner.is_past_deadline:
+        if rows <= 0 or planner.budget.is_over:
             return None
     return None
 
@@ -177,7 +177,7 @@ def _movable(graph: JointGraph) -> tuple[str, ...]:
 def _changed_peak(planner: PlanningContext, graph: JointGraph, constraints: Constraints) -> float:
     """Return the peak of a changed graph, with memory priced where its fastest plan holds most."""
     changed = type(planner)(graph, planner.mesh, planner.cluster, planner.constraints, planner.settings)
-    changed.deadline = planner.deadline
+    changed.budget = planner.budget
     try:
         fastest = changed.solve(changed.constraints)
     except AutoshardError:

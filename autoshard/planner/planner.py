@@ -30,7 +30,6 @@ from autoshard.planner.solve_request import BlockSolution, SolveRequest
 from autoshard.planner.solving import CLOSE, SolveOptions, is_large
 from autoshard.planner.tiling import Tiling
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
-from autoshard.solver.solver_budget import Budget
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
 _MAX_SOLVES = 4  # problems solved for one kind of collectives, at prices below 1
@@ -311,7 +310,7 @@ class MultiAxisSolver:
         # To find all exact prices of a small problem is quicker than to learn the used ones.
         if not is_large(lazy_costs.built.problem):
             return planner.solve_block(request, axes, None)
-        budget, proof = Budget(planner.deadline), request.discount is None
+        budget, proof = planner.budget.part(1.0), request.discount is None
         options = SolveOptions("auto", budget, proof=proof, work_limit=request.work, report=planner.report)
         with planner.time_phase("solve"):
             solver = LazySolver(lazy_costs, planner.resharder, tiling, options, request.discount)
@@ -356,7 +355,7 @@ class MultiAxisSolver:
             blocks = [frozenset(block) for block in itertools.combinations(order, width)]
             idle = 0  # blocks since the last improvement: all of them in a row mean that none improves the solution
             for block in itertools.islice(itertools.cycle(blocks), rounds * len(blocks)):
-                if best is not None and (idle == len(blocks) or best.interrupted or planner.is_past_deadline):
+                if best is not None and (idle == len(blocks) or best.interrupted or planner.budget.is_over):
                     break
                 solved = planner.solve_block(request, block, start if best is None else best.decisions)
                 idle += 1

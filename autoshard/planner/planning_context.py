@@ -97,7 +97,7 @@ class PlanningContext(ABC):
         self.settings = settings
         self.progress = progress
         self.start = time.monotonic()
-        self.deadline = self.start + settings.time_limit
+        self.budget = Budget.of_seconds(settings.time_limit)
         self.interrupted = False
         self._accounts: deque[StepAccount] = deque(maxlen=_MAX_ACCOUNTS)
         self._like = like
@@ -204,17 +204,12 @@ class PlanningContext(ABC):
 
     def try_solve(self, constraints: Constraints, **options: Any) -> CandidatePlan | None:
         """Return the result of `solve`; None if time is up, or the method finds nothing in the remaining time."""
-        if self.is_past_deadline:
+        if self.budget.is_over:
             return None
         try:
             return self.solve(constraints, **options)
         except PlanError:
             return None
-
-    @property
-    def is_past_deadline(self) -> bool:
-        """True if the time of the search is up."""
-        return time.monotonic() > self.deadline
 
     @abstractmethod
     def _solve_all_axes(self, request: SolveRequest) -> BlockSolution:
@@ -269,7 +264,7 @@ class PlanningContext(ABC):
         is_priced = request.prices is not None or request.discount is not None
         return SolveOptions(
             request.method,
-            Budget(self.deadline),
+            self.budget.part(1.0),
             proof=proof and not is_priced,
             priced=request.prices is not None,
             fast=self.settings.effort == "fast" or self.proposes,

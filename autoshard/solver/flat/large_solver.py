@@ -206,10 +206,7 @@ class CoreSearch:
         for start in (core.contract(descent.best, self.core), dual.round_choice(), dual.best):
             if start is not None:
                 part.begin(start, dual.best_prices)
-                before, failures = part.work, 0
-                while part.work < before + work and failures < _PATIENCE and not budget.is_over:
-                    failures = 0 if part.run() else failures + 1
-                budget.spend(part.work - before)
+                part.search(_PATIENCE, budget, work=work)
         if part.best is not None and part.cost < descent.cost:
             places = core.expand(part.best, self.core)
             descent.begin(places, self.dual.best_prices)
