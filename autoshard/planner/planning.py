@@ -37,9 +37,6 @@ from autoshard.specs.axes import MeshShape
 _YOUNG_THRESHOLD = 10_000  # new objects between two collections of the youngest generation: most of them stay
 _MIDDLE_THRESHOLD = 400  # collections of the youngest generation between two of the middle one
 
-_MAX_BISECTIONS = 3  # numbers of layers that are tried between none and all
-_PROVED_GAP = 0.01  # a plan within this gap of its bound is taken: recomputation can hardly be faster
-
 
 @contextlib.contextmanager
 def freeze_older_objects() -> Iterator[None]:
