@@ -10,7 +10,6 @@ says how far from the optimum it may be. A process has one thread that works; wh
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +27,8 @@ from autoshard.planner.planning_problem import BuiltProblem, Constraints
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_by_messages, solve_problem
 from autoshard.planner.tiling import Tiling
 from autoshard.solver.hierarchy import HierarchySolution, solve_in_segments
+from autoshard.solver.reduced_problem import ReducedProblem
+from autoshard.solver.solver_budget import Budget
 from autoshard.specs.axes import MeshShape
 
 MESHES = {"8": {"x": 8}, "8x8": {"dp": 8, "tp": 8}}
@@ -64,7 +65,7 @@ def row(built: BuiltProblem, tiling: Tiling | None, time_limit: float) -> list[s
     """What the table says of one problem, from its number of nodes on."""
 
     def by(effort: str) -> SolveResult:
-        search = SolveOptions("auto", time.monotonic() + time_limit, fast=effort == "fast")
+        search = SolveOptions("auto", Budget.of_seconds(time_limit), fast=effort == "fast")
         return solve_problem(built, tiling, search)
 
     segments, alone = timed(lambda: solve_in_segments(built.problem, built.program_positions))
@@ -105,9 +106,8 @@ def main() -> None:
     for model in args.model:
         for number, (mesh, built, tiling) in enumerate(problems(model, args.layers, args.mesh)):
             if not table.rows:
-                solve_by_messages(
-                    built.problem, built.program_positions, None, SolveOptions("auto", math.inf)
-                )  # compiles what messages need
+                whole = ReducedProblem.of(built.problem, built.program_positions)
+                solve_by_messages(whole, whole, SolveOptions("auto", Budget()))  # compiles what messages need
             table.add_row(
                 model if number == 0 else "", f"({', '.join(mesh.split('x'))})", *row(built, tiling, args.time_limit)
             )

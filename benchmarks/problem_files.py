@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from autoshard.planner.tiling import Tiling
 from autoshard.solver import Edge, Problem
-from autoshard.solver.problem import Blend, BlendedEdge
+from autoshard.solver.problem import Blend
 
 Kind = Literal["plain", "limited", "priced", "hidden"]
 Arrays = Mapping[str, npt.NDArray[np.generic]]
@@ -104,12 +104,12 @@ def _numbered(recorded: RecordedProblem, pools: Mapping[str, _Pool]) -> dict[str
     problem, vectors, tables, blends = recorded.problem, pools["vectors"], pools["tables"], pools["blends"]
     rows = []
     for edge in problem.edges:
-        if isinstance(edge, Edge):
-            rows.append((edge.source, edge.target, 0, tables.number(edge.costs)))
-        else:
+        if isinstance(edge.table, Blend):
             known = len(blends.members)
             parts = [(known, factor, tables.number(table)) for factor, table in edge.parts]
-            rows.append((edge.source, edge.target, 1, blends.number(edge.blend, np.array(parts))))
+            rows.append((edge.source, edge.target, 1, blends.number(edge.table, np.array(parts))))
+        else:
+            rows.append((edge.source, edge.target, 0, tables.number(edge.table)))
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "costs": np.array([vectors.number(vector) for vector in problem.costs], dtype=np.int64),
         "edges": np.array(rows, dtype=np.int64).reshape(-1, 4),
@@ -136,7 +136,7 @@ def _recorded(
     own = {key.removeprefix(f"{name}/"): value for key, value in arrays.items() if key.startswith(f"{name}/")}
     vectors, tables, labels = pools["vectors"], pools["tables"], pools["labels"]
     edges = tuple(
-        BlendedEdge(source, target, blends[number]) if blended else Edge(source, target, tables[number])
+        Edge(source, target, blends[number] if blended else tables[number])
         for source, target, blended, number in own["edges"].tolist()
     )
     problem = Problem(

@@ -47,6 +47,7 @@ from autoshard.planner.planning_problem import BuiltProblem, OverlapDiscount
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
 from autoshard.planner.tiling import Tiling
 from autoshard.solver import solve
+from autoshard.solver.solver_budget import Budget
 from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.option_groups import grouped
@@ -175,7 +176,7 @@ def solved(recorded: RecordedProblem, *, alone: bool = False) -> SolveResult:
         return SolveResult(found.assignment, found.cost, found.lower_bound, found.method, found.status)
     options = SolveOptions(
         "auto",
-        time.monotonic() + SECONDS,
+        Budget.of_seconds(SECONDS),
         proof=recorded.kind in ("plain", "limited"),
         priced=recorded.kind == "priced",
         proposal=recorded.kind == "hidden",

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import process_time
 
 import numpy as np
+from contest import load
 from rich.console import Console
 from rich.table import Table
 
@@ -84,7 +85,7 @@ def main() -> None:
     for path in instances(args.paths):
         if args.instances and _name(path).removeprefix(_PREFIX) not in args.instances:
             continue
-        problem = Problem.load(path)
+        problem = load(path)
         known = PUBLISHED.get(_name(path))
         seconds = args.time_limit or (known.seconds if known else 60.0)
         began = process_time()

@@ -37,7 +37,6 @@ QUOTING = {
     "verify/verify.py": "what a rule of the user's raises is the finding, and anything else is raised again",
     "selfcheck/outcome.py": "a report of faults",
     "selfcheck/self_checks.py": "a report of faults",
-    "solver/__main__.py": "our own errors, and the operating system's",
     "cli/targets.py": "the user's file or function raises it",
     "capture/capture_errors.py": "`is_fault` decides",
     "capture/survey.py": "`is_fault` decides",

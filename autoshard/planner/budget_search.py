@@ -53,7 +53,7 @@ def solve_with_memory_rows(planner: PlanningContext, limit: int) -> CandidatePla
             return replace(plan, method=f"{plan.method}, memory bounded")
         # At least a hundredth, so that a few corrections are enough.
         rows -= max(plan.memory.peak - limit, 0.01 * limit)
-        if rows <= 0 or planner.is_past_deadline:
+        if rows <= 0 or planner.budget.is_over:
             return None
     return None
 
@@ -212,7 +212,7 @@ def _changed_memory(
 ) -> Memory | None:
     """Return the memory of a changed graph, priced where its fastest plan holds most; None if there is no plan."""
     changed = type(planner)(graph, planner.mesh, planner.cluster, planner.constraints, settings or planner.settings)
-    changed.deadline = planner.deadline
+    changed.budget = planner.budget
     try:
         fastest = changed.solve(changed.constraints)
     except AutoshardError:

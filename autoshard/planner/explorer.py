@@ -57,7 +57,7 @@ class Explorer:
             plan = self._best_met()
             planner.warn_of_interruption(plan.cost)
         else:
-            if planner.is_past_deadline and plan.cost > plan.lower_bound * (1 + 1e-9):
+            if planner.budget.is_over and plan.cost > plan.lower_bound * (1 + 1e-9):
                 limit = f"time_limit={planner.settings.time_limit:g} s"
                 plan = replace(plan, method=f"{plan.method}, ended by {limit}: a longer search may find a faster plan")
         with planner.time_phase("account"):
@@ -101,7 +101,7 @@ class Explorer:
             pairs = list(itertools.pairwise(pareto_front(pool, _peak_and_step)))
             areas = {_middle(lean, fast): _gap_area(lean, fast) for lean, fast in pairs}
             open_gaps = {limit: area for limit, area in areas.items() if limit not in tried and area > _SMALL_GAP}
-            if not open_gaps or planner.is_past_deadline:
+            if not open_gaps or planner.budget.is_over:
                 break
             limit = max(open_gaps, key=open_gaps.__getitem__)
             tried.add(limit)
@@ -148,7 +148,7 @@ class Explorer:
     def _within(self, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> CandidatePlan:
         planner, context = self.planner, self._context()
         known = [cheapest, fastest, *planner.met]
-        if context.may_rerun and not planner.met and not planner.is_past_deadline:
+        if context.may_rerun and not planner.met and not planner.budget.is_over:
             known.append(context.whole_layers)
         self._search = LimitSearch(context, limit, known)
         plan = self._search.run_forced() if planner.settings.method == "force" else self._search.run()
@@ -158,7 +158,7 @@ class Explorer:
             self._bound = max(self._bound, self._search.bound)
         # What was met without the host stays in the search.
         for price in prices or ((None,) if may_host else ()):
-            if not planner.is_past_deadline:
+            if not planner.budget.is_over:
                 context = self._context(price, may_host)
                 self._search = LimitSearch(context, limit, [cheapest, *self._search.met])
                 plan = self._search.run()
@@ -169,7 +169,7 @@ class Explorer:
         if rows is not None and (plan is None or rows.step_seconds < plan.step_seconds):
             return rows
         if plan is None:
-            raise ShortfallError(limit, self._search.leanest_met, planner.is_past_deadline)
+            raise ShortfallError(limit, self._search.leanest_met, planner.budget.is_over)
         return plan
 
     def _best_met(self) -> CandidatePlan:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
 
 import numpy as np
 
@@ -22,17 +21,17 @@ from autoshard.planner.solving import (
     REPAIR_ITERATIONS,
     SolveOptions,
     SolveResult,
+    Start,
     better_result,
     result_of_messages,
     run_messages,
     solve_by_segments,
-    tied_messages,
 )
 from autoshard.planner.tiling import Tiling
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
 from autoshard.solver.problem import IntArray
-from autoshard.solver.trws import Messages, restrict_messages, restrict_problem
+from autoshard.solver.reduced_problem import ReducedProblem, restrict_messages, untie_messages
 
 _MAX_SCANS = 4  # scans of all options
 _MAX_UPDATES = 40  # updates of the prices of near options between two scans
@@ -111,14 +110,13 @@ class LazySolver:
         for _ in range(_MAX_SEGMENT_ROUNDS):
             if self.best.gap <= CLOSE or self._is_finished():
                 break
-            result = solve_by_segments(self._problem(), self.order, self.tiling, self.options)
             # Without changed prices, the segments would find the same assignment.
-            if not self._update(result, result.assignment):
+            if not self._update(solve_by_segments(self._tied(self._whole()), self.options)):
                 break
         return self.best
 
     def _is_finished(self) -> bool:
-        return self.best.interrupted or monotonic() > self.options.deadline
+        return self.options.budget.is_over
 
     def _is_within(self, gap: float, bound: float) -> bool:
         return self.best.cost <= bound + gap * abs(bound)
@@ -130,26 +128,30 @@ class LazySolver:
             self._cached_problem = built, discounted.problem
         return self._cached_problem[1]
 
+    def _whole(self) -> ReducedProblem:
+        return ReducedProblem.of(self._problem(), self.order)
+
+    def _tied(self, reduced: ReducedProblem) -> ReducedProblem:
+        return reduced if self.tiling is None else self.tiling.tie(reduced)
+
     def _scan_options(self) -> tuple[list[IntArray], float]:
         """Return the options of tied layers that are near the best, by messages over all options, and their bound."""
-        messages = tied_messages(self._problem(), self.order, self.tiling)
-        if self.lazy_costs.messages is not None:
-            messages.start_from(*self.lazy_costs.messages)
         known, iterations = self.best.cost, ITERATIONS if self.discount is None else _PROPOSAL_ITERATIONS
         # Before exact prices are known, a first result says little: the scan need not go on for it.
         close = _EXACT_GAP if np.isfinite(known) else _FIRST_SCAN_GAP
-        relaxed, interrupted = run_messages(messages, iterations, self.options, known, close)
-        result = result_of_messages(relaxed, interrupted)
-        near = messages.strategies_within(_NEAR_MARGIN * abs(relaxed.bound) * self._repeat_shares())
+        tied, start = self._tied(self._whole()), self.lazy_costs.messages
+        messages = run_messages(tied, iterations, self.options, start=start, upper=known, close=close)
+        result = result_of_messages(tied, messages)
+        near = messages.strategies_within(_NEAR_MARGIN * abs(messages.bound) * self._repeat_shares())
         scans = (*self.lazy_costs.scans, OptionScan(self.discount, near))
         self.lazy_costs = replace(self.lazy_costs, messages=(messages.along, messages.against), scans=scans)
-        if self.tiling is None and self.discount is None:
+        if self.discount is None:
             # The costs may be too low; the bound holds.
             self.best = better_result(self.best, replace(result, assignment=(), cost=float("inf")))
         # The first scan only finds near options; its assignment counts if nothing better can follow.
-        if interrupted or np.isfinite(known) or self._is_finished():
-            self._update(replace(result, lower_bound=-np.inf), self._spread(relaxed.assignment))
-        return near, relaxed.bound
+        if np.isfinite(known) or self._is_finished():
+            self._update(replace(result, lower_bound=-np.inf))
+        return near, messages.bound
 
     def _repeat_shares(self) -> np.ndarray:
         """Return for every variable of tied layers how many layers share its choice, relative to the most."""
@@ -159,65 +161,56 @@ class LazySolver:
         repeated = np.array([counts[place] for place in range(len(self.tiling.leaders))], dtype=float)
         return repeated / repeated.max()
 
-    def _spread(self, assignment: Sequence[int]) -> tuple[int, ...]:
-        return self.tiling.spread(assignment) if self.tiling is not None and assignment else tuple(assignment)
-
     def _solve_near_options(self, near: list[IntArray]) -> None:
         """Solve with the near options of tied layers, until all prices of a result were exact."""
         assert self.lazy_costs.messages is not None
-        warm = self.lazy_costs.messages
+        warm: Start = self.lazy_costs.messages
+        kept = near if self.tiling is None else [near[leader] for leader in self.tiling.follows]
         for attempt in range(_MAX_UPDATES):
+            reduced = self._tied(self._whole().restrict(kept))
             # Each attempt starts from the messages of the one before, the first from those of the scan.
-            messages = tied_messages(self._problem(), self.order, self.tiling, near)
-            messages.start_from(*(warm if attempt else restrict_messages(messages.problem, *warm, near)))
-            relaxed, interrupted = run_messages(messages, ITERATIONS, self.options)
-            warm, result = (messages.along, messages.against), result_of_messages(relaxed, interrupted)
+            start = warm if attempt else restrict_messages(reduced.problem, *self.lazy_costs.messages, near)
+            messages = run_messages(reduced, ITERATIONS, self.options, start=start)
+            warm, result = (messages.along, messages.against), result_of_messages(reduced, messages)
             # Messages among few options may stall; segments of the small problem are quick.
-            if result.gap > CLOSE and not interrupted:
-                leaders = self.order if self.tiling is None else [self.order[leader] for leader in self.tiling.leaders]
-                result = better_result(result, solve_by_segments(messages.problem, leaders, None, self.options))
-            chosen = [int(options[place]) for options, place in zip(near, result.assignment, strict=False)]
-            changed = self._update(replace(result, lower_bound=-np.inf), self._spread(chosen))
-            if not changed or self._is_finished() or self._is_within(_EXACT_GAP, relaxed.bound):
+            if messages.gap > CLOSE and not self.options.budget.interrupted:
+                result = better_result(result, solve_by_segments(reduced, self.options))
+            changed = self._update(result)
+            if not changed or self._is_finished() or self._is_within(_EXACT_GAP, messages.bound):
                 break
 
     def _bound_untied(self, tiling: Tiling) -> None:
         """Bound the whole problem, with all options of layers that choose freely, from the messages of tied ones."""
         assert self.lazy_costs.messages is not None
-        whole = Messages(self._problem(), self.order)
-        whole.start_from(*tiling.messages(whole.problem, *self.lazy_costs.messages))
-        result = self.bound_in_two_passes(whole, tiling.follows)
-        self._update(result, result.assignment)
+        start = untie_messages(self._problem(), tiling.follows, *self.lazy_costs.messages)
+        self._update(self.bound_in_two_passes(start, tiling.follows))
 
-    def bound_in_two_passes(self, whole: Messages, follows: Sequence[int]) -> SolveResult:
+    def bound_in_two_passes(self, start: Start | None, follows: Sequence[int]) -> SolveResult:
         """Run some passes, and then more among the options that may be better than the best result.
 
         An assignment with an option that is left out costs at least as much as the best result. So no assignment costs
         less than that and the bound of the other options.
         """
-        upper, options = self.best.cost, self.options
-        relaxed, interrupted = run_messages(whole, UNTIED_ITERATIONS, options, upper, CLOSE)
-        slack = upper - relaxed.bound + _ROUNDING * abs(upper)
+        upper, options, whole = self.best.cost, self.options, self._whole()
+        messages = run_messages(whole, UNTIED_ITERATIONS, options, start=start, upper=upper, close=CLOSE)
+        slack = upper - messages.bound + _ROUNDING * abs(upper)
         # Without a known cost no option can be left out; with a small gap there is no need to.
-        if interrupted or not np.isfinite(slack) or slack <= CLOSE * abs(upper):
-            return result_of_messages(relaxed, interrupted)
+        if options.budget.interrupted or not np.isfinite(slack) or slack <= CLOSE * abs(upper):
+            return result_of_messages(whole, messages)
         # What an option adds to the bound is read from a pass, and holds for the bound before it, as the slack does.
-        whole.run(1, upper=upper)
+        messages.iterate()
         # Equal layers keep the same options, and go on sharing their tables.
         kept_of: dict[int, IntArray] = {}
-        for leader, within in zip(follows, whole.strategies_within(slack), strict=True):
+        for leader, within in zip(follows, messages.strategies_within(slack), strict=True):
             kept_of[leader] = np.union1d(kept_of[leader], within) if leader in kept_of else within
         kept = [kept_of[leader] for leader in follows]
-        rest = Messages(restrict_problem(whole.problem, kept), self.order)
-        rest.start_from(*restrict_messages(rest.problem, whole.along, whole.against, kept))
-        relaxed, interrupted = run_messages(rest, REPAIR_ITERATIONS, options, upper)
-        assignment = tuple(int(open_[place]) for open_, place in zip(kept, relaxed.assignment, strict=False))
-        return replace(
-            result_of_messages(relaxed, interrupted), assignment=assignment, lower_bound=min(relaxed.bound, upper)
-        )
+        rest = whole.restrict(kept, lost=upper)
+        start = restrict_messages(whole.problem, messages.along, messages.against, kept)
+        return result_of_messages(rest, run_messages(rest, REPAIR_ITERATIONS, options, start=start, upper=upper))
 
-    def _update(self, result: SolveResult, assignment: tuple[int, ...]) -> bool:
+    def _update(self, result: SolveResult) -> bool:
         """Make the prices of an assignment exact, and keep it if it is better; return True if prices changed."""
+        assignment = result.assignment
         exact = self.lazy_costs.with_exact_costs(assignment, self.resharder) if assignment else None
         self.lazy_costs = exact or self.lazy_costs
         cost = self._problem().cost(assignment) if assignment else float("inf")

@@ -13,6 +13,7 @@ from autoshard.planner.memory_prices import mix_prices
 from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_by_messages
+from autoshard.solver.reduced_problem import ReducedProblem
 
 _ROUNDS = 8  # prices at which the bound is computed, at most
 _ENOUGH = 1e-3  # part of the cost by which another plan has to make the best mix, and so the bound, better
@@ -53,9 +54,10 @@ def bound_within(
             built = builder.build(axes, None, prices, None, "all")
             tiling = context.tiling(built) if is_large(built.problem) else None
         with context.time_phase("solve"):
-            options = SolveOptions("auto", context.deadline, priced=not closely)
-            result = solve_by_messages(built.problem, built.program_positions, tiling, options)
-        if result.interrupted:
+            options = SolveOptions("auto", context.budget.part(1.0), priced=not closely)
+            whole = ReducedProblem.of(built.problem, built.program_positions)
+            result = solve_by_messages(whole, whole if tiling is None else tiling.tie(whole), options)
+        if options.budget.interrupted:
             raise KeyboardInterrupt
         return built, result
 
@@ -63,7 +65,7 @@ def bound_within(
     for _ in range(_ROUNDS):
         prices, mix = mix_prices(costs, held, limit, strongest)
         least_mix = mix - limit * float(prices.sum())
-        if (1 + _ENOUGH) * best >= least_mix or context.is_past_deadline:
+        if (1 + _ENOUGH) * best >= least_mix or context.budget.is_over:
             break  # the bound is no better than the best mix at any prices
         built, result = solve(prices, closely=False)
         bound = result.lower_bound - limit * float(prices.sum())
@@ -77,7 +79,7 @@ def bound_within(
         held.append(built.held_bytes(result.assignment, len(prices)))
         if mix - cost - float(prices @ held[-1]) <= _ENOUGH * cost:
             break  # nor does what these prices lead to make the mix better
-    if best_prices is not None and not context.is_past_deadline:
+    if best_prices is not None and not context.budget.is_over:
         _, result = solve(best_prices, closely=True)
         best = max(best, result.lower_bound - limit * float(best_prices.sum()))
     return best

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from time import monotonic
 
 import numpy as np
 
@@ -253,7 +252,7 @@ class LimitSearch:
                 find(search)
                 gained = search.leanest_met.memory.peak <= (1 - _MIN_GAIN) * best.memory.peak
                 best, known = min(search.leanest_met, best, key=_peak), search.met
-                if not gained or self.context.is_past_deadline:
+                if not gained or self.context.budget.is_over:
                     break
         return best
 
@@ -263,7 +262,7 @@ class LimitSearch:
         Parameters are forced to be sharded (Rhino 4.4).
         """
         context, first = self.context, self.cheapest
-        if self._lean_plans and context.is_past_deadline:
+        if self._lean_plans and context.budget.is_over:
             return None
         forced = replace(context.constraints, forced=frozenset(self._forceable))
         prices = memory_prices(weights, MEMORY_ONLY, first.cost, first.memory.peak)
@@ -308,7 +307,7 @@ class LimitSearch:
         """Meet plans at prices of the memory that programs hold in any case, at which the cost of all is bounded."""
         context = self.context
         # Other meshes have too many strategies for one problem, and memory is priced over a few axes at a time.
-        if len(context.axes) > 2 or context.is_past_deadline:
+        if len(context.axes) > 2 or context.budget.is_over:
             return
 
         def meet(decisions: Decisions, cost: float) -> None:
@@ -361,7 +360,7 @@ class LimitSearch:
         """Meet the plans of a splice with about the fewest operators as in the lean plan that fit."""
         low, high, missed = 0, splice.length, 0.0
         for _ in range(_MAX_COUNTS):
-            if high - low <= 1 or self.context.is_past_deadline:
+            if high - low <= 1 or self.context.budget.is_over:
                 return
             # What is foreseen leaves out what the seam changes: about as much as the last time.
             count = splice.fewest_within((1 - _FULL / 2) * self.limit - missed, low, high)
@@ -375,7 +374,7 @@ class LimitSearch:
     def _recombine(self) -> None:
         """Meet the cheapest plans within the limit that decide everywhere as some plan that was met near it."""
         context, start = self.context, self.best or self.leanest_met
-        if self._is_within(self._enough) or len(context.axes) > 2 or context.is_past_deadline:
+        if self._is_within(self._enough) or len(context.axes) > 2 or context.budget.is_over:
             return
         with context.time_phase("problem"):
             built = context.builder.build(frozenset(context.axes), reuse="all")
@@ -402,7 +401,7 @@ class LimitSearch:
         context, uncounted = self.context, start
         for _ in range(_RECOMBINED):
             with context.time_phase("solve"):
-                seconds = max(1.0, context.deadline - monotonic())
+                seconds = max(1.0, context.budget.seconds)
                 assignment = recombine(built, known, uncounted, self.limit, seconds)
             if assignment is None and uncounted is start:
                 return

@@ -310,18 +310,19 @@ class MultiAxisSolver:
         # To find all exact prices of a small problem is quicker than to learn the used ones.
         if not is_large(lazy_costs.built.problem):
             return planner.solve_block(request, axes, None)
-        options = SolveOptions(
-            "auto", planner.deadline, proof=request.discount is None, work_limit=request.work, report=planner.report
-        )
+        budget, proof = planner.budget.part(1.0), request.discount is None
+        options = SolveOptions("auto", budget, proof=proof, work_limit=request.work, report=planner.report)
         with planner.time_phase("solve"):
             solver = LazySolver(lazy_costs, planner.resharder, tiling, options, request.discount)
             result = solver.run()
             self._lazy = constraints, solver.lazy_costs, tiling
+        if not result.assignment and budget.interrupted:
+            raise KeyboardInterrupt
         if not result.assignment:
             return None
         built = solver.lazy_costs.built
         decisions, cost = built.decode(result.assignment), built.problem.cost(result.assignment)
-        return BlockSolution(decisions, result.cost, cost, result.lower_bound, result.method, result.interrupted)
+        return BlockSolution(decisions, result.cost, cost, result.lower_bound, result.method, budget.interrupted)
 
     @cached_property
     def _is_listable(self) -> bool:
@@ -354,7 +355,7 @@ class MultiAxisSolver:
             blocks = [frozenset(block) for block in itertools.combinations(order, width)]
             idle = 0  # blocks since the last improvement: all of them in a row mean that none improves the solution
             for block in itertools.islice(itertools.cycle(blocks), rounds * len(blocks)):
-                if best is not None and (idle == len(blocks) or best.interrupted or planner.is_past_deadline):
+                if best is not None and (idle == len(blocks) or best.interrupted or planner.budget.is_over):
                     break
                 solved = planner.solve_block(request, block, start if best is None else best.decisions)
                 idle += 1

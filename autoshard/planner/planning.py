@@ -34,13 +34,11 @@ from autoshard.planner.regions import with_regions
 from autoshard.planner.subject import subject_of, work_of
 from autoshard.planner.target_constraints import PinsByName, PlacementsByName, constraints_for, shared_axis
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.solver.solver_budget import Budget
 from autoshard.specs.axes import MeshShape
 
 _YOUNG_THRESHOLD = 10_000  # new objects between two collections of the youngest generation: most of them stay
 _MIDDLE_THRESHOLD = 400  # collections of the youngest generation between two of the middle one
-
-_MAX_BISECTIONS = 3  # numbers of layers that are tried between none and all
-_PROVED_GAP = 0.01  # a plan within this gap of its bound is taken: recomputation can hardly be faster
 
 
 @contextlib.contextmanager
@@ -205,9 +203,11 @@ class CapturedCall:
         for planner in self._planners:
             if planner.graph is graph and planner.price_key == prices:
                 return planner
-        self._planners.append(self.planner_cache.of(graph, target, self.placed, self.input_pins))
-        self._planners[-1].deadline = min(self._planners[-1].deadline, self.deadline)
-        return self._planners[-1]
+        planner = self.planner_cache.of(graph, target, self.placed, self.input_pins)
+        if self.deadline < planner.budget.deadline:
+            planner.budget = Budget(self.deadline)
+        self._planners.append(planner)
+        return planner
 
 
 @freeze_older_objects()

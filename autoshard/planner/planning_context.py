@@ -37,7 +37,7 @@ from autoshard.planner.planning_problem import BuiltProblem, Constraints, Overla
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.progress_line import Progress
 from autoshard.planner.solve_request import BlockSolution, SolveRequest
-from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
+from autoshard.planner.solving import SolveOptions, is_large, solve_problem
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -48,6 +48,7 @@ from autoshard.reshard.path import Resharder
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.simulate.events import replay
 from autoshard.solver.eliminate import WidthError
+from autoshard.solver.solver_budget import Budget
 from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.version import __version__
 
@@ -97,7 +98,7 @@ class PlanningContext(ABC):
         self.settings = settings
         self.progress = progress
         self.start = time.monotonic()
-        self.deadline = self.start + settings.time_limit
+        self.budget = Budget.of_seconds(settings.time_limit)
         self.interrupted = False
         self._accounts: deque[StepAccount] = deque(maxlen=_MAX_ACCOUNTS)
         self._like = like
@@ -205,17 +206,12 @@ class PlanningContext(ABC):
 
     def try_solve(self, constraints: Constraints, **options: Any) -> CandidatePlan | None:
         """Return the result of `solve`; None if time is up, or the method finds nothing in the remaining time."""
-        if self.is_past_deadline:
+        if self.budget.is_over:
             return None
         try:
             return self.solve(constraints, **options)
         except PlanError:
             return None
-
-    @property
-    def is_past_deadline(self) -> bool:
-        """True if the time of the search is up."""
-        return time.monotonic() > self.deadline
 
     @abstractmethod
     def _solve_all_axes(self, request: SolveRequest) -> BlockSolution:
@@ -235,7 +231,14 @@ class PlanningContext(ABC):
             tiling = self.tiling(built) if tied else None
         with self.time_phase("solve"):
             # A bound over some axes is no bound of the whole problem, and worth no effort.
-            result = self._solve_built(request, built, tiling, proof=len(free) == len(self.axes))
+            options = self._solve_options(request, proof=len(free) == len(self.axes))
+            try:
+                result = solve_problem(built, tiling, options)
+            except WidthError as error:
+                raise PlanError(
+                    f'method="eliminate" can not plan this model on mesh {self.mesh}: {error}. Use method="auto", '
+                    "which eliminates where that is possible and searches where it is not."
+                ) from error
         if not result.assignment:
             kind = PlanError if request.limit is None else BudgetError
             raise kind(
@@ -249,7 +252,8 @@ class PlanningContext(ABC):
                 plain = request.builder.build(free, current, reuse=request.reuse)
                 cost = plain.problem.cost(result.assignment)
         decisions = built.decode(result.assignment)
-        return BlockSolution(decisions, result.cost, cost, result.lower_bound, result.method, result.interrupted)
+        interrupted = options.budget.interrupted
+        return BlockSolution(decisions, result.cost, cost, result.lower_bound, result.method, interrupted)
 
     def tiling(self, built: BuiltProblem) -> Tiling | None:
         """Return the repeated layers of a problem; prices do not change them."""
@@ -258,13 +262,11 @@ class PlanningContext(ABC):
             self._tilings[id(plain)] = plain, Tiling.of(plain, self.layers)
         return self._tilings[id(plain)][1]
 
-    def _solve_built(
-        self, request: SolveRequest, built: BuiltProblem, tiling: Tiling | None, *, proof: bool
-    ) -> SolveResult:
+    def _solve_options(self, request: SolveRequest, *, proof: bool) -> SolveOptions:
         is_priced = request.prices is not None or request.discount is not None
-        options = SolveOptions(
+        return SolveOptions(
             request.method,
-            self.deadline,
+            self.budget.part(1.0),
             proof=proof and not is_priced,
             priced=request.prices is not None,
             fast=self.settings.effort == "fast" or self.proposes,
@@ -272,13 +274,6 @@ class PlanningContext(ABC):
             work_limit=request.work,
             report=self._report_phase if is_priced else self.report,
         )
-        try:
-            return solve_problem(built, tiling, options)
-        except WidthError as error:
-            raise PlanError(
-                f'method="eliminate" can not plan this model on mesh {self.mesh}: {error}. Use method="auto", '
-                "which eliminates where that is possible and searches where it is not."
-            ) from error
 
     @cached_property
     def builder(self) -> ProblemBuilder:

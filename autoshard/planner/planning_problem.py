@@ -24,7 +24,7 @@ from autoshard.patterns.strategy import Choices
 from autoshard.planner.regather import RegatherChoice, choices_from_hubs, hubs_from_choices
 from autoshard.planner.strategy_tables import SpecList
 from autoshard.solver import Edge, Problem
-from autoshard.solver.problem import Blend, BlendedEdge, Part, blend
+from autoshard.solver.problem import Blend, Part, blend
 from autoshard.specs.axes import SharedAxis
 from autoshard.specs.spec import Spec
 
@@ -238,7 +238,7 @@ class BuiltProblem:
                 key = array_key(edge.costs, parts)
                 if key not in blends:
                     blends[key] = blend([(1.0, edge.costs), *parts])
-                edges[number] = BlendedEdge(edge.source, edge.target, blends[key])
+                edges[number] = Edge(edge.source, edge.target, blends[key])
         problem = replace(self.problem, costs=tuple(costs), edges=tuple(edges))
         # The costs of edges are no longer those of reshards alone.
         return replace(self, problem=problem, reshard_edges={}, origin=self.plain)

@@ -78,7 +78,7 @@ class RerunContext(Planner):
         super().__init__(
             graph, planner.mesh, planner.cluster, constraints, planner.settings, planner.progress, like=planner
         )
-        self.deadline, self.timings = planner.deadline, planner.timings
+        self.budget, self.timings = planner.budget, planner.timings
         # Second operators, by the name of the first.
         again_nodes = {node.meta[RECOMPUTES]: node for node in self.rules.operators if RECOMPUTES in node.meta}
         self.reruns = {name: node for name, node in again_nodes.items() if name in constraints.optional_reruns}
@@ -259,7 +259,7 @@ class RerunContext(Planner):
                 graph = offload_values(graph, moved)
                 like = self.without
                 planner = Planner(graph, like.mesh, like.cluster, like.constraints, like.settings, like=like)
-            planner.deadline, planner.timings = self.deadline, self.timings
+            planner.budget, planner.timings = self.budget, self.timings
             self._settled[key] = planner
         return self._settled[key]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
 
 from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.tiling import Tiling
 from autoshard.solver import Problem, solve
 from autoshard.solver.hierarchy import solve_in_segments
-from autoshard.solver.problem import IntArray
+from autoshard.solver.problem import Array
+from autoshard.solver.reduced_problem import ReducedProblem, untie_messages
 from autoshard.solver.solver_budget import Budget
-from autoshard.solver.trws import Messages, RelaxationResult, restrict_problem
+from autoshard.solver.trws import Messages
 
 Report = Callable[[str, float, float], None]
 """A function of the phase, the least known cost, and the bound."""
@@ -39,7 +39,7 @@ class SolveOptions:
 
     Attributes:
         method: a method of the solver.
-        deadline: the latest end, as of `time.monotonic()`.
+        budget: ends the search; Ctrl-C ends it with the best result so far.
         proof: True if the bound is needed; otherwise a good assignment is enough.
         priced: True if memory has a price.
         fast: True if an assignment of messages, or of segments if these leave a gap, is good enough.
@@ -49,7 +49,7 @@ class SolveOptions:
     """
 
     method: str
-    deadline: float
+    budget: Budget
     proof: bool = True
     priced: bool = False
     fast: bool = False
@@ -77,7 +77,6 @@ class SolveResult:
         lower_bound: a lower bound of the cost of every assignment.
         method: the method that found the assignment.
         status: the status, as the solver's.
-        interrupted: True if the search was interrupted.
     """
 
     assignment: tuple[int, ...] = ()
@@ -85,7 +84,6 @@ class SolveResult:
     lower_bound: float = -math.inf
     method: str = "messages"
     status: str = "feasible"
-    interrupted: bool = False
 
     @property
     def gap(self) -> float:
@@ -107,31 +105,42 @@ def solve_problem(built: BuiltProblem, tiling: Tiling | None, options: SolveOpti
         built: the problem.
         tiling: the repeated layers; None if there are none.
         options: method and limits.
+
+    Raises:
+        KeyboardInterrupt: the search was interrupted before it found an assignment.
     """
-    problem = built.problem
+    best = _search(ReducedProblem.of(built.problem, built.program_positions), tiling, options)
+    if options.budget.interrupted and not best.assignment:
+        raise KeyboardInterrupt
+    return best
+
+
+def _search(whole: ReducedProblem, tiling: Tiling | None, options: SolveOptions) -> SolveResult:
+    problem, budget = whole.problem, options.budget
     if options.method != "auto" or problem.limit is not None or (options.proof and not is_large(problem)):
-        return _call_solver(problem, options)
+        return _call_solver(whole, options)
+    tied = whole if tiling is None else tiling.tie(whole)
     # Messages most often prove their assignment, in less time than the other methods take to start.
-    best = solve_by_messages(problem, built.program_positions, tiling, options)
+    best = solve_by_messages(whole, tied, options)
     enough = max(options.gap_goal, ENOUGH)
-    if best.interrupted or best.gap <= enough or monotonic() > options.deadline:
+    if best.gap <= enough or budget.is_over:
         return best
     start = None
     # Segments take time, and help only where messages leave a gap.
     if best.gap > CLOSE:
-        by_segments = solve_by_segments(problem, built.program_positions, tiling, options)
+        by_segments = solve_by_segments(tied, options)
         best = better_result(best, by_segments)
         start = by_segments.assignment or None
-    if best.interrupted or best.gap <= enough or (options.fast and best.assignment):
+    if budget.interrupted or best.gap <= enough or (options.fast and best.assignment):
         return best
     if options.proposal and best.assignment and best.gap > _HOPELESS_GAP:
         return best
-    if tiling is not None:
+    if tied is not whole:
         if start is None or options.proposal:
-            best = better_result(best, _solve_tied(problem, tiling, options, start))
-        if best.interrupted or best.gap <= CLOSE or options.proposal or monotonic() > options.deadline:
+            best = better_result(best, _call_solver(tied, options, start))
+        if best.gap <= CLOSE or options.proposal or budget.is_over:
             return best
-    return better_result(best, _call_solver(problem, options, start))
+    return better_result(best, _call_solver(whole, options, start))
 
 
 def is_large(problem: Problem) -> bool:
@@ -144,131 +153,106 @@ def better_result(first: SolveResult, second: SolveResult) -> SolveResult:
     best = second if second.cost < first.cost else first
     # Rounding may put a bound above the cost.
     bound = min(max(first.lower_bound, second.lower_bound), best.cost)
-    return replace(best, lower_bound=bound, interrupted=first.interrupted or second.interrupted)
+    return replace(best, lower_bound=bound)
 
 
-def solve_by_messages(
-    problem: Problem, order: list[float], tiling: Tiling | None, options: SolveOptions
-) -> SolveResult:
+def solve_by_messages(whole: ReducedProblem, tied: ReducedProblem, options: SolveOptions) -> SolveResult:
     """Return the result of message passing, which starts on tied layers if there are any."""
-    folded = tied_messages(problem, order, tiling)
-    tied, interrupted = run_messages(folded, ITERATIONS, options)
-    if tiling is None:
-        return result_of_messages(tied, interrupted)
-    assignment, cost = _spread(problem, tiling, tied.assignment)
-    method = "messages, layers tied"
+    folded = run_messages(tied, ITERATIONS, options)
+    best = result_of_messages(tied, folded)
+    if tied is whole:
+        return best
     if options.proposal:
         # Tied layers are good enough, and so is the bound of the tied problem.
-        return SolveResult(assignment, cost, min(tied.bound, cost), method, interrupted=interrupted)
-    messages = Messages(problem, order)
-    messages.start_from(*tiling.messages(problem, folded.along, folded.against))
-    if interrupted:
-        return SolveResult(assignment, cost, interrupted=True)
+        return replace(best, lower_bound=min(folded.bound, best.cost))
+    if options.budget.interrupted:
+        return best
     iterations = _PRICED_REPAIR_ITERATIONS if options.priced else REPAIR_ITERATIONS
-    whole, interrupted = run_messages(messages, iterations, options, cost, options.gap_goal)
-    result = SolveResult(assignment, cost, whole.bound, method, interrupted=interrupted)
-    return better_result(result, result_of_messages(whole, interrupted))
+    assert tied.follows is not None
+    start = untie_messages(whole.problem, tied.follows, folded.along, folded.against)
+    messages = run_messages(whole, iterations, options, start=start, upper=best.cost, close=options.gap_goal)
+    return better_result(best, result_of_messages(whole, messages))
 
 
-def tied_messages(
-    problem: Problem, order: list[float], tiling: Tiling | None, kept: Sequence[IntArray] | None = None
-) -> Messages:
-    """Return the messages of a problem, or of its tied layers if there are any; `kept` restricts the options."""
-    if tiling is not None:
-        return Messages(tiling.fold(problem, kept), [order[leader] for leader in tiling.leaders])
-    return Messages(problem if kept is None else restrict_problem(problem, kept), order)
+Start = tuple[Sequence[Array | None], Sequence[Array | None]]
+"""Messages along and against every edge; None for none."""
 
 
 def run_messages(
-    messages: Messages, iterations: int, options: SolveOptions, upper: float = float("inf"), close: float = 0.0
-) -> tuple[RelaxationResult, bool]:
-    """Run iterations until the bound is close to a known cost.
+    reduced: ReducedProblem,
+    iterations: int,
+    options: SolveOptions,
+    *,
+    start: Start | None = None,
+    upper: float = math.inf,
+    close: float = 0.0,
+) -> Messages:
+    """Return messages after iterations that end where the bound is close to a known cost.
 
     Args:
-        messages: the messages.
+        reduced: the problem.
         iterations: the most iterations.
         options: limits.
+        start: the first messages.
         upper: the known cost.
         close: the relative gap at which to stop.
-
-    Returns:
-        The result, and True if the search was interrupted.
     """
-    report, budget = options.report_progress, Budget(options.deadline)
-    # The first pass stands outside of `try`: without it there is no result to return.
-    best = messages.run(1, upper=upper, close=close, budget=budget)
-    known = min(upper, best.cost)
-    if known - best.bound <= close * abs(known):
-        return best, False
-    try:
-        best = messages.run(
+    messages, report = Messages(reduced.problem, reduced.order), options.report_progress
+    if start is not None:
+        messages.start_from(*start)
+    with options.budget.interruptible():
+        # Rounded after the first pass and after the second: their choices are often the best ones.
+        messages.run(1, upper=upper, close=close, budget=options.budget)
+        messages.run(
             iterations,
             upper=upper,
             close=close,
-            budget=budget,
+            budget=options.budget,
             progress=lambda cost, bound: report("messages", min(cost, upper), bound),
         )
-    except KeyboardInterrupt:
-        return best, True
-    return best, False
+    return messages
 
 
-def result_of_messages(relaxed: RelaxationResult, interrupted: bool) -> SolveResult:
-    """Return the result of iterations as one of the problem."""
-    return SolveResult(relaxed.assignment, relaxed.cost, min(relaxed.bound, relaxed.cost), interrupted=interrupted)
+def result_of_messages(reduced: ReducedProblem, messages: Messages) -> SolveResult:
+    """Return the result of iterations as one of the whole problem."""
+    return _result(reduced, messages.assignment, messages.bound, "messages")
 
 
-def solve_by_segments(
-    problem: Problem, order: list[float], tiling: Tiling | None, options: SolveOptions
+def solve_by_segments(reduced: ReducedProblem, options: SolveOptions) -> SolveResult:
+    """Return the result of the hierarchy of segments."""
+    with options.budget.interruptible():
+        found = solve_in_segments(reduced.problem, reduced.order, budget=options.budget)
+        return _result(reduced, found.assignment, found.lower_bound, "segments")
+    return SolveResult(method="segments")
+
+
+def _call_solver(reduced: ReducedProblem, options: SolveOptions, start: tuple[int, ...] | None = None) -> SolveResult:
+    """Return the result of the solver; `start` is an assignment of the whole problem that the smaller one has."""
+    with options.budget.interruptible():
+        # Without a need for a proof, alternating search is quicker than the methods that bound.
+        solution = solve(
+            reduced.problem,
+            method="alternate" if options.method == "auto" and not options.proof else options.method,
+            time_limit=max(1.0, options.budget.seconds),
+            work_limit=options.work_limit,
+            gap=ENOUGH,
+            progress=lambda progress: options.report_progress(progress.phase, progress.cost, progress.lower_bound),
+            start=None if start is None else reduced.contract(start),
+        )
+        if solution.interrupted:
+            options.budget.interrupt()
+        return _result(reduced, solution.assignment, solution.lower_bound, solution.method, solution.status)
+    return SolveResult(method=options.method)
+
+
+def _result(
+    reduced: ReducedProblem, assignment: Sequence[int], bound: float, method: str, status: str = "feasible"
 ) -> SolveResult:
-    """Return the result of the hierarchy of segments, on tied layers if there are any; it then has no bound."""
-    try:
-        if tiling is None:
-            solution = solve_in_segments(problem, order, budget=Budget(options.deadline))
-            return SolveResult(solution.assignment, solution.cost, solution.lower_bound, "segments")
-        leaders = [order[leader] for leader in tiling.leaders]
-        solution = solve_in_segments(tiling.fold(problem), leaders, budget=Budget(options.deadline))
-    except KeyboardInterrupt:
-        return SolveResult(method="segments", interrupted=True)
-    # The bound of tied layers is none of the whole problem.
-    return SolveResult(*_spread(problem, tiling, solution.assignment), method="segments, layers tied")
-
-
-def _solve_tied(problem: Problem, tiling: Tiling, options: SolveOptions, start: tuple[int, ...] | None) -> SolveResult:
-    """Return the solver's result for tied layers; `start` is an assignment of the whole problem with tied layers."""
-    leading = None if start is None else tuple(start[leader] for leader in tiling.leaders)
-    tied = _call_solver(tiling.fold(problem), options, leading)
-    if not tied.assignment:
-        return replace(tied, cost=math.inf, lower_bound=-math.inf)
-    # The bound of tied layers is none of the whole problem.
-    assignment, cost = _spread(problem, tiling, tied.assignment)
-    return SolveResult(assignment, cost, method=f"{tied.method}, layers tied", interrupted=tied.interrupted)
-
-
-def _spread(problem: Problem, tiling: Tiling, tied: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
-    """Return an assignment of tied layers as one of the whole problem, and its cost."""
-    if not tied:
-        return (), math.inf
-    assignment = tiling.spread(tied)
-    return assignment, problem.cost(assignment)
-
-
-def _call_solver(problem: Problem, options: SolveOptions, start: tuple[int, ...] | None = None) -> SolveResult:
-    # Without a need for a proof, alternating search is quicker than the methods that bound.
-    solution = solve(
-        problem,
-        method="alternate" if options.method == "auto" and not options.proof else options.method,
-        time_limit=max(1.0, options.deadline - monotonic()),
-        work_limit=options.work_limit,
-        gap=ENOUGH,
-        progress=lambda progress: options.report_progress(progress.phase, progress.cost, progress.lower_bound),
-        start=start,
-    )
-    return SolveResult(
-        solution.assignment,
-        solution.cost,
-        solution.lower_bound,
-        solution.method,
-        solution.status,
-        solution.interrupted,
-    )
+    """Return a result for a smaller problem as one for the whole problem."""
+    chosen = reduced.solution(assignment)
+    cost = reduced.whole.cost(chosen) if chosen else math.inf
+    # Rounding may put a bound above the cost.
+    bound = min(reduced.bound(bound), cost)
+    if reduced.follows is None:
+        return SolveResult(chosen, cost, bound, method, status)
+    return SolveResult(chosen, cost, bound, f"{method}, layers tied")

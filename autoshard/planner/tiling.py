@@ -6,10 +6,11 @@ their number, which is exactly the cost of all of them under that choice.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from autoshard.capture.recomputation import repeated_modules
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.planner.planning_problem import BuiltProblem, Variable
 from autoshard.solver import Edge, Problem
-from autoshard.solver.problem import AnyEdge, Array, Blend, BlendedEdge, IntArray
+from autoshard.solver.problem import Array, Blend
+from autoshard.solver.reduced_problem import ReducedProblem
 
 _MIN_LAYERS = 5  # the fewest layers of one kind that are tied; the first and the last of them stay free
 
@@ -83,13 +85,12 @@ class Tiling:
         position = {variable: place for place, variable in enumerate(leaders)}
         return Tiling(leaders, tuple(position[first] for first in leader))
 
-    def fold(self, problem: Problem, kept: Sequence[IntArray] | None = None) -> Problem:
-        """Return the problem of the leaders, without memory.
+    def tie(self, whole: ReducedProblem) -> ReducedProblem:
+        """Return the problem of the leaders, without memory. Its bound says nothing of layers that choose freely."""
+        order = [whole.order[leader] for leader in self.leaders]
+        return replace(whole, problem=self._fold(whole.problem), order=order, lost=-math.inf, follows=self.follows)
 
-        Args:
-            problem: the whole problem.
-            kept: for every leader its options in ascending order; all by default.
-        """
+    def _fold(self, problem: Problem) -> Problem:
         costs: list[Counter[int]] = [Counter() for _ in self.leaders]
         tables: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
         arrays: dict[int, Array] = {}
@@ -108,60 +109,38 @@ class Tiling:
             for factor, table in edge.parts:
                 arrays[id(table)] = table
                 counts[id(table)] = counts.get(id(table), 0.0) + factor
-            if isinstance(edge, BlendedEdge):
+            if isinstance(edge.table, Blend):
                 blended.add(pair)
         # Equal sums are one object, so that the solver looks at them once.
         sums: dict[tuple[object, ...], Array] = {}
         blends: dict[tuple[object, ...], Blend] = {}
 
-        def select(array: Any, *leaders: int) -> Any:
-            return array if kept is None else array[np.ix_(*(kept[leader] for leader in leaders))]
-
-        def sum_arrays(counts: Mapping[int, float], *leaders: int) -> Array:
-            key = (*counts.items(), *(leaders if kept is not None else ()))
+        def sum_arrays(counts: Mapping[int, float]) -> Array:
+            key = tuple(counts.items())
             if key not in sums:
-                parts = [(times, select(arrays[array], *leaders)) for array, times in counts.items()]
+                parts = [(times, arrays[array]) for array, times in key]
                 single = len(parts) == 1 and parts[0][0] == 1
                 sums[key] = parts[0][1] if single else np.asarray(sum(times * part for times, part in parts))
             return sums[key]
 
-        def join_edges(pair: tuple[int, int], counts: Mapping[int, float]) -> AnyEdge:
+        def join_edges(pair: tuple[int, int], counts: Mapping[int, float]) -> Edge:
             # A multiple of one table is a blend: the product would be one more large array.
-            repeated = kept is None and len(counts) == 1 and 1.0 not in counts.values()
-            if pair not in blended and not repeated:
-                return Edge(*pair, sum_arrays(counts, *pair))
-            key = (*counts.items(), *(pair if kept is not None else ()))
+            if pair not in blended and (len(counts) > 1 or 1.0 in counts.values()):
+                return Edge(*pair, sum_arrays(counts))
+            key = tuple(counts.items())
             if key not in blends:
-                blends[key] = Blend(tuple((times, select(arrays[array], *pair)) for array, times in counts.items()))
-            return BlendedEdge(*pair, blends[key])
-
-        def total(leader: int) -> Array:
-            added = (select(diagonal, leader) for diagonal in diagonals[leader])
-            return np.asarray(sum(added, start=sum_arrays(costs[leader], leader)))
+                blends[key] = Blend(tuple((times, arrays[array]) for array, times in key))
+            return Edge(*pair, blends[key])
 
         return Problem(
-            costs=tuple(map(total, range(len(self.leaders)))),
+            costs=tuple(
+                np.asarray(sum(added, start=sum_arrays(counts))) for counts, added in zip(costs, diagonals, strict=True)
+            ),
             edges=tuple(join_edges(pair, counts) for pair, counts in tables.items()),
             components=None
             if problem.components is None
-            else tuple(select(problem.components[leader], place) for place, leader in enumerate(self.leaders)),
+            else tuple(problem.components[leader] for leader in self.leaders),
         )
-
-    def spread(self, assignment: Sequence[int]) -> tuple[int, ...]:
-        """Return an assignment of the leaders as one of the whole problem."""
-        return tuple(assignment[place] for place in self.follows)
-
-    def messages(
-        self, problem: Problem, along: Sequence[Array], against: Sequence[Array]
-    ) -> tuple[list[Array | None], list[Array | None]]:
-        """Return messages of the folded problem as messages of the whole one: equal parts for the edges of a pair."""
-        ends = [(self.follows[edge.source], self.follows[edge.target]) for edge in problem.edges]
-        counts = Counter(ends)
-        # In the order in which `fold` lists its edges; those between variables of one leader have none there.
-        between = [end for end in counts if end[0] != end[1]]
-        along_of = {end: message / counts[end] for end, message in zip(between, along, strict=True)}
-        against_of = {end: message / counts[end] for end, message in zip(between, against, strict=True)}
-        return [along_of.get(end) for end in ends], [against_of.get(end) for end in ends]
 
 
 def _roles(built: BuiltProblem, placed: Mapping[str, tuple[Layer, int]]) -> dict[int, tuple[Layer, Hashable]]:

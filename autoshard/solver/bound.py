@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.solver.core import Core
 from autoshard.solver.eliminate import DEFAULT_CAP, WidthError, eliminate
-from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, cheaper_of, improve, score
+from autoshard.solver.local_search import ScoredAssignment, cheaper_of, improve, score
 from autoshard.solver.presolve import REDUCE, presolve
 from autoshard.solver.problem import Array
 from autoshard.solver.solver_budget import UNLIMITED, Budget
@@ -49,11 +49,9 @@ def lower_bound(core: Core, *, upper: float = float("inf"), iterations: int = 20
         budget: no further iteration starts after its end.
     """
     messages = Messages(core.to_problem(), range(core.nodes))
-    relaxed = messages.run(iterations, upper=upper - core.constant, patience=_PATIENCE, budget=budget)
+    messages.run(iterations, upper=upper - core.constant, patience=_PATIENCE, budget=budget)
     floors = np.concatenate([*messages.floors(), np.zeros(0)]) + core.constant
-    finite = np.isfinite(relaxed.cost)
-    best = score(core, np.array(relaxed.assignment, dtype=np.int64)) if finite else NO_ASSIGNMENT
-    return Bound(relaxed.bound + core.constant, floors, best, relaxed.iterations)
+    return Bound(messages.bound + core.constant, floors, score(core, messages.best), messages.iterations)
 
 
 TOLERANCE = 1e-9

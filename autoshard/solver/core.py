@@ -145,7 +145,7 @@ class Core:
             usage_start=starts(size[live])[:-1],
             usage=np.concatenate(usages) if usages else np.zeros(0),
             base=np.zeros(moments.count if moments else 0),
-            limit=moments.limit if moments else float("inf"),
+            limit=problem.limit if moments and problem.limit is not None else float("inf"),
             moment=np.arange(moments.count if moments else 0),
         )
 

@@ -329,17 +329,14 @@ def _solve_segments(
 ) -> tuple[IntArray | None, float]:
     """Return strategies of all nodes, None if there are none, and a bound."""
     ordered = core.to_problem(sequence)
-    messages = Messages(ordered, range(ordered.size))
-    relaxed = messages.run(_ITERATIONS, budget=budget)
+    messages = Messages(ordered, range(ordered.size)).run(_ITERATIONS, budget=budget)
     # The message to the source of an edge is the least future cost of each of its strategies, as far as the relaxation
     # knows.
     found = merge_segments(ordered, messages.against, pivots, width)
     if len(found) < ordered.size:
-        return None, relaxed.bound + core.constant
-    bound, left = relaxed.bound, _ITERATIONS - relaxed.iterations
-    if left:
-        # They ended far from the cost that they had rounded. The segments' cost may be near.
-        bound = max(bound, messages.run(left, upper=ordered.cost(found), budget=budget).bound)
+        return None, messages.bound + core.constant
+    # They may have ended far from the cost that they had rounded. The segments' cost may be near.
+    messages.run(_ITERATIONS - messages.iterations, upper=ordered.cost(found), budget=budget)
     places = np.empty(core.nodes, dtype=np.int64)
     places[sequence] = found
-    return core.expand(places), bound + core.constant
+    return core.expand(places), messages.bound + core.constant

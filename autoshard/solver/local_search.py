@@ -215,11 +215,7 @@ def improve(
 
     descent = Descent(core, CoreArrays.of(core), start.cost - core.constant, seed, most)
     descent.begin(core.contract(np.array(start.choices)), np.zeros(len(core.base)))
-    failures = 0
-    while failures < patience and not budget.is_over:
-        before = descent.work
-        failures = 0 if descent.run(forests=_FORESTS) else failures + 1
-        budget.spend(descent.work - before)
+    descent.search(patience, budget, forests=_FORESTS)
     return cheaper_of(start, score(core, descent.best, descent.cost))
 
 

@@ -1,19 +1,15 @@
 """The problem that the solver takes, in the terms of the public IOPDDL contest.
 
-Equal layers of a step share the tables of their edges, each at prices of its own: a `BlendedEdge` has a weighted sum of
-tables. Message passing adds up the parts while it reads them; the sum is computed only for other users. `Moments` are
-the moments at which the memory limit can bind.
+Equal layers of a step share the tables of their edges, each at prices of its own: a `Blend` is a weighted sum of
+tables. Message passing adds up the parts while it reads them; the sum is computed only for other users. `Moments`
+are the moments at which the memory limit can bind.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,59 +32,14 @@ class Blend:
     parts: tuple[Part, ...]
 
     @cached_property
-    def table(self) -> Array:
+    def costs(self) -> Array:
         """The sum."""
         return np.asarray(sum(factor * table for factor, table in self.parts))
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Numbers of rows and columns."""
-        rows, columns = self.parts[0][1].shape
-        return rows, columns
-
-    @property
-    def diagonal(self) -> Array:
-        """The costs of equal strategies at both ends."""
-        # Of each part: the sum of the whole tables may never be needed.
-        return np.asarray(sum(factor * np.diagonal(table) for factor, table in self.parts))
-
-    def at(self, row: int, column: int) -> float:
-        """Return the cost of a pair of strategies."""
-        return float(sum(factor * table[row, column] for factor, table in self.parts))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlendedEdge:
-    """Costs of pairs of strategies of two nodes, as a weighted sum.
-
-    Attributes:
-        source: index of the node of the rows.
-        target: index of the node of the columns, another node.
-        blend: the table. Edges with equal costs should share one object.
-    """
-
-    source: int
-    target: int
-    blend: Blend
-
-    @property
-    def costs(self) -> Array:
-        """The sum, computed once."""
-        return self.blend.table
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Numbers of strategies of source and target."""
-        return self.blend.shape
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The tables and their factors."""
-        return self.blend.parts
-
-    def at(self, row: int, column: int) -> float:
-        """Return the cost of a pair of strategies."""
-        return self.blend.at(row, column)
+        return self.parts[0][1].shape
 
 
 def blend(parts: Iterable[Part]) -> Blend:
@@ -103,9 +54,6 @@ def blend(parts: Iterable[Part]) -> Blend:
 
 
 IntArray = npt.NDArray[np.int64]
-
-_FORBIDDEN = 10**18
-"""Infinity in the files of the contest."""
 
 _ROUNDING = 1e-12
 """Relative slack of the limit: sums of bytes are floats, and a sum equal to the limit must pass."""
@@ -122,30 +70,34 @@ class Edge:
     Attributes:
         source: index of the node of the rows.
         target: index of the node of the columns, another node.
-        costs: table [strategies of source, strategies of target]; `np.inf` forbids a pair. Edges with equal costs may
-            (and should) share one array object: work is done once per object.
+        table: costs [strategies of source, strategies of target], whole or as a sum; `np.inf` forbids a pair. Edges
+            with equal costs may (and should) share one object: work is done once per object.
     """
 
     source: int
     target: int
-    costs: Array
+    table: Array | Blend
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def costs(self) -> Array:
+        """The whole table; a sum is computed once."""
+        return self.table.costs if isinstance(self.table, Blend) else self.table
+
+    @property
+    def shape(self) -> tuple[int, ...]:
         """Numbers of strategies of source and target."""
-        return self.costs.shape
+        return self.table.shape
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The table with factor 1, as `BlendedEdge` has its parts."""
-        return ((1.0, self.costs),)
+        """The tables whose sum the costs are, and their factors."""
+        return self.table.parts if isinstance(self.table, Blend) else ((1.0, self.table),)
 
     def at(self, row: int, column: int) -> float:
         """Return the cost of a pair of strategies."""
-        return float(self.costs[row, column])
-
-
-AnyEdge = Edge | BlendedEdge
+        if isinstance(self.table, Blend):
+            return float(sum(factor * table[row, column] for factor, table in self.table.parts))
+        return float(self.table[row, column])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +118,7 @@ class Problem:
     """
 
     costs: tuple[Array, ...]
-    edges: tuple[AnyEdge, ...] = ()
+    edges: tuple[Edge, ...] = ()
     usages: tuple[Array, ...] | None = None
     intervals: tuple[tuple[int, int], ...] | None = None
     limit: float | None = None
@@ -210,17 +162,7 @@ class Problem:
         if self.usages is None or self.intervals is None or not self.costs:
             return 0.0
         chosen = np.array([usage[choice] for usage, choice in zip(self.usages, assignment, strict=True)])
-        lives = np.array(self.intervals, dtype=np.int64).reshape(-1, 2)
-        live = lives[:, 0] < lives[:, 1]
-        # Moments are numbers of steps, as far apart as the caller likes: only those at which something begins or ends
-        # count.
-        moments, places = np.unique(lives[live], return_inverse=True)
-        places = places.reshape(-1, 2)
-        change = np.zeros(len(moments))
-        # The sum over live nodes changes only where a life begins or ends.
-        np.add.at(change, places[:, 0], chosen[live])
-        np.subtract.at(change, places[:, 1], chosen[live])
-        return max(0.0, float(np.cumsum(change).max(initial=0.0)))
+        return float(Moments.of(self).loads(chosen).max(initial=0.0))
 
     def within_limit(self, peak: float) -> bool:
         """Return True if a peak in bytes is within the limit, up to the rounding of float sums."""
@@ -229,57 +171,6 @@ class Problem:
     def feasible(self, assignment: Sequence[int]) -> bool:
         """Return True if an assignment uses nothing forbidden and is within the limit."""
         return bool(np.isfinite(self.cost(assignment))) and self.within_limit(self.peak(assignment))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Problem:
-        """Read a problem in the JSON format of the IOPDDL contest, gzipped if the name ends in `.gz`.
-
-        Costs of 10**18 and more become `np.inf`. An optional "components" beside the contest's fields is read too.
-
-        Raises:
-            SolverError: the file is no JSON, or fields are missing or do not fit each other.
-            OSError: the file can't be read.
-        """
-        path = Path(path)
-        try:
-            raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            document = json.loads(raw)
-        except (ValueError, EOFError, gzip.BadGzipFile) as error:
-            raise SolverError(f"{path} is not a JSON file, or was cut short") from error
-        try:
-            return _parse_problem(document["problem"])
-        except SolverError as error:
-            raise SolverError(f"{path}: {error}") from error
-        except KeyError as error:
-            raise SolverError(f"{path} is not a problem in the contest's format: it lacks {error.args[0]!r}") from error
-        except (TypeError, ValueError, IndexError) as error:
-            raise SolverError(
-                f"{path} is not a problem in the contest's format: a field is of another type, or lists do not fit"
-            ) from error
-
-    def save(self, path: str | Path) -> None:
-        """Write the problem in the same format; `load` reads an equal problem back, shared tables included."""
-        path = Path(path)
-        usages = self.usages or tuple(np.zeros(len(vector)) for vector in self.costs)
-        body: dict[str, Any] = {
-            "name": path.name.split(".")[0],
-            "nodes": {
-                "intervals": [list(map(int, life)) for life in self.intervals or ((0, 0),) * self.size],
-                "costs": [_numbers(vector) for vector in self.costs],
-                "usages": [_numbers(usage) for usage in usages],
-            },
-            "edges": {
-                "nodes": [[edge.source, edge.target] for edge in self.edges],
-                "costs": [_numbers(edge.costs.ravel()) for edge in self.edges],
-            },
-        }
-        if self.limit is not None:
-            body["usage_limit"] = _number(self.limit)
-        if self.components is not None:
-            body["components"] = [labels.tolist() for labels in self.components]
-        text = json.dumps({"problem": body}, separators=(",", ":"), allow_nan=False).encode()
-        # A fixed time stamp makes equal problems equal files.
-        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
     def _check(self, assignment: Sequence[int]) -> None:
         if len(assignment) != self.size:
@@ -293,19 +184,19 @@ class Problem:
                 )
 
 
-def _convert_tables(edges: tuple[AnyEdge, ...]) -> tuple[AnyEdge, ...]:
+def _convert_tables(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
     """Return edges with float64 tables; a table shared by many edges is converted once and stays shared."""
     # By identity, not by content: comparing tables of a long stack of layers would cost more than the solve of one.
     tables: dict[int, Array] = {}
-    result: list[AnyEdge] = []
+    result: list[Edge] = []
     for edge in edges:
-        if isinstance(edge, BlendedEdge):
+        if isinstance(edge.table, Blend):
             result.append(edge)
             continue
-        table = tables.get(id(edge.costs))
+        table = tables.get(id(edge.table))
         if table is None:
-            table = tables[id(edge.costs)] = np.asarray(edge.costs, dtype=np.float64)
-        result.append(edge if table is edge.costs else Edge(edge.source, edge.target, table))
+            table = tables[id(edge.table)] = np.asarray(edge.table, dtype=np.float64)
+        result.append(edge if table is edge.table else Edge(edge.source, edge.target, table))
     return tuple(result)
 
 
@@ -324,7 +215,7 @@ def _check_costs(costs: tuple[Array, ...]) -> None:
         sound.add(id(vector))
 
 
-def _check_edges(edges: tuple[AnyEdge, ...], sizes: list[int]) -> None:
+def _check_edges(edges: tuple[Edge, ...], sizes: list[int]) -> None:
     sound: set[int] = set()
     for index, edge in enumerate(edges):
         for node in (edge.source, edge.target):
@@ -387,60 +278,6 @@ def _check_components(problem: Problem) -> None:
             raise SolverError(f"components[{node}] labels {len(labels)} strategies, the node has {len(vector)}")
 
 
-def _parse_problem(body: dict[str, Any]) -> Problem:
-    nodes, edges = body["nodes"], body["edges"]
-    costs = tuple(_costs(vector) for vector in nodes["costs"])
-    limit = body.get("usage_limit")
-    components = body.get("components")
-    # The format repeats the table of every edge. The solver's caches work on identities, so equal tables become one
-    # object.
-    shared = _shared_table_reader()
-    if len(edges["nodes"]) != len(edges["costs"]):
-        raise SolverError(f"{len(edges['nodes'])} edges but {len(edges['costs'])} edge tables")
-    return Problem(
-        costs=costs,
-        edges=tuple(
-            Edge(source, target, shared(table, (len(costs[source]), len(costs[target]))))
-            for (source, target), table in zip(edges["nodes"], edges["costs"], strict=True)
-        ),
-        usages=tuple(np.array(usage, dtype=np.float64) for usage in nodes["usages"]),
-        intervals=tuple((int(low), int(high)) for low, high in nodes["intervals"]),
-        limit=None if limit is None else float(limit),
-        components=None if components is None else tuple(np.array(labels, dtype=np.int64) for labels in components),
-    )
-
-
-def _shared_table_reader() -> Callable[[list[float], tuple[int, int]], Array]:
-    """Return a reader of edge tables that returns one array for all equal tables."""
-    tables: dict[tuple[bytes, tuple[int, int]], Array] = {}
-
-    def read(values: list[float], shape: tuple[int, int]) -> Array:
-        table = _costs(values)
-        if table.size != shape[0] * shape[1]:
-            raise SolverError(f"an edge table has {table.size} entries, its nodes need {shape[0]} x {shape[1]}")
-        return tables.setdefault((table.tobytes(), shape), table.reshape(shape))
-
-    return read
-
-
-def _costs(values: list[float]) -> Array:
-    vector = np.array(values, dtype=np.float64)
-    # As infinity, forbidden costs survive sums; 10**18 plus 10**18 would be a number like any other.
-    vector[vector >= _FORBIDDEN] = np.inf
-    return vector
-
-
-def _numbers(values: Array) -> list[float]:
-    return [_number(value) for value in values.tolist()]
-
-
-def _number(value: float) -> float:
-    """Return integers as integers and infinity as `_FORBIDDEN`, as the contest writes them."""
-    if np.isinf(value):
-        return _FORBIDDEN
-    return int(value) if float(value).is_integer() else float(value)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:
     """The moments with maximal sets of live nodes: a limit respected at these is respected always.
@@ -449,22 +286,16 @@ class Moments:
         count: number of moments.
         first: per node the first moment of its life.
         last: per node one past its last moment; equal to `first` for a node that is never live.
-        limit: bytes allowed at each moment.
-        usages: those of the problem.
     """
 
     count: int
     first: IntArray
     last: IntArray
-    limit: float
-    usages: tuple[Array, ...]
 
     @classmethod
     def of(cls, problem: Problem) -> Moments:
-        """Return the moments of a problem that has usages and a limit."""
-        assert problem.usages is not None
+        """Return the moments of a problem that has usages."""
         assert problem.intervals is not None
-        assert problem.limit is not None
         lives = np.array(problem.intervals, dtype=np.int64).reshape(-1, 2)
         live = lives[:, 0] < lives[:, 1]
         births, deaths = np.unique(lives[live, 0]), np.unique(lives[live, 1])
@@ -473,33 +304,12 @@ class Moments:
         maximal = births[np.searchsorted(deaths, births, "right") < np.searchsorted(deaths, following, "right")]
         first = np.where(live, np.searchsorted(maximal, lives[:, 0]), 0)
         last = np.where(live, np.searchsorted(maximal, lives[:, 1]), 0)
-        return cls(len(maximal), first, last, problem.limit, problem.usages)
+        return cls(len(maximal), first, last)
 
-    def spread(self, usages: Array) -> Array:
+    def loads(self, usages: Array) -> Array:
         """Return the sum of one usage per node over the nodes live at each moment."""
         # A difference array: the work is one step per node and moment, however long the lives are.
         change = np.zeros(self.count + 1)
         np.add.at(change, self.first, usages)
         np.subtract.at(change, self.last, usages)
         return np.cumsum(change)[: self.count]
-
-    def loads(self, choices: Sequence[int]) -> Array:
-        """Return the bytes in use at each moment under a complete assignment."""
-        return self.spread(np.array([usage[choices[node]] for node, usage in enumerate(self.usages)]))
-
-    def least(self) -> Array:
-        """Return the bytes in use at each moment if every node uses as little as it can."""
-        return self.spread(np.array([usage.min() for usage in self.usages]))
-
-    def most(self) -> Array:
-        """Return the bytes in use at each moment if every node uses as much as it can."""
-        return self.spread(np.array([usage.max() for usage in self.usages]))
-
-    def prices(self, prices: Array) -> Array:
-        """Return per node the sum of the prices (cost per byte) of the moments of its life."""
-        total = np.append(0.0, np.cumsum(prices))
-        return total[self.last] - total[self.first]
-
-    def within_limit(self, loads: Array) -> bool:
-        """Return True if loads are within the limit, up to the rounding of float sums."""
-        return bool((loads <= self.limit + 1e-12 * abs(self.limit)).all())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,8 +18,6 @@ from autoshard.solver.problem import Moments, Problem, SolverError
 from autoshard.solver.solver_budget import Budget
 
 METHODS = ("auto", "eliminate", "alternate", "ilp")
-
-_log = logging.getLogger(__name__)
 
 _ROUNDING_ITERATIONS = 30
 """Iterations of the relaxation if only its rounded assignment is needed."""
@@ -80,7 +77,6 @@ def solve(
     work_limit: int | None = None,
     gap: float = 0.0,
     seed: int = 0,
-    verbose: bool = False,
     progress: Callable[[SolverProgress], object] | None = None,
     start: Sequence[int] | None = None,
 ) -> Solution:
@@ -101,7 +97,6 @@ def solve(
             for a proof.
         seed: of the random numbers. The same problem and seed give the same solution, unless the time limit ends the
             search.
-        verbose: True to log progress at INFO level.
         progress: called with the best cost and the bound when they move.
         start: a known assignment of finite cost. If no memory limit binds, "auto" and "alternate" improve it instead of
             searching for one of their own; a good one makes the proof shorter. It has no other effect.
@@ -123,40 +118,43 @@ def solve(
     initial = NO_ASSIGNMENT if start is None else ScoredAssignment(tuple(start), problem.cost(start))
     if initial.choices and not np.isfinite(initial.cost):
         raise SolverError("start uses a forbidden strategy or pair; give an assignment of finite cost, or None")
-
-    def report_progress(moment: SolverProgress) -> None:
-        if verbose:
-            _log.info("%s: cost %.9g, lower bound %.9g", moment.phase, moment.cost, moment.lower_bound)
-        if progress is not None:
-            progress(moment)
-
     budget = Budget.of_seconds(time_limit, work_limit=work_limit, gap=gap)
-    incumbent = Incumbent(budget, report_progress)
+    incumbent, proved = Incumbent(budget, progress), False
+    if not problem.size:
+        return Solution((), 0.0, 0.0, 0.0, "optimal", method, incumbent.seconds)
     with budget.interruptible():
-        task = _SolveState(problem, incumbent, seed, initial)
-        outcome = (
-            _METHODS[method](task) if problem.size else _MethodResult(ScoredAssignment((), 0.0), 0.0, True, method)
-        )
-    if not budget.interrupted:
-        return _solution(problem, outcome, incumbent)
-    if not incumbent.assignment:
+        proved = _METHODS[method](_SolveState(problem, incumbent, seed, initial))
+    if budget.interrupted and not incumbent.assignment:
         raise KeyboardInterrupt
-    return _incumbent_solution(problem, incumbent)
+    return _solution(problem, incumbent, method, proved=proved)
 
 
-@dataclass(frozen=True, slots=True)
-class _MethodResult:
-    """A result before it is checked against the problem; `proved` is True if it is final, with or without an
-    assignment."""
-
-    best: ScoredAssignment
-    bound: float
-    proved: bool
-    method: str
+def _solution(problem: Problem, incumbent: Incumbent, method: str, *, proved: bool) -> Solution:
+    """Return the best results of a search; `proved` if they are final, with or without an assignment."""
+    bound = incumbent.lower_bound
+    if not np.isfinite(incumbent.cost):
+        status, bound = ("infeasible", float("inf")) if proved else ("unknown", bound)
+        return Solution((), float("inf"), bound, 0.0, status, method, incumbent.seconds)
+    assignment = incumbent.assignment
+    # Summed anew in the problem's own tables: costs of a search carry the rounding of reductions.
+    cost = problem.cost(assignment)
+    proved = proved or bound >= cost - TOLERANCE * abs(cost)
+    peak = problem.peak(assignment)
+    assert problem.within_limit(peak), (peak, problem.limit)
+    return Solution(
+        assignment=assignment,
+        cost=cost,
+        lower_bound=cost if proved else min(bound, cost),
+        peak=peak,
+        status="optimal" if proved else "feasible",
+        method=incumbent.method,
+        seconds=incumbent.seconds,
+        interrupted=incumbent.budget.interrupted,
+    )
 
 
 class _SolveState:
-    """A problem during its solve: its moments, best results, and the assignment that it starts from."""
+    """A problem during its solve: its best results, and the assignment that it starts from."""
 
     def __init__(self, problem: Problem, incumbent: Incumbent, seed: int, start: ScoredAssignment) -> None:
         self.problem = problem
@@ -164,7 +162,7 @@ class _SolveState:
         self.budget = incumbent.budget
         self.seed = seed
         self.start = start
-        self.moments = _binding_moments(problem)
+        self.limited = _is_limited(problem)
         self.large = problem.size >= _LARGE and problem.components is None
 
     @cached_property
@@ -178,64 +176,29 @@ class _SolveState:
         return presolve(self.free, effort=FOLD)
 
     def fits(self, choices: Sequence[int]) -> bool:
-        return self.moments is None or self.moments.within_limit(self.moments.loads(choices))
+        return not self.limited or self.problem.within_limit(self.problem.peak(choices))
 
-    def record(self, phase: str, candidate: ScoredAssignment, bound: float, work: float) -> None:
-        """Record the result of a step without the limit, a bound of every assignment, and the work of the step."""
+    def record(
+        self, method: str, candidate: ScoredAssignment, bound: float = float("-inf"), *, phase: str, work: float = 0.0
+    ) -> None:
+        """Record an assignment, if it is within the limit, a bound of every assignment, and the work of a step."""
         if np.isfinite(candidate.cost) and self.fits(candidate.choices):
-            self.incumbent.offer(candidate.cost, lambda: candidate.choices, phase)
+            self.incumbent.offer(candidate.cost, lambda: candidate.choices, method)
         self.incumbent.raise_bound(bound)
         self.budget.spend(work)
         self.incumbent.report(phase)
 
 
-def _binding_moments(problem: Problem) -> Moments | None:
-    """Return the moments, or None if no assignment can exceed the limit."""
+def _is_limited(problem: Problem) -> bool:
+    """Return True if some assignment exceeds the limit."""
     if problem.limit is None:
-        return None
-    moments = Moments.of(problem)
-    # A negative limit allows nothing, not even a problem without moments.
-    return None if moments.within_limit(moments.most()) and problem.limit >= 0 else moments
+        return False
+    assert problem.usages is not None
+    most = Moments.of(problem).loads(np.array([usage.max() for usage in problem.usages]))
+    return not problem.within_limit(float(most.max(initial=0.0)))
 
 
-def _solution(problem: Problem, outcome: _MethodResult, incumbent: Incumbent) -> Solution:
-    method_cost = outcome.best.cost
-    if incumbent.cost < (method_cost - TOLERANCE * abs(method_cost) if np.isfinite(method_cost) else method_cost):
-        # An earlier step found a better assignment than the last one.
-        best = ScoredAssignment(incumbent.assignment, incumbent.cost)
-        outcome = replace(outcome, best=best, method=incumbent.method, proved=False)
-    if not np.isfinite(outcome.best.cost):
-        status = "infeasible" if outcome.proved else "unknown"
-        bound = float("inf") if outcome.proved else outcome.bound
-        return Solution((), float("inf"), bound, 0.0, status, outcome.method, incumbent.seconds)
-    incumbent.raise_bound(outcome.bound)
-    assignment = outcome.best.choices
-    # Summed anew in the problem's own tables: costs of a search carry the rounding of reductions.
-    cost = problem.cost(assignment)
-    proved = outcome.proved or outcome.bound >= cost - TOLERANCE * abs(cost)
-    peak = problem.peak(assignment)
-    assert problem.within_limit(peak), (peak, problem.limit)
-    bound = cost if proved else min(outcome.bound, cost)
-    status = "optimal" if proved else "feasible"
-    return Solution(assignment, cost, bound, peak, status, outcome.method, incumbent.seconds)
-
-
-def _incumbent_solution(problem: Problem, incumbent: Incumbent) -> Solution:
-    """Return the best assignment and bound of a search that was interrupted."""
-    assignment = incumbent.assignment
-    return Solution(
-        assignment=assignment,
-        cost=problem.cost(assignment),
-        lower_bound=min(incumbent.lower_bound, incumbent.cost),
-        peak=problem.peak(assignment),
-        status="feasible",
-        method=incumbent.method,
-        seconds=incumbent.seconds,
-        interrupted=True,
-    )
-
-
-def _eliminate(task: _SolveState) -> _MethodResult:
+def _eliminate(task: _SolveState) -> bool:
     optimum = _optimum(task.free)
     if optimum.choices and not task.fits(optimum.choices):
         peak = task.problem.peak(optimum.choices)
@@ -243,7 +206,8 @@ def _eliminate(task: _SolveState) -> _MethodResult:
             f"the memory limit of {task.problem.limit:.6g} binds: the optimum without it peaks at "
             f'{peak:.6g}. Elimination knows no memory; use method="auto" or "ilp"'
         )
-    return _MethodResult(optimum, optimum.cost, True, "eliminate")
+    task.record("eliminate", optimum, optimum.cost, phase="elimination")
+    return True
 
 
 def _optimum(core: Core) -> ScoredAssignment:
@@ -251,17 +215,17 @@ def _optimum(core: Core) -> ScoredAssignment:
     return score(core, exact.places, exact.cost)
 
 
-def _alternate(task: _SolveState) -> _MethodResult:
+def _alternate(task: _SolveState) -> bool:
     if task.large:
         return _solve_flat(task, finish=False)
     candidate = _search(task, task.budget.part(1.0))
-    task.record("search", candidate, float("-inf"), 0)
+    task.record("alternate", candidate, phase="search")
     if candidate.choices and not task.fits(candidate.choices):
         return _solve_flat(task, finish=False)
     result = certify(task.folded, candidate, cap=None, budget=task.budget.part(1.0), rounds=1)
     # The assignment that the bound rounds may be cheaper, but exceed the limit.
-    best = result.best if not result.best.choices or task.fits(result.best.choices) else candidate
-    return _MethodResult(best, result.bound, result.rest is None and best is result.best, "alternate")
+    task.record("alternate", result.best, result.bound, phase="proof")
+    return result.rest is None and (not result.best.choices or task.fits(result.best.choices))
 
 
 def _search(task: _SolveState, budget: Budget) -> ScoredAssignment:
@@ -294,102 +258,88 @@ def _round_relaxation(task: _SolveState) -> ScoredAssignment:
     return score(core, core.contract(np.array(candidate.choices)))
 
 
-def _ilp(task: _SolveState) -> _MethodResult:
-    return _solve_integer_program(task, presolve(Core.of(task.problem), effort=REDUCE), task.budget)
+def _ilp(task: _SolveState) -> bool:
+    core = presolve(Core.of(task.problem), effort=REDUCE)
+    return _solve_integer_program(task, core, task.budget)[1]
 
 
-def _auto(task: _SolveState) -> _MethodResult:
+def _auto(task: _SolveState) -> bool:
     if task.large:
         return _solve_flat(task, finish=True)
-    bound = float("-inf")
-    if task.moments is not None:
+    if task.limited:
         core = presolve(Core.of(task.problem), effort=REDUCE)
         # The integer program knows memory, and is fast at this size; message passing would need prices first.
-        if not core.feasible or core.cells <= _SMALL:
-            result = _solve_integer_program(task, core, task.budget.part(0.3))
-            task.record("integer program", result.best, result.bound, 0)
-            if result.proved:
-                return result
-            bound = result.bound
+        small = not core.feasible or core.cells <= _SMALL
+        if small and _solve_integer_program(task, core, task.budget.part(0.3))[1]:
+            return True
     # If the optimum without the limit is within the limit, it is the optimum with it. If not, its bound still holds.
-    free = _solve_without_limit(task)
-    if task.fits(free.best.choices) if free.best.choices else free.proved:
-        return free
-    task.incumbent.raise_bound(max(bound, free.bound))
+    free, proved = _solve_without_limit(task)
+    if task.fits(free.choices) if free.choices else proved:
+        return proved
     return _solve_flat(task, finish=True)
 
 
 def _solve_integer_program(
-    task: _SolveState, core: Core, budget: Budget, hint: ScoredAssignment = NO_ASSIGNMENT
-) -> _MethodResult:
-    """Solve a core by the integer program, from a hint if there is one."""
+    task: _SolveState, core: Core, budget: Budget, known: ScoredAssignment = NO_ASSIGNMENT
+) -> tuple[ScoredAssignment, bool]:
+    """Solve a core by the integer program; return the best assignment, and True if that is final.
+
+    No assignment that the core lacks is better than the known one.
+    """
     # numba takes a second to import, and most problems do without it.
-    from autoshard.solver.ilp import solve_core
+    from autoshard.solver.ilp import CoreSolution, solve_core
 
-    if not core.feasible:
-        return _MethodResult(NO_ASSIGNMENT, float("inf"), True, "ilp")
-    start = core.contract(np.array(hint.choices)) if hint.choices else None
-    # A smaller core may lack strategies of the hint, which then is no start.
-    if start is not None and not np.isfinite(core.value(start)):
-        start = None
-    answer = solve_core(core, start=start, budget=budget, seed=task.seed)
-    best = score(core, answer.places)
-    return _MethodResult(best, min(answer.bound, best.cost), answer.proved, "ilp")
+    answer = CoreSolution(None, float("inf"), True)
+    if core.feasible:
+        start = core.contract(np.array(known.choices)) if known.choices else None
+        # A smaller core may lack strategies of the known one, which then is no start.
+        if start is not None and not np.isfinite(core.value(start)):
+            start = None
+        answer = solve_core(core, start=start, budget=budget, seed=task.seed)
+    best = cheaper_of(known, score(core, answer.places))
+    task.record("ilp", best, min(answer.bound, best.cost), phase="integer program")
+    return best, answer.proved
 
 
-def _solve_flat(task: _SolveState, *, finish: bool) -> _MethodResult:
+def _solve_flat(task: _SolveState, *, finish: bool) -> bool:
     """Solve by presolve, prices and neighbourhoods on flat arrays."""
     from autoshard.solver.flat.large_solver import LargeSolver
 
-    incumbent = task.incumbent
-    proved = LargeSolver(task.problem, incumbent, seed=task.seed, finish=finish).run()
-    assignment = incumbent.assignment
-    if not assignment:
-        return _MethodResult(NO_ASSIGNMENT, incumbent.lower_bound, proved, "flat")
-    best = ScoredAssignment(assignment, incumbent.cost)
-    return _MethodResult(best, incumbent.lower_bound, proved, incumbent.method)
+    return LargeSolver(task.problem, task.incumbent, seed=task.seed, finish=finish).run()
 
 
-def _solve_without_limit(task: _SolveState) -> _MethodResult:
-    """Return the optimum without the memory limit, or a good assignment and a bound."""
+def _solve_without_limit(task: _SolveState) -> tuple[ScoredAssignment, bool]:
+    """Return the best assignment without the memory limit, and True if it is the optimum."""
     try:
         candidate = _optimum(task.free)
-        work = _WORK * task.free.cells
-        phase = "without the limit, elimination" if task.moments else "elimination"
-        task.record(phase, candidate, candidate.cost, work)
-        return _MethodResult(candidate, candidate.cost, True, "eliminate")
+        phase = "without the limit, elimination" if task.limited else "elimination"
+        task.record("eliminate", candidate, candidate.cost, phase=phase, work=_WORK * task.free.cells)
+        return candidate, True
     except WidthError:
-        task.record("search", NO_ASSIGNMENT, float("-inf"), 0)
+        task.incumbent.report("search")
     candidate = _search(task, task.budget.part(0.4))
-    task.record("search", candidate, float("-inf"), 0)
+    task.record("alternate", candidate, phase="search")
     if candidate.choices and not task.fits(candidate.choices):
         # The limit binds: a proof without it would take time from the search with prices.
-        return _MethodResult(candidate, float("-inf"), False, "alternate")
+        return candidate, False
     result = certify(task.folded, candidate, budget=task.budget.part(0.7))
-    task.record("proof", result.best, result.bound, 0)
-    if result.rest is None or task.budget.is_close(result.best.cost, result.bound):
-        return _MethodResult(result.best, result.bound, result.rest is None, "alternate")
+    best = result.best
+    task.record("alternate", best, result.bound, phase="proof")
+    if result.rest is None or task.budget.is_close(best.cost, result.bound):
+        return best, result.rest is None
     # Too large for the integer program: other neighbourhoods may still help.
     if result.rest.cells > _INTEGER_CELLS:
-        candidate = result.best
-        if candidate.choices:
-            candidate = improve(task.folded, candidate, seed=task.seed + 1, budget=task.budget.part(1.0))
-        return _MethodResult(candidate, result.bound, False, "alternate")
-    return _solve_rest(task, presolve(result.rest, effort=REDUCE), result.best, result.bound)
+        if best.choices:
+            best = improve(task.folded, best, seed=task.seed + 1, budget=task.budget.part(1.0))
+            task.record("alternate", best, phase="search")
+        return best, False
+    rest = presolve(result.rest, effort=REDUCE)
+    if rest.feasible and task.budget.is_over:
+        return best, False
+    return _solve_integer_program(task, rest, task.budget, best)
 
 
-def _solve_rest(task: _SolveState, rest: Core, best: ScoredAssignment, bound: float) -> _MethodResult:
-    """Solve the rest of a proof by the integer program; no dropped strategy is in a better assignment than `best`."""
-    if not rest.feasible:
-        return _MethodResult(best, best.cost, True, "ilp")
-    if task.budget.is_over:
-        return _MethodResult(best, bound, False, "ilp")
-    result = _solve_integer_program(task, rest, task.budget, best)
-    best = cheaper_of(best, result.best)
-    return _MethodResult(best, max(bound, min(result.bound, best.cost)), result.proved, "ilp")
-
-
-_METHODS: dict[str, Callable[[_SolveState], _MethodResult]] = {
+_METHODS: dict[str, Callable[[_SolveState], bool]] = {
     "auto": _auto,
     "eliminate": _eliminate,
     "alternate": _alternate,

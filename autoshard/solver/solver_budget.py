@@ -88,8 +88,12 @@ class Budget:
         try:
             yield
         except KeyboardInterrupt:
-            self.interrupted = True
-            self.stop()
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """End the search as Ctrl-C does."""
+        self.interrupted = True
+        self.stop()
 
 
 UNLIMITED = Budget()

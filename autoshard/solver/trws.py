@@ -7,48 +7,23 @@ messages of the small one, which need few changes: where the repetition begins a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard.solver.ascent import Ascent
 from autoshard.solver.chains import DETAIL, PART, ChainGraph, Chains, link_halves, subtract_rounding
-from autoshard.solver.problem import Array, Edge, IntArray, Problem
-from autoshard.solver.solver_budget import UNLIMITED, Budget
+from autoshard.solver.problem import Array, IntArray, Problem
 from autoshard.solver.tables import EquivalenceClasses, equal_rows_and_columns
 
-_PATIENCE = 20
-"""Iterations over which progress is judged, unless the caller says otherwise."""
-
-_MIN_PROGRESS = 0.05
-"""Share of the gap between the least known cost and the bound that these iterations must close to go on. With 0.02, the
-planner's problems take 5 % longer for bounds that are 0.1 % higher at most."""
-
-_ROUNDING_PERIOD = 5
+_PERIOD = 5
 """Iterations from one rounded assignment to the next."""
 
 _WORK = 4
 """Units of work of an iteration per table entry: a pass each way, with reads and writes."""
 
 
-@dataclass(frozen=True, slots=True)
-class RelaxationResult:
-    """The result of some iterations.
-
-    Attributes:
-        bound: no assignment costs less.
-        assignment: the best one rounded meanwhile; empty if none was finite.
-        cost: of that assignment; `inf` without one.
-        iterations: forward and backward passes.
-    """
-
-    bound: float
-    assignment: tuple[int, ...]
-    cost: float
-    iterations: int
-
-
-class Messages:
+class Messages(Ascent):
     """Message passing on a problem without reduction and without its memory limit; see `chains`.
 
     Args:
@@ -71,8 +46,22 @@ class Messages:
         ends = np.array([(edge.source, edge.target) for edge in problem.edges], dtype=np.int64).reshape(-1, 2)
         nodes, around, self._places = link_halves(self._sizes[sequence], self._rank[ends])
         graph = _lay_tables(problem, ChainGraph(nodes, around, np.zeros(0)), self._places)
-        self._chains = Chains(graph, np.concatenate([*(problem.costs[node] for node in sequence), np.zeros(0)]))
-        self._cells = sum(height * width for height, width in (edge.shape for edge in problem.edges))
+        chains = Chains(graph, np.concatenate([*(problem.costs[node] for node in sequence), np.zeros(0)]))
+        super().__init__(chains, period=_PERIOD, work=_WORK * sum(math.prod(edge.shape) for edge in problem.edges))
+
+    @property
+    def assignment(self) -> tuple[int, ...]:
+        """The best one rounded so far; empty if none was finite."""
+        return () if self.best is None else self._choice(self.best)
+
+    def _choice(self, places: IntArray) -> tuple[int, ...]:
+        return tuple(places[self._rank].tolist())
+
+    def _pass(self) -> float:
+        return float(subtract_rounding(self.chains.iterate()))
+
+    def _evaluate(self, places: IntArray) -> float:
+        return self.problem.cost(self._choice(places))
 
     @property
     def along(self) -> list[Array]:
@@ -84,9 +73,9 @@ class Messages:
 
     def _messages(self, side: int) -> list[Array]:
         """Return per edge the message to its source (0) or its target (1)."""
-        begins = self._chains.graph.around["message"][self._places[:, side]].tolist()
+        begins = self.chains.graph.around["message"][self._places[:, side]].tolist()
         lengths = [edge.shape[side] for edge in self.problem.edges]
-        return [self._chains.messages[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)]
+        return [self.chains.messages[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)]
 
     def start_from(self, along: Sequence[Array | None], against: Sequence[Array | None]) -> None:
         """Start from these messages; None leaves a message zero."""
@@ -95,53 +84,6 @@ class Messages:
                 if other is not None:
                     message[:] = other
 
-    def run(
-        self,
-        iterations: int,
-        *,
-        upper: float = float("inf"),
-        close: float = 0.0,
-        patience: int = _PATIENCE,
-        budget: Budget = UNLIMITED,
-        progress: Callable[[float, float], None] | None = None,
-    ) -> RelaxationResult:
-        """Run forward and backward passes.
-
-        Args:
-            iterations: at most.
-            upper: cost of a known assignment: the search ends when the bound reaches it, or hardly approaches it.
-            close: relative distance of the bound to the least known cost at which the search ends.
-            patience: iterations in which the bound and the least known cost must come closer by a twentieth.
-            budget: no further iteration starts after its end.
-            progress: called with the least cost and the highest bound so far, now and then.
-        """
-        history: list[float] = []
-        gaps: list[float] = []
-        rounded: tuple[int, ...] = ()
-        cost = float("inf")
-        while len(history) < iterations:
-            value = self._chains.iterate()
-            budget.spend(_WORK * self._cells)
-            # In exact arithmetic no pass lowers the bound; the maximum keeps rounding out of the measure of progress.
-            history.append(max(value, history[-1]) if history else value)
-            # The first rounded assignments are seldom better than a known one.
-            early = np.isfinite(upper) and len(history) < _ROUNDING_PERIOD
-            if not early and (len(history) % _ROUNDING_PERIOD == 1 or len(history) == iterations):
-                choice = tuple(self._chains.round()[self._rank].tolist())
-                choice_cost = self.problem.cost(choice)
-                if choice_cost < cost:
-                    rounded, cost = choice, choice_cost
-                if progress is not None:
-                    progress(cost, history[-1])
-            target = min(upper, cost)
-            if history[-1] >= target - max(close, 1e-9) * abs(target) or budget.is_over:
-                break
-            gaps.append(target - history[-1])
-            if _is_stalled(gaps, patience):
-                break
-        best = history[-1] if history else -np.inf
-        return RelaxationResult(float(subtract_rounding(best)), rounded, cost, len(history))
-
     def strategies_within(self, slack: float | Array) -> list[IntArray]:
         """Return per node the strategies of assignments that cost at most `slack` above the bound, ascending.
 
@@ -149,15 +91,15 @@ class Messages:
         last backward pass and holds for the bound before that pass: the result is exact up to the gain of this pass.
         """
         slacks = np.broadcast_to(slack, self.problem.size)
-        beliefs = self._by_node(self._chains.beliefs)
+        beliefs = self._by_node(self.chains.beliefs)
         return [np.flatnonzero(costs <= costs.min() + most) for costs, most in zip(beliefs, slacks, strict=True)]
 
     def floors(self) -> list[Array]:
         """Return per node and strategy a bound of all assignments that use it, by the last iteration."""
-        return self._by_node(subtract_rounding(self._chains.floors()))
+        return self._by_node(subtract_rounding(self.chains.floors()))
 
     def _by_node(self, values: Array) -> list[Array]:
-        begins = self._chains.offset[self._rank].tolist()
+        begins = self.chains.offset[self._rank].tolist()
         return [values[begin : begin + size] for begin, size in zip(begins, self._sizes.tolist(), strict=True)]
 
 
@@ -245,34 +187,3 @@ def _lay_tables(problem: Problem, graph: ChainGraph, places: IntArray) -> ChainG
         parts=np.array(parts, dtype=PART),
         classes=np.concatenate(layout.classes),
     )
-
-
-def restrict_messages(
-    problem: Problem, along: Sequence[Array], against: Sequence[Array], kept: Sequence[IntArray]
-) -> tuple[list[Array], list[Array]]:
-    """Return the messages along and against every edge, restricted to some strategies of every node."""
-    return (
-        [message[kept[edge.target]] for message, edge in zip(along, problem.edges, strict=True)],
-        [message[kept[edge.source]] for message, edge in zip(against, problem.edges, strict=True)],
-    )
-
-
-def restrict_problem(problem: Problem, kept: Sequence[IntArray]) -> Problem:
-    """Return a problem with the costs of some strategies of every node; equal restrictions of a table stay one
-    object."""
-    # Holds the tables, so that ids stay unique.
-    cut: dict[tuple[int, bytes, bytes], tuple[Array, Array]] = {}
-    names = [rows.tobytes() for rows in kept]
-    edges = []
-    for edge in problem.edges:
-        costs = edge.costs
-        key = id(costs), names[edge.source], names[edge.target]
-        if key not in cut:
-            cut[key] = costs, costs[np.ix_(kept[edge.source], kept[edge.target])]
-        edges.append(Edge(edge.source, edge.target, cut[key][1]))
-    return Problem(tuple(vector[rows] for vector, rows in zip(problem.costs, kept, strict=True)), tuple(edges))
-
-
-def _is_stalled(gaps: Sequence[float], patience: int) -> bool:
-    """Return True if the least known cost and the bound have hardly come closer for long."""
-    return len(gaps) > patience and gaps[-1] > (1.0 - _MIN_PROGRESS) * gaps[-1 - patience]

@@ -13,7 +13,7 @@ import pytest
 
 from autoshard.planner.tiling import Tiling
 from autoshard.solver import Edge, Problem
-from autoshard.solver.problem import Blend, BlendedEdge
+from autoshard.solver.problem import Blend
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -35,7 +35,7 @@ def test_a_file_gives_back_what_was_recorded(benchmarks: SimpleNamespace, tmp_pa
     labels = np.array([[0, 1], [2, -1], [1, 1]])
     plain = Problem((vector,) * 4, tuple(Edge(node, node + 1, table) for node in range(3)), components=(labels,) * 4)
     blend = Blend(((1.0, table), (0.25, held)))
-    edges = (BlendedEdge(0, 1, blend), Edge(1, 2, held), BlendedEdge(2, 3, blend))
+    edges = (Edge(0, 1, blend), Edge(1, 2, held), Edge(2, 3, blend))
     limited = Problem((vector,) * 4, edges, (vector * 8,) * 4, ((0, 2), (1, 3), (2, 9), (5, 5)), 7.5)
     record = benchmarks.problem_files.RecordedProblem
     written = {
@@ -58,7 +58,7 @@ def test_a_file_gives_back_what_was_recorded(benchmarks: SimpleNamespace, tmp_pa
     assert (read["plain"].tiling.leaders, read["plain"].tiling.follows) == ((0, 1, 3), (0, 1, 1, 2))
     assert all(np.array_equal(one, labels) for one in first.components)
     assert len({id(one) for one in (*first.costs, *second.costs)}) == 1, "shared by nodes and by problems"
-    assert second.edges[0].blend is second.edges[2].blend
+    assert second.edges[0].table is second.edges[2].table
     assert second.edges[0].parts[0][1] is first.edges[0].costs
     assert second.edges[0].parts[1][1] is second.edges[1].costs
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 import pytest
@@ -20,7 +19,8 @@ from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.solving import SolveOptions, solve_by_messages
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
 from autoshard.solver import solve
-from autoshard.solver.trws import Messages
+from autoshard.solver.reduced_problem import ReducedProblem
+from autoshard.solver.solver_budget import Budget
 from tests.planner.steps import joint_graph, links, planner_of
 from tests.planner.test_tiling import built, stack_planner, tiling_of
 
@@ -100,7 +100,7 @@ def test_what_is_proved_is_true_of_the_exact_problem(price: float | None) -> Non
     asked = exact() if discount is None else exact().with_discount(discount)
     optimum = solve(asked.problem, time_limit=300)
     assert optimum.status == "optimal"
-    solver = LazySolver(LazyCosts(loose()), planner().resharder, None, SolveOptions("auto", math.inf), discount)
+    solver = LazySolver(LazyCosts(loose()), planner().resharder, None, SolveOptions("auto", Budget()), discount)
     answer = solver.run()
     assert answer.lower_bound <= optimum.cost * (1 + 1e-9)
     assert answer.cost >= optimum.cost * (1 - 1e-9)
@@ -115,7 +115,7 @@ def test_three_axes_are_planned_with_a_proof() -> None:
 
 
 def test_a_price_between_two_is_answered_from_what_is_near_at_either() -> None:
-    search = SolveOptions("auto", math.inf)
+    search = SolveOptions("auto", Budget())
     behind = np.full(len(planner().rules.operators) + 2, 1e-6)
     lazy_costs = LazyCosts(loose())
     for discount in (None, OverlapDiscount("reductions", behind, 0.2)):
@@ -135,7 +135,7 @@ def test_tied_layers_are_proved_at_full_depth(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(lazy_solver, "CLOSE", close)
     problem, tiling = built(8), tiling_of(8)
     optimum = solve(problem.problem, time_limit=300)
-    search = SolveOptions("auto", math.inf)
+    search = SolveOptions("auto", Budget())
     answer = LazySolver(LazyCosts(problem), stack_planner(8).resharder, tiling, search).run()
     assert problem.problem.cost(answer.assignment) == pytest.approx(answer.cost, rel=1e-9)
     assert answer.lower_bound <= optimum.cost * (1 + 1e-9)
@@ -147,10 +147,11 @@ def test_tied_layers_are_proved_at_full_depth(monkeypatch: pytest.MonkeyPatch, c
 def test_what_is_left_out_at_full_depth_does_not_raise_the_bound(monkeypatch: pytest.MonkeyPatch, above: float) -> None:
     monkeypatch.setattr(lazy_solver, "UNTIED_ITERATIONS", 1)
     monkeypatch.setattr(lazy_solver, "CLOSE", 1e-9)
-    whole, tiling, search = built(8), tiling_of(8), SolveOptions("auto", math.inf)
-    exact = solve_by_messages(whole.problem, whole.program_positions, tiling, search)
+    whole, tiling, search = built(8), tiling_of(8), SolveOptions("auto", Budget())
+    problem = ReducedProblem.of(whole.problem, whole.program_positions)
+    exact = solve_by_messages(problem, tiling.tie(problem), search)
     solver = LazySolver(LazyCosts(whole), stack_planner(8).resharder, tiling, search)
     solver.best = dataclasses.replace(exact, cost=above * exact.cost)
-    found = solver.bound_in_two_passes(Messages(whole.problem, whole.program_positions), tiling.follows)
+    found = solver.bound_in_two_passes(None, tiling.follows)
     assert found.lower_bound <= exact.cost * (1 + 1e-9)
     assert found.lower_bound >= 0.9 * exact.lower_bound

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,8 @@ from autoshard.planner.planning import plan_with_recompute
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.rerun_context import RerunContext
 from autoshard.planner.solving import SolveOptions, solve_by_messages
+from autoshard.solver.reduced_problem import ReducedProblem
+from autoshard.solver.solver_budget import Budget
 from benchmarks.architectures import gpt2_medium
 from tests import models
 from tests.planner.steps import joint_graph, planner_of
@@ -54,8 +55,9 @@ def test_no_program_holds_less_than_a_bound_counts(name: str, may_rerun: bool, c
         weights = 0.3 / moments + 0.7 * random.dirichlet(np.full(moments, 0.1))
         prices = weights * strength * first.step_seconds / first.memory.peak
         built = builder.build(frozenset(context.axes), None, prices, None, "all")
-        options = SolveOptions("auto", time.monotonic() + 60, priced=True)
-        assignment = solve_by_messages(built.problem, built.program_positions, None, options).assignment
+        whole = ReducedProblem.of(built.problem, built.program_positions)
+        options = SolveOptions("auto", Budget.of_seconds(60), priced=True)
+        assignment = solve_by_messages(whole, whole, options).assignment
         held = built.held_bytes(assignment, moments)
         cost = built.plain.problem.cost(assignment)
         # What is priced is what is counted.

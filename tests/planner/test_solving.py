@@ -22,6 +22,7 @@ from autoshard.planner.progress_line import Progress, progress_text
 from autoshard.planner.solving import SolveOptions, SolveResult, better_result, solve_problem
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver import Problem, Solution, solve
+from autoshard.solver.solver_budget import Budget
 from tests.planner.steps import joint_graph, links, planner_of
 from tests.planner.test_tiling import Stack, built, stack_planner, tiling_of
 from tests.workers import Workers
@@ -59,12 +60,12 @@ def test_a_search_may_leave_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> Non
         return solve(problem, gap=gap, **options)
 
     monkeypatch.setattr(solving, "solve", seen)
-    solve_problem(built(8), tiling_of(8), SolveOptions("auto", math.inf))
+    solve_problem(built(8), tiling_of(8), SolveOptions("auto", Budget()))
     assert set(gaps) == {1e-3}
 
 
 def test_large_and_small_problems_are_answered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = SolveOptions("auto", math.inf)
+    search = SolveOptions("auto", Budget())
     exact = solve_problem(built(8), tiling_of(8), search)
     monkeypatch.setattr(solving, "LARGE", 0)
     told: list[tuple[str, float, float]] = []
@@ -77,9 +78,9 @@ def test_large_and_small_problems_are_answered_alike(monkeypatch: pytest.MonkeyP
 
 def test_the_better_of_two_answers_has_the_higher_bound_of_both() -> None:
     first = SolveResult((0,), 2.0, 1.0, "one", "feasible")
-    second = SolveResult((1,), 3.0, 1.5, "other", "feasible", interrupted=True)
+    second = SolveResult((1,), 3.0, 1.5, "other", "feasible")
     both = better_result(first, second)
-    assert (both.assignment, both.cost, both.lower_bound, both.interrupted) == ((0,), 2.0, 1.5, True)
+    assert (both.assignment, both.cost, both.lower_bound) == ((0,), 2.0, 1.5)
     assert better_result(first, SolveResult((), math.inf, 2.5, "none", "unknown")).lower_bound == 2.0
 
 
@@ -155,8 +156,9 @@ def test_interrupted_messages_keep_what_they_found(monkeypatch: pytest.MonkeyPat
         if len(reports) > 1:
             raise KeyboardInterrupt
 
-    found = solve_problem(built(8), None, SolveOptions("auto", math.inf, report=stopping))
-    assert found.interrupted
+    budget = Budget()
+    found = solve_problem(built(8), None, SolveOptions("auto", budget, report=stopping))
+    assert budget.interrupted
     assert found.cost == pytest.approx(built(8).problem.cost(found.assignment))
     assert found.lower_bound <= found.cost
 
@@ -172,11 +174,11 @@ def test_fast_effort_solves_one_problem_and_says_how_near_it_is() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_fast_effort_takes_segments_where_messages_leave_a_gap(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     problem, tiling = built(8), tiling_of(8) if tied else None
-    exact = solve_problem(problem, tiling, SolveOptions("auto", math.inf))
+    exact = solve_problem(problem, tiling, SolveOptions("auto", Budget()))
     monkeypatch.setattr(solving, "LARGE", 0)
     monkeypatch.setattr(solving, "ITERATIONS", 1)
     monkeypatch.setattr(solving, "REPAIR_ITERATIONS", 1)
-    fast = solve_problem(problem, tiling, SolveOptions("auto", math.inf, fast=True))
+    fast = solve_problem(problem, tiling, SolveOptions("auto", Budget(), fast=True))
     assert fast.method.startswith("segments")
     assert fast.cost == pytest.approx(exact.cost, rel=1e-3)
     assert fast.lower_bound <= exact.cost * (1 + 1e-9)
@@ -192,8 +194,9 @@ def test_interrupted_segments_keep_what_messages_found(monkeypatch: pytest.Monke
     monkeypatch.setattr(solving, "ENOUGH", -1.0)
     monkeypatch.setattr(solving, "PROVED", -1.0)
     monkeypatch.setattr(solving, "solve_in_segments", stopped)
-    found = solve_problem(built(8), tiling_of(8), SolveOptions("auto", math.inf))
-    assert found.interrupted
+    budget = Budget()
+    found = solve_problem(built(8), tiling_of(8), SolveOptions("auto", budget))
+    assert budget.interrupted
     assert found.cost == pytest.approx(built(8).problem.cost(found.assignment))
 
 

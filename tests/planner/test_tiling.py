@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import numpy as np
 import pytest
@@ -16,6 +15,8 @@ from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.solving import CLOSE, SolveOptions, solve_by_messages
 from autoshard.planner.tiling import Tiling, layers_of
 from autoshard.solver import solve
+from autoshard.solver.reduced_problem import ReducedProblem, untie_messages
+from autoshard.solver.solver_budget import Budget
 from autoshard.solver.trws import Messages
 from tests.planner.steps import links, planner_of
 
@@ -91,17 +92,19 @@ def test_few_layers_are_left_alone() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_folded_assignment_costs_what_it_costs_spread(seed: int) -> None:
     problem, tiling = built(8).problem, tiling_of(8)
-    folded = tiling.fold(problem)
+    tied = tiling.tie(ReducedProblem.of(problem, built(8).program_positions))
+    folded = tied.problem
     random = np.random.default_rng(seed)
     assignment = [int(random.integers(len(vector))) for vector in folded.costs]
-    assert folded.cost(assignment) == pytest.approx(problem.cost(tiling.spread(assignment)), rel=1e-9)
+    assert folded.cost(assignment) == pytest.approx(problem.cost(tied.solution(assignment)), rel=1e-9)
 
 
 def test_the_tied_plan_is_certified_at_full_depth() -> None:
     whole = built(8)
     optimum = solve(whole.problem, time_limit=300)
     assert optimum.status == "optimal"
-    answer = solve_by_messages(whole.problem, whole.program_positions, tiling_of(8), SolveOptions("auto", math.inf))
+    problem = ReducedProblem.of(whole.problem, whole.program_positions)
+    answer = solve_by_messages(problem, tiling_of(8).tie(problem), SolveOptions("auto", Budget()))
     assert answer.lower_bound <= optimum.cost * (1 + 1e-9)
     assert answer.cost >= optimum.cost * (1 - 1e-9)
     assert answer.gap <= CLOSE
@@ -111,12 +114,13 @@ def test_the_tied_plan_is_certified_at_full_depth() -> None:
 def test_messages_laid_along_all_layers_begin_near_their_bound() -> None:
     whole, tiling = built(8), tiling_of(8)
     order = whole.program_positions
-    folded = Messages(tiling.fold(whole.problem), [order[leader] for leader in tiling.leaders])
+    tied = tiling.tie(ReducedProblem.of(whole.problem, order))
+    folded = Messages(tied.problem, tied.order)
     reached = folded.run(60).bound
     spread = Messages(whole.problem, order)
     cold = spread.run(1).bound
     warm = Messages(whole.problem, order)
-    warm.start_from(*tiling.messages(whole.problem, folded.along, folded.against))
+    warm.start_from(*untie_messages(whole.problem, tiling.follows, folded.along, folded.against))
     assert warm.run(1).bound > (cold + reached) / 2
 
 

@@ -7,29 +7,18 @@ import pytest
 from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem, solve
-from autoshard.solver.problem import Moments
 from tests.solver.problems import small_problems, two_axes, with_memory
 
 
 @given(problem=small_problems())
 @settings(max_examples=100, deadline=None)
 def test_moments_see_every_peak(problem: Problem) -> None:
-    moments = Moments.of(replace(problem, limit=10.0))
     choice = [len(vector) - 1 for vector in problem.costs]
-    loads = moments.loads(choice)
-    assert np.isclose(max(0.0, loads.max(initial=0.0)), problem.peak(choice))
-    assert (moments.least() <= loads).all()
-    assert (loads <= moments.most()).all()
-
-
-@given(problem=small_problems())
-@settings(max_examples=100, deadline=None)
-def test_prices_sum_over_lives(problem: Problem) -> None:
-    moments = Moments.of(replace(problem, limit=10.0))
-    prices = np.arange(1.0, moments.count + 1)
-    choice = [0] * problem.size
-    held = np.array([usage[0] for usage in problem.usages])
-    assert np.isclose(prices @ moments.loads(choice), moments.prices(prices) @ held)
+    held = [usage[-1] for usage in problem.usages]
+    times = {time for life in problem.intervals for time in life}
+    lives = list(zip(held, problem.intervals, strict=True))
+    peaks = [sum(bytes for bytes, (low, high) in lives if low <= time < high) for time in times]
+    assert np.isclose(problem.peak(choice), max(peaks, default=0.0))
 
 
 def layers_that_flip_together(count: int, limit: float) -> Problem:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.solver import Edge, Problem, SolverError, solve
-from autoshard.solver.problem import BlendedEdge, blend
+from autoshard.solver.problem import blend
 from autoshard.solver.trws import Messages
 
 
@@ -92,7 +92,7 @@ def _problems(seed: int) -> tuple[Problem, Problem]:
             parts = [(1.0 + len(more), first), *more]
             if ends[0] == target:
                 parts = [(factor, table.T) for factor, table in parts]
-            edges.append(BlendedEdge(*ends, blend(parts)))
+            edges.append(Edge(*ends, blend(parts)))
     dense = tuple(Edge(edge.source, edge.target, edge.costs) for edge in edges)
     return Problem(costs, tuple(edges)), Problem(costs, dense)
 
@@ -119,12 +119,12 @@ def test_a_table_that_comes_twice_counts_twice() -> None:
     table, other = np.arange(6.0).reshape(2, 3), np.ones((2, 3))
     built = blend([(1.0, table), (0.5, other), (2.0, table)])
     assert [factor for factor, _ in built.parts] == [3.0, 0.5]
-    assert np.array_equal(built.table, 3 * table + 0.5)
-    assert built.table is built.table
-    assert built.at(1, 2) == 15.5
+    assert np.array_equal(built.costs, 3 * table + 0.5)
+    assert built.costs is built.costs
+    assert Edge(0, 1, built).at(1, 2) == 15.5
 
 
 def test_what_is_no_cost_is_refused_in_every_part() -> None:
     good, bad = np.zeros((2, 2)), np.array([[0.0, np.nan], [0.0, 0.0]])
     with pytest.raises(SolverError, match="NaN"):
-        Problem((np.zeros(2), np.zeros(2)), (BlendedEdge(0, 1, blend([(1.0, good), (2.0, bad)])),))
+        Problem((np.zeros(2), np.zeros(2)), (Edge(0, 1, blend([(1.0, good), (2.0, bad)])),))

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem, SolverError, solve
-from autoshard.solver.__main__ import main
 from tests.solver.problems import brute_force, layered_problem, small_problems, two_axes, with_memory
-from tests.solver.test_exchange import EXAMPLE
 
 
 @given(problem=small_problems())
@@ -165,24 +161,3 @@ def test_forbidden_everywhere_is_infeasible(method: str) -> None:
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(SolverError, match='method "magic" does not exist; choose one of auto'):
         solve(layered_problem(1), method="magic")
-
-
-def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        solve(layered_problem(1), verbose=True)
-    assert "elimination: cost" in caplog.text
-
-
-def test_the_command_reports_and_ends_with_the_assignment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "example.json"
-    path.write_text(json.dumps(EXAMPLE))
-    assert main([str(path), "--time-limit", "5"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "cost 445" in lines
-    assert "gap 0" in lines
-    assert lines[-1] == "[0, 0, 2, 1, 0]"
-
-
-def test_the_command_says_what_is_wrong_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "absent.json")]) == 2
-    assert "absent.json" in capsys.readouterr().err

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.solver import Edge, Problem
-from autoshard.solver.trws import Messages, restrict_problem
+from autoshard.solver.reduced_problem import ReducedProblem
+from autoshard.solver.trws import Messages
 
 
 def _problem(seed: int, nodes: int, extra: int, forbidden: float) -> Problem:
@@ -92,11 +93,11 @@ def test_strategies_that_are_not_near_cost_more(seed: int, nodes: int, extra: in
     problem = _problem(seed, nodes, extra, 0.1)
     messages = Messages(problem, list(np.random.default_rng(seed).random(nodes)))
     bound = messages.run(passes).bound
-    messages.run(1)
+    messages.iterate()
     kept = messages.strategies_within(slack)
     for assignment, cost in _all(problem).items():
         if cost <= bound + slack - 1e-9:
             assert all(choice in some for choice, some in zip(assignment, kept, strict=True))
-    left = restrict_problem(problem, kept)
+    left = ReducedProblem.of(problem, range(nodes)).restrict(kept)
     places = [len(some) - 1 for some in kept]
-    assert left.cost(places) == problem.cost([some[place] for some, place in zip(kept, places, strict=True)])
+    assert left.problem.cost(places) == problem.cost(left.solution(places))

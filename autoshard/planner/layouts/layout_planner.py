@@ -55,7 +55,7 @@ def plan_no_slower_than_layouts(call: CapturedCall, planner: Planner, target: Ta
 def _fastest_layout(call: CapturedCall, planner: Planner, target: Target) -> ShardingPlan | None:
     """Return the plan of the fastest standard layout that fits, where a search ended early and leaves them open."""
     # Layouts are whole sets of hints, for a first call, on equal devices.
-    if not planner.is_past_deadline or target.hints or target.shares or call.placed is not None:
+    if not planner.budget.is_over or target.hints or target.shares or call.placed is not None:
         return None
     limit = target.settings.memory_limit
     plans = [plan for plan in LayoutPlanner(call, target).plans() if limit is None or plan.memory.peak <= limit]

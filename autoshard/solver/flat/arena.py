@@ -74,6 +74,18 @@ class Arena(NamedTuple):
 
 
 @jit_inner
+def other_end(arena, half):  # type: ignore[no-untyped-def]
+    """Return the node at the other end of a half-edge's edge."""
+    return arena.halves[half ^ 1].end
+
+
+@jit_inner
+def edge_of(half):  # type: ignore[no-untyped-def]
+    """Return the edge of a half-edge."""
+    return half >> 1
+
+
+@jit_inner
 def push_edge(arena, edge):  # type: ignore[no-untyped-def]
     """Queue an edge, unless it is queued or dropped."""
     if not arena.edges[edge].queued and not arena.edges[edge].dropped:
@@ -161,7 +173,7 @@ def find_edge(arena, source, target):  # type: ignore[no-untyped-def]
     half = arena.nodes[near].head
     while half >= 0:
         arena.numbers[WORK] += 1
-        if arena.halves[half ^ 1].end == far:
+        if other_end(arena, half) == far:
             # The two half-edges of an edge differ in their last bit.
             return half if near == source else half ^ 1
         half = arena.halves[half].after
@@ -189,7 +201,7 @@ def new_edge(arena, source, target):  # type: ignore[no-untyped-def]
 @jit_inner
 def strides(arena, half):  # type: ignore[no-untyped-def]
     """Return the start of a half-edge's table, and the strides over the strategies of its node and of the other one."""
-    edge = half >> 1
+    edge = edge_of(half)
     columns = arena.nodes[arena.halves[2 * edge + 1].end].size
     # From the columns' end, the table is read transposed.
     if half & 1:

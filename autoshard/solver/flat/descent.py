@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 
 from autoshard.solver.core import Core, CoreArrays
@@ -9,6 +11,7 @@ from autoshard.solver.flat.dual import loads_of, price_strategies
 from autoshard.solver.flat.neighbours import conditional_costs, search_forests
 from autoshard.solver.flat.random_numbers import random_state
 from autoshard.solver.problem import Array, IntArray
+from autoshard.solver.solver_budget import Budget
 
 _FORESTS = 400
 """Neighbourhoods between two checks of the budget."""
@@ -99,6 +102,14 @@ class Descent:
         if over > 0.0:
             self._raise_weights()
         return self._keep_if_best()
+
+    def search(self, patience: int, budget: Budget, *, work: float = inf, forests: int = _FORESTS) -> None:
+        """Solve neighbourhoods until so many runs in a row improve nothing, or some work is done."""
+        end, failures = self.work + work, 0
+        while failures < patience and self.work < end and not budget.is_over:
+            before = self.work
+            failures = 0 if self.run(forests=forests) else failures + 1
+            budget.spend(self.work - before)
 
     def _raise_weights(self) -> None:
         """Raise the weights of moments above the limit, and add them to the prices."""

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.arena import FAILED, FULL, WORK, pop_edge, pop_node, push_edge, push_node, strides
+from autoshard.solver.flat.arena import (
+    FAILED,
+    FULL,
+    WORK,
+    edge_of,
+    other_end,
+    pop_edge,
+    pop_node,
+    push_edge,
+    push_node,
+    strides,
+)
 from autoshard.solver.flat.rules import queue_after_loss, tidy_edge, tidy_node
 from autoshard.solver.jit import jit, jit_inner
 
@@ -82,7 +93,7 @@ def alive_strategies(arena, node):  # type: ignore[no-untyped-def]
 @jit_inner
 def largest_increase(arena, half, s, t, most):  # type: ignore[no-untyped-def]
     """Return the most that t instead of s adds on an edge, over the choices of the other end; stop above `most`."""
-    neighbour = arena.halves[half ^ 1].end
+    neighbour = other_end(arena, half)
     begin, row, column = strides(arena, half)
     far_offset = arena.nodes[neighbour].offset
     worst = -np.inf
@@ -107,7 +118,7 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
     around = 0
     half = arena.nodes[node].head
     while half >= 0:
-        around += arena.nodes[arena.halves[half ^ 1].end].size
+        around += arena.nodes[other_end(arena, half)].size
         half = arena.halves[half].after
     if around * count * count > 8 * _MAX_WORK:
         return 0
@@ -125,7 +136,7 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
             total = arena.cost[offset + t] - arena.cost[offset + s]
             half = arena.nodes[node].head
             while half >= 0 and total <= 0.0:
-                arena.numbers[WORK] += arena.nodes[arena.halves[half ^ 1].end].size
+                arena.numbers[WORK] += arena.nodes[other_end(arena, half)].size
                 total += max(largest_increase(arena, half, s, t, -total), 0.0)
                 half = arena.halves[half].after
             if total <= 0.0:
@@ -164,11 +175,11 @@ def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
             for t in range(count):
                 if less[s, t] and s != t:
                     added[place, s, t] = largest_increase(arena, halves[place], alive[s], alive[t], np.inf)
-        arena.numbers[WORK] += count * count * arena.nodes[arena.halves[halves[place] ^ 1].end].size
+        arena.numbers[WORK] += count * count * arena.nodes[other_end(arena, halves[place])].size
     offset = arena.nodes[node].offset
     forbidden = 0
     for place in range(edges):
-        neighbour = arena.halves[halves[place] ^ 1].end
+        neighbour = other_end(arena, halves[place])
         begin, row, column = strides(arena, halves[place])
         before = forbidden
         for j in range(arena.nodes[neighbour].size):
@@ -192,7 +203,7 @@ def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
                         break
         if forbidden > before:
             # What other edges of this node lose by a change may be different now.
-            push_edge(arena, halves[place] >> 1)
+            push_edge(arena, edge_of(halves[place]))
             return forbidden
     return forbidden
 

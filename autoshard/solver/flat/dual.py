@@ -5,16 +5,14 @@ The passes are those of `chains.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.solver.ascent import Ascent
 from autoshard.solver.chains import Chains, subtract_rounding
 from autoshard.solver.core import Core, CoreArrays
 from autoshard.solver.jit import jit
 from autoshard.solver.problem import Array, IntArray
-from autoshard.solver.solver_budget import UNLIMITED, Budget
 
 
 @jit
@@ -74,112 +72,90 @@ _STRETCHES = 16
 """Stretches of time: in each, the fullest moment is the one whose price rises."""
 
 
-@dataclass
-class Dual:
+class Dual(Ascent):
     """Prices on memory, messages, and the best bound of both.
 
-    Attributes:
+    Args:
         core, view: the problem.
-        prices: current cost per byte at each moment.
-        value: the best bound so far, the core's constant included.
+        prices: the first cost per byte at each moment; zero by default.
+
+    Attributes:
+        bound: the best bound so far, the core's constant included.
         best_prices: the prices of the best bound.
-        upper: least known cost of a choice within the limit.
-        best: the best rounded choice within the limit; None while there is none.
 
     Source: F. Barahona and R. Anbil, "The volume algorithm: producing primal solutions with a subgradient method",
     2000. The prices move always from the best known ones, along an average of the excess of rounded choices above the
     limit.
     """
 
-    core: Core
-    view: CoreArrays
-    prices: Array = field(init=False)
-    value: float = float("-inf")
-    best_prices: Array = field(init=False)
-    upper: float = float("inf")
-    best: IntArray | None = None
-
-    def __post_init__(self) -> None:
-        core = self.core
-        self.prices = np.zeros(len(core.base))
-        self.best_prices = self.prices.copy()
-        self._chains = Chains(self.view.graph, core.cost)
+    def __init__(self, core: Core, view: CoreArrays, prices: Array | None = None) -> None:
+        super().__init__(Chains(view.graph, core.cost), period=1, work=4 * core.cells + len(core.usage))
+        self.core, self.view = core, view
+        self.best_prices = np.zeros(len(core.base))
+        self._prices = self.best_prices if prices is None else prices
         self._memory_costs = np.zeros(len(core.cost))
+        self._excess: Array | None = None
         self._average = np.zeros(len(core.base))
+        self._improved = False
         self._failures = 0
         self._fraction = _FRACTION
-        self._passes = 0
-        self._last_pass = np.full(len(core.cost), -1)
-
-    def ascend(self, rounds: int, *, move: bool = True, budget: Budget = UNLIMITED) -> None:
-        """Run forward and backward passes; with `move`, prices follow the memory of rounded choices.
-
-        Args:
-            rounds: forward and backward passes.
-            move: False to move messages only.
-            budget: no further pass starts after its end.
-        """
-        core, view = self.core, self.view
-        loads = np.zeros(len(core.base))
-        for _ in range(rounds):
-            if budget.is_over or self.value >= self.upper:
-                return
-            before = self.value
-            improved = self._pass() > before
-            places = self.round_choice()
-            self._passes += 1
-            self._last_pass[core.offset[:-1] + places] = self._passes
-            loads_of(view, places, loads)
-            if (loads <= view.room).all():
-                cost = core.value(places)
-                if cost < self.upper:
-                    self.upper, self.best = cost, places
-            if move and len(loads):
-                self._move_prices(loads - view.room, improved)
+        self._roundings = 0
+        self._last_rounding = np.full(len(core.cost), -1)
 
     def _pass(self) -> float:
-        """Run a forward and a backward pass at the current prices, and return the bound."""
         core, view = self.core, self.view
-        price_strategies(view, self.prices, self._memory_costs)
-        self._chains.costs = core.cost + self._memory_costs
-        total = self._chains.iterate()
+        if self._excess is not None and len(self._excess):
+            # They follow the memory of the last rounded choice.
+            self._move_prices(self._excess)
+        price_strategies(view, self._prices, self._memory_costs)
+        self.chains.costs = core.cost + self._memory_costs
+        total = self.chains.iterate()
         value = total + core.constant - self._refund
         # Sums of many floats.
         value -= 1e-11 * (abs(value) + abs(total))
-        if value > self.value:
-            self.value, self.best_prices = value, self.prices.copy()
+        self._improved = value > self.bound
+        if self._improved:
+            self.best_prices = self._prices
         return value
+
+    def _evaluate(self, places: IntArray) -> float:
+        self._roundings += 1
+        self._last_rounding[self.core.offset[:-1] + places] = self._roundings
+        loads = np.zeros(len(self.core.base))
+        loads_of(self.view, places, loads)
+        self._excess = loads - self.view.room
+        return self.core.value(places) if (self._excess <= 0.0).all() else float("inf")
 
     @property
     def _refund(self) -> float:
         """The price of all memory within the limit. It is paid back, so that the Lagrangian bounds every assignment
         within the limit."""
-        return float(self.prices @ self.view.room)
+        return float(self._prices @ self.view.room)
 
     def floors(self) -> Array:
         """Return per strategy a bound of all assignments within the limit that use it."""
-        self.prices = self.best_prices.copy()
+        self._prices, self._excess = self.best_prices, None
         for _ in range(_SETTLING + 1):
-            self._pass()
-        floors: Array = subtract_rounding(self._chains.floors() + (self.core.constant - self._refund))
+            self.iterate()
+        floors: Array = subtract_rounding(self.chains.floors() + (self.core.constant - self._refund))
         return floors
 
     def round_choice(self) -> IntArray:
         """Return a choice rounded from the current messages; it may exceed the limit."""
-        return self._chains.round()
+        return self.chains.round()
 
-    def recently_chosen(self, passes: int) -> npt.NDArray[np.bool_]:
-        """Return per strategy True if a choice rounded in one of the last passes uses it."""
-        return self._last_pass > max(self._passes - passes, 0)
+    def recently_chosen(self, count: int) -> npt.NDArray[np.bool_]:
+        """Return per strategy True if one of the last rounded choices, of this number, uses it."""
+        return self._last_rounding > max(self._roundings - count, 0)
 
-    def _move_prices(self, excess: Array, improved: bool) -> None:
+    def _move_prices(self, excess: Array) -> None:
         """Move the prices from the best ones: up at the fullest moment of each stretch that exceeds the limit, down
         where there is room.
 
         The step grows while bounds improve and the direction holds, and shrinks after many that did not; when it has
         become negligible, it starts again.
         """
-        if improved:
+        if self._improved:
             self._failures = 0
             if float(excess @ self._average) >= 0.0:
                 self._fraction = min(_GROWTH * self._fraction, 2.0)
@@ -198,7 +174,7 @@ class Dual:
             fullest = stretch[self._average[stretch].argmax()]
             if self._average[fullest] > 0.0 or self.best_prices[fullest] > 0.0:
                 change[fullest] = self._average[fullest]
-        gap = self.upper - self.value if np.isfinite(self.upper) else _UNKNOWN_GAP * abs(self.value)
+        gap = self.cost - self.bound if np.isfinite(self.cost) else _UNKNOWN_GAP * abs(self.bound)
         # Polyak's step: the remaining gap over the squared norm of the direction.
-        step = self._fraction * max(gap, 1e-6 * abs(self.value)) / max(float(change @ change), 1e-300)
-        self.prices = np.maximum(self.best_prices + step * change, 0.0)
+        step = self._fraction * max(gap, 1e-6 * abs(self.bound)) / max(float(change @ change), 1e-300)
+        self._prices = np.maximum(self.best_prices + step * change, 0.0)

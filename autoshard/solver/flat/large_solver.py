@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 import numpy as np
 
@@ -115,8 +114,7 @@ class CoreSearch:
         self.budget = solver.budget
         self.core = core
         self.view = CoreArrays.of(core)
-        self.dual = Dual(core, self.view)
-        self.dual.prices = prices
+        self.dual = Dual(core, self.view, prices)
         self.random = np.random.default_rng(solver.seed)
         self.descent: Descent | None = None
         self.ends: deque[IntArray] = deque(maxlen=_MAX_ENDS)
@@ -154,22 +152,21 @@ class CoreSearch:
                 self.tried_integer = True
                 if self._solve_integer_program():
                     incumbent.raise_bound(incumbent.cost)
-        return self.core, self.dual.prices
+        return self.core, self.dual.best_prices
 
     def _raise_bound(self) -> None:
-        dual, budget = self.dual, self.budget
+        dual = self.dual
         descent_cost = self.descent.cost if self.descent is not None else float("inf")
-        dual.upper = min(dual.upper, descent_cost)
-        dual.ascend(_PASSES, budget=budget)
-        budget.spend(_PASSES * (4 * self.core.cells + len(self.core.usage)))
-        self.incumbent.raise_bound(dual.value)
+        dual.cost = min(dual.cost, descent_cost)
+        dual.run(_PASSES, patience=_PASSES, budget=self.budget)
+        self.incumbent.raise_bound(dual.bound)
         if dual.best is not None:
             self.solver.offer(self.core, dual.best, self.core.value(dual.best), "prices")
 
     def _search(self, work: int) -> None:
         """Descend from a fresh rounding, then from the best choice, each with a share of work."""
         if self.descent is None:
-            self.descent = Descent(self.core, self.view, abs(self.dual.value) + 1.0, self.solver.seed)
+            self.descent = Descent(self.core, self.view, abs(self.dual.bound) + 1.0, self.solver.seed)
         descent, best = self.descent, self.descent.best
         starts = [self.dual.round_choice()]
         if self.dual.best is not None:
@@ -198,31 +195,20 @@ class CoreSearch:
         kept = self.dual.recently_chosen(_PASSES)
         for places in (descent.best, *self.ends):
             kept[self.core.offset[:-1] + places] = True
-        core = presolve(replace(self.core, cost=np.where(kept, self.core.cost, np.inf)), budget=budget.part(0.1))
+        core = presolve(self.core.forbid(~kept), budget=budget.part(0.1))
         if not core.feasible or not core.nodes:
             return
         view = CoreArrays.of(core)
-        dual = Dual(core, view)
-        dual.prices = self._prices_at(core)
-        dual.upper = descent.cost
-        dual.ascend(_UNION_PASSES, budget=budget)
-        budget.spend(_UNION_PASSES * (4 * core.cells + len(core.usage)))
-        part = Descent(core, view, abs(dual.value) + 1.0, self.solver.seed)
-        contracted = descent.best
-        # The stages that this presolve added: they lead from the nodes of this core to those of the union.
-        for stage in core.stages[len(self.core.stages) :]:
-            contracted = stage.contract(contracted)
-        for start in (contracted, dual.round_choice(), dual.best):
+        dual = Dual(core, view, self._prices_at(core))
+        dual.cost = descent.cost
+        dual.run(_UNION_PASSES, patience=_UNION_PASSES, budget=budget)
+        part = Descent(core, view, abs(dual.bound) + 1.0, self.solver.seed)
+        for start in (core.contract(descent.best, self.core), dual.round_choice(), dual.best):
             if start is not None:
                 part.begin(start, dual.best_prices)
-                before, failures = part.work, 0
-                while part.work < before + work and failures < _PATIENCE and not budget.is_over:
-                    failures = 0 if part.run() else failures + 1
-                budget.spend(part.work - before)
+                part.search(_PATIENCE, budget, work=work)
         if part.best is not None and part.cost < descent.cost:
-            places = part.best
-            for stage in reversed(core.stages[len(self.core.stages) :]):
-                places = stage.expand(places)
+            places = core.expand(part.best, self.core)
             descent.begin(places, self.dual.best_prices)
             self.solver.offer(self.core, places, descent.cost, "united")
             self._run_descent(work, until_stuck=True)
@@ -268,8 +254,7 @@ class CoreSearch:
         out = self.dual.floors() >= upper - TOLERANCE * abs(upper)
         if out.mean() < _SHRINK_SHARE:
             return None
-        cost = np.where(out, np.inf, self.core.cost)
-        core = presolve(replace(self.core, cost=cost), budget=self.budget.part(0.2))
+        core = presolve(self.core.forbid(out), budget=self.budget.part(0.2))
         # Nothing is left that could be better: the known assignment is optimal.
         if not core.feasible:
             self.incumbent.raise_bound(upper)

@@ -15,9 +15,11 @@ from autoshard.solver.flat.arena import (
     USED,
     WORK,
     drop_edge,
+    edge_of,
     find_edge,
     link,
     new_edge,
+    other_end,
     push_edge,
     push_node,
     strides,
@@ -39,7 +41,7 @@ def queue_after_loss(arena, node):  # type: ignore[no-untyped-def]
     """Queue the edges and the node itself after it lost strategies."""
     half = arena.nodes[node].head
     while half >= 0:
-        push_edge(arena, half >> 1)
+        push_edge(arena, edge_of(half))
         half = arena.halves[half].after
     arena.nodes[node].stale = True
     push_node(arena, node)
@@ -48,7 +50,7 @@ def queue_after_loss(arena, node):  # type: ignore[no-untyped-def]
 @jit_inner
 def tidy_side(arena, half):  # type: ignore[no-untyped-def]
     """Move row minima (rows: the strategies of the half-edge's node) into the node; forbid unsupported strategies."""
-    node, neighbour = arena.halves[half].end, arena.halves[half ^ 1].end
+    node, neighbour = arena.halves[half].end, other_end(arena, half)
     begin, row, column = strides(arena, half)
     offset, far_offset = arena.nodes[node].offset, arena.nodes[neighbour].offset
     lost, moved = False, False
@@ -136,13 +138,13 @@ def tidy_edge(arena, edge, upper):  # type: ignore[no-untyped-def]
 @jit_inner
 def merge_nodes(arena, half):  # type: ignore[no-untyped-def]
     """Merge the far node of a half-edge into the near one, which determines it; return False if that costs too much."""
-    keep, leave = arena.halves[half].end, arena.halves[half ^ 1].end
+    keep, leave = arena.halves[half].end, other_end(arena, half)
     wide, narrow = arena.nodes[keep].size, arena.nodes[leave].size
     growth, cells = 0, 0
     branch = arena.nodes[leave].head
     while branch >= 0:
         if branch != half ^ 1:
-            neighbour = arena.halves[branch ^ 1].end
+            neighbour = other_end(arena, branch)
             growth += (wide - narrow) * arena.nodes[neighbour].size
             cells += wide * arena.nodes[neighbour].size
         branch = arena.halves[branch].after
@@ -167,7 +169,7 @@ def merge_nodes(arena, half):  # type: ignore[no-untyped-def]
             if value < np.inf and arena.cost[far_offset + t] < np.inf:
                 arena.choice[chosen + s] = t
                 arena.cost[offset + s] += value + arena.cost[far_offset + t]
-    drop_edge(arena, half >> 1)
+    drop_edge(arena, edge_of(half))
     while arena.nodes[leave].head >= 0:
         move_edge(arena, arena.nodes[leave].head, keep, chosen)
     move_items(arena, leave, keep, chosen)
@@ -179,9 +181,9 @@ def merge_nodes(arena, half):  # type: ignore[no-untyped-def]
 @jit_inner
 def move_edge(arena, half, keep, chosen):  # type: ignore[no-untyped-def]
     """Turn an edge of a merged node into one of the node that determines it, or add it to that edge."""
-    neighbour = arena.halves[half ^ 1].end
+    neighbour = other_end(arena, half)
     begin, row, column = strides(arena, half)
-    drop_edge(arena, half >> 1)
+    drop_edge(arena, edge_of(half))
     into = find_edge(arena, keep, neighbour)
     if into < 0:
         into = 2 * new_edge(arena, keep, neighbour)
@@ -192,7 +194,7 @@ def move_edge(arena, half, keep, chosen):  # type: ignore[no-untyped-def]
             for t in range(arena.nodes[neighbour].size):
                 arena.table[to + s * to_row + t * to_column] += arena.table[source + t * column]
     arena.numbers[WORK] += arena.nodes[keep].size * arena.nodes[neighbour].size
-    push_edge(arena, into >> 1)
+    push_edge(arena, edge_of(into))
 
 
 @jit_inner
@@ -316,9 +318,9 @@ def fix_node(arena, node, choice):  # type: ignore[no-untyped-def]
     arena.choice[record_removal(arena, node, _NONE, _NONE, _ONE)] = choice
     while arena.nodes[node].head >= 0:
         half = arena.nodes[node].head
-        neighbour = arena.halves[half ^ 1].end
+        neighbour = other_end(arena, half)
         begin, row, column = strides(arena, half)
-        drop_edge(arena, half >> 1)
+        drop_edge(arena, edge_of(half))
         lost = False
         for t in range(arena.nodes[neighbour].size):
             before = arena.cost[arena.nodes[neighbour].offset + t]
@@ -345,8 +347,8 @@ def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
         return
     first = arena.nodes[node].head
     second = arena.halves[first].after
-    left = arena.halves[first ^ 1].end
-    right = arena.halves[second ^ 1].end if second >= 0 else -1
+    left = other_end(arena, first)
+    right = other_end(arena, second) if second >= 0 else -1
     width = arena.nodes[right].size if second >= 0 else 1
     entries = arena.nodes[left].size * width
     if not has_room(arena, _ONE, entries, _ZERO, entries):
@@ -355,10 +357,10 @@ def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
     chosen = record_removal(arena, node, left, right, entries)
     begin, row, column = strides(arena, first)
     second_begin, second_row, second_column = strides(arena, second) if second >= 0 else (0, 0, 0)
-    drop_edge(arena, first >> 1)
+    drop_edge(arena, edge_of(first))
     into = -1
     if second >= 0:
-        drop_edge(arena, second >> 1)
+        drop_edge(arena, edge_of(second))
         # The new table is added to an edge that the two neighbours share already, as parallel edges are.
         into = find_edge(arena, left, right)
         if into < 0:
@@ -393,7 +395,7 @@ def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
         else:
             arena.cost[arena.nodes[left].offset + a] += least[0]
     if second >= 0:
-        push_edge(arena, into >> 1)
+        push_edge(arena, edge_of(into))
         push_node(arena, right)
     else:
         queue_after_loss(arena, left)

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from autoshard.solver import Problem, solve
+from autoshard.solver.bound import lower_bound
 from autoshard.solver.core import Core, CoreArrays
 from autoshard.solver.flat.dual import Dual
 from autoshard.solver.presolve import presolve
@@ -19,12 +20,12 @@ def test_bounds_and_floors_are_true(problem: Problem) -> None:
     if not core.feasible or not core.nodes:
         return
     dual = Dual(core, CoreArrays.of(core))
-    dual.ascend(15)
+    dual.run(15)
     best = brute_force(problem)
     slack = 1e-9 * max(abs(best), 1.0) if np.isfinite(best) else 0.0
-    assert dual.value <= best + slack
+    assert dual.bound <= best + slack
     if dual.best is not None:
-        assert dual.upper == core.value(dual.best) >= best - slack
+        assert dual.cost == core.value(dual.best) >= best - slack
     floors = dual.floors()
     for choice in product(*(range(size) for size in core.size)):
         places = np.array(choice, dtype=np.int64)
@@ -38,13 +39,12 @@ def test_prices_rise_where_the_limit_binds() -> None:
     problem = with_memory(two_axes(24, labels=3), 0.3)
     core = presolve(Core.of(problem))
     dual = Dual(core, CoreArrays.of(core))
-    dual.ascend(5, move=False)
-    free = dual.value
-    dual.ascend(200)
-    assert dual.value > free
+    free = lower_bound(core, iterations=5).value
+    dual.run(200, patience=200)
+    assert dual.bound > free
     assert (dual.best_prices >= 0).all()
     assert dual.best_prices.any()
-    assert dual.value <= dual.upper
+    assert dual.bound <= dual.cost
 
 
 def test_prices_come_near_the_optimum_without_a_known_choice() -> None:
@@ -54,7 +54,6 @@ def test_prices_come_near_the_optimum_without_a_known_choice() -> None:
     assert best.status == "optimal"
     core = presolve(Core.of(problem))
     dual = Dual(core, CoreArrays.of(core))
-    dual.ascend(5, move=False)
-    free = dual.value
-    dual.ascend(400)
-    assert best.cost - dual.value < 0.25 * (best.cost - free)
+    free = lower_bound(core, iterations=5).value
+    dual.run(400, patience=400)
+    assert best.cost - dual.bound < 0.25 * (best.cost - free)

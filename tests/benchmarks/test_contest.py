@@ -1,3 +1,5 @@
+"""`benchmarks/contest.py`: files of the contest's format, and the command."""
+
 from __future__ import annotations
 
 import gzip
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from autoshard.solver import Problem, SolverError, solve
+from benchmarks.contest import load, main, save
 from tests.solver.problems import small_problems
 
 EXAMPLE = {
@@ -31,7 +34,7 @@ EXAMPLE = {
 def test_the_contest_format_is_read(tmp_path: Path) -> None:
     path = tmp_path / "example.json"
     path.write_text(json.dumps(EXAMPLE))
-    solution = solve(Problem.load(path))
+    solution = solve(load(path))
     assert solution.status == "optimal"
     assert solution.cost == 445
     assert solution.assignment == (0, 0, 2, 1, 0)
@@ -45,8 +48,8 @@ def test_a_saved_problem_is_the_same_problem(
     tmp_path_factory: pytest.TempPathFactory, name: str, problem: Problem
 ) -> None:
     path = tmp_path_factory.mktemp("problems") / name
-    problem.save(path)
-    again = Problem.load(path)
+    save(problem, path)
+    again = load(path)
     assert all(np.array_equal(a, b) for a, b in zip(problem.costs, again.costs, strict=True))
     assert [(e.source, e.target, e.costs.tolist()) for e in problem.edges] == [
         (e.source, e.target, e.costs.tolist()) for e in again.edges
@@ -61,7 +64,7 @@ def test_equal_tables_are_shared_when_read(tmp_path: Path) -> None:
     document["problem"]["edges"] = {"nodes": [[0, 1], [0, 3]], "costs": [[1, 10**18], [1, 10**18]]}
     path = tmp_path / "shared.json"
     path.write_text(json.dumps(document))
-    problem = Problem.load(path)
+    problem = load(path)
     assert problem.edges[0].costs is problem.edges[1].costs
     assert problem.edges[0].costs.tolist() == [[1.0, np.inf]]
 
@@ -83,11 +86,26 @@ def test_a_broken_file_is_refused(tmp_path: Path, content: bytes, message: str) 
     path = tmp_path / "broken.json"
     path.write_bytes(content)
     with pytest.raises(SolverError, match=message):
-        Problem.load(path)
+        load(path)
 
 
 def test_a_cut_archive_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.json.gz"
     path.write_bytes(gzip.compress(json.dumps(EXAMPLE).encode())[:50])
     with pytest.raises(SolverError, match="cut short"):
-        Problem.load(path)
+        load(path)
+
+
+def test_the_command_reports_and_ends_with_the_assignment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "example.json"
+    path.write_text(json.dumps(EXAMPLE))
+    assert main([str(path), "--time-limit", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "cost 445" in lines
+    assert "gap 0" in lines
+    assert lines[-1] == "[0, 0, 2, 1, 0]"
+
+
+def test_the_command_says_what_is_wrong_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "absent.json")]) == 2
+    assert "absent.json" in capsys.readouterr().err
