@@ -101,6 +101,8 @@ class Exported:
         state: the state of Python that `forward` read and set.
         twice_in_pieces: the operations, by dtype, that its losses do twice if they are in pieces (`loss_in_pieces`);
             empty without large logits.
+        unread: names of the outputs that training does not read, and that the graph lacks; None if it lacks none since
+            it has no loss, or was not asked to.
     """
 
     graph_module: fx.GraphModule
@@ -113,6 +115,7 @@ class Exported:
     assigned: tuple[tuple[str, fx.Node], ...] = ()
     state: PythonState = field(default_factory=PythonState)
     twice_in_pieces: Mapping[torch.dtype, float] = field(default_factory=dict)
+    unread: tuple[str, ...] | None = None
 
     @property
     def graph(self) -> fx.Graph:

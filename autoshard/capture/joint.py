@@ -129,7 +129,13 @@ def capture(
                     traced, histories = _trace(exported, everything, grad)
         begin(f"simplification of {len(traced.graph.nodes)} nodes")
         joint = describe(traced, exported, signature, mp_policy, defaults_of(module))
-        return replace(joint, histories=histories, model=_class_name(module), twice_in_pieces=exported.twice_in_pieces)
+        return replace(
+            joint,
+            histories=histories,
+            model=_class_name(module),
+            twice_in_pieces=exported.twice_in_pieces,
+            unread=exported.unread,
+        )
 
     return _without_counter_guards(attempt, lambda graph: graph.state, lambda graph: graph.fingerprint)
 

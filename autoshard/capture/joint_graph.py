@@ -98,6 +98,8 @@ class JointGraph:
         model: the name of the module's class.
         twice_in_pieces: the operations, by dtype, that its losses do twice if they are in pieces (see
             `capture.loss_in_pieces`); empty without losses of large logits that nothing else reads.
+        unread: names of the outputs that training does not read, and that the graph lacks; None if it lacks none since
+            it has no loss, or was not asked to.
     """
 
     graph_module: fx.GraphModule
@@ -118,6 +120,7 @@ class JointGraph:
     histories: OutputHistories = field(default_factory=OutputHistories)
     model: str = ""
     twice_in_pieces: Mapping[torch.dtype, float] = field(default_factory=dict)
+    unread: tuple[str, ...] | None = None
 
     @property
     def graph(self) -> fx.Graph:

@@ -2,59 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from autoshard.capture.export import Exported
 from autoshard.capture.returned_objects import Constant
 from autoshard.errors import HintError
-from autoshard.names import matching_paths, suggestion
+from autoshard.names import matching_paths
+
+_DETACHES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
 
 
 def without_unread_outputs(exported: Exported, globs: Sequence[str]) -> Exported:
     """Return the graph of a training call without some outputs, in whose place the call returns None.
 
-    Nothing changes where no parameter or input requires a gradient, nor where no floating scalar, a loss, is returned:
-    gradients then come from the other outputs.
+    Nothing changes where no loss, a floating scalar that depends on what requires a gradient, is returned: gradients
+    then come from the other outputs.
 
     Args:
         exported: the forward graph of a call with gradients; changed.
-        globs: names of outputs, or globs over them.
+        globs: names of outputs, or globs over them. Those that the call does not have count for nothing.
 
     Raises:
-        HintError: there is no such output, or no loss is left.
+        HintError: no loss is left.
     """
     returned = [leaf for leaf in exported.result.leaves if isinstance(leaf, str)]
     nodes = dict(zip(exported.result.names, exported.outputs, strict=True))
-    if not any(item.fake.requires_grad for item in exported.inputs) or not any(map(_is_loss, nodes.values())):
+    trained = _differentiable(exported)
+    losses = {name for name, node in nodes.items() if node in trained and node.meta["val"].ndim == 0}
+    if not losses:
         return exported
-    unread = set(_names_of(globs, returned))
-    kept = {name: node for name, node in nodes.items() if name not in unread}
-    if not any(map(_is_loss, kept.values())):
+    unread = {name for glob in globs for name in matching_paths(glob, returned)}
+    if losses <= unread:
         raise HintError(
             f"unread_outputs={tuple(globs)!r} leaves no loss, of which gradients are: the outputs are "
             f"{', '.join(returned)}. Name those alone that training does not read."
         )
+    kept = {name: node for name, node in nodes.items() if name not in unread}
     exported.graph.output_node().args = ((*kept.values(), *(node for _, node in exported.assigned)),)
     result = exported.result
     leaves = tuple(Constant(None) if leaf in unread else leaf for leaf in result.leaves)
     views = {name: view for name, view in result.views.items() if name not in unread}
-    return replace(exported, outputs=tuple(kept.values()), result=replace(result, leaves=leaves, views=views))
+    result = replace(result, leaves=leaves, views=views)
+    return replace(exported, outputs=tuple(kept.values()), result=result, unread=tuple(sorted(unread)))
 
 
-def _is_loss(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return bool(value.ndim == 0 and value.is_floating_point())
-
-
-def _names_of(globs: Sequence[str], returned: Sequence[str]) -> Iterator[str]:
-    for glob in globs:
-        found = matching_paths(glob, returned)
-        if not found:
-            raise HintError(
-                f"unread_outputs={tuple(globs)!r}: there is no output {glob!r}; the outputs are "
-                f"{', '.join(returned)}. {suggestion(glob, returned)}"
-            )
-        yield from found
+def _differentiable(exported: Exported) -> set[fx.Node]:
+    """Return the nodes of numbers that depend on an input that requires a gradient."""
+    found = {node for node, item in exported.placeholders.items() if item.fake.requires_grad}
+    for node in exported.graph.nodes:
+        if node.op == "call_function" and node.target not in _DETACHES and not found.isdisjoint(node.all_input_nodes):
+            value = node.meta["val"]
+            if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+                found.add(node)
+    return found

@@ -97,7 +97,8 @@ class ShortfallError(BudgetError):
     def _text_of(self, remedy: Remedy) -> str:
         if remedy.peak is None:
             return remedy.change
-        short = ", still more than the limit" if remedy.peak > self._limit else ""
+        # A quick try is no proof that it is not enough.
+        short = " or less; that is more than the limit" if remedy.peak > self._limit else ""
         return f"{remedy.change} ({remedy.what} {format_bytes(remedy.peak)}{short})"
 
     def _message(self, remedies: Sequence[str]) -> str:
@@ -121,6 +122,7 @@ class ShortfallError(BudgetError):
     def _find_remedies(self) -> Iterator[Remedy]:
         """Return the changes that make the peak smaller."""
         planner, leanest, least = self._planner, self._leanest, self._least.peak
+        room = planner.settings.host_memory
         # Remedies are tried with memory priced where the leanest plan holds most: a whole search for each would take
         # long.
         prices = memory_prices(peak_weights(leanest.held_bytes), MEMORY_ONLY, leanest.cost, least)
@@ -128,7 +130,7 @@ class ShortfallError(BudgetError):
         constraints = replace(planner.constraints, forced=frozenset(forced))
         parameters = [source.name for source in planner.graph.parameters]
         pinned = [name for name in parameters if name in constraints.pinned]
-        if pinned:
+        if pinned and not constraints.placed:
             free = {name: pins for name, pins in constraints.pinned.items() if name not in pinned}
             unpinned = replace(constraints, pinned=free, forced=frozenset(parameters))
             peak = _peak_of(_smallest_memory(planner, unpinned, prices))
@@ -159,15 +161,14 @@ class ShortfallError(BudgetError):
                 yield Remedy("allow recomputation", 'recompute="full" needs', peak)
         if planner.settings.offload == "none" and planner.graph.gradients:
             graph = offload_values(planner.graph, _movable(planner.graph))
-            peak = _peak_of(_changed_memory(planner, graph, constraints))
+            peak = _peak_on_device(_changed_memory(planner, graph, constraints), room)
             if peak < least:
                 yield Remedy("move tensors to the host", 'offload="auto" needs', peak)
         if planner.settings.offload_optimizer == "none" and planner.graph.gradients:
             hosted = frozenset(source.name for source in planner.graph.parameters)
-            peak = _peak_of(_smallest_memory(planner, replace(constraints, hosted=hosted), prices))
+            peak = _peak_on_device(_smallest_memory(planner, replace(constraints, hosted=hosted), prices), room)
             if peak < least:
                 yield Remedy("keep optimizer state on the host", 'offload_optimizer="all" needs', peak)
-        room = planner.settings.host_memory
         if planner.settings.offload == "auto" and room is not None:
             graph = offload_values(planner.graph, _movable(planner.graph))
             roomy = replace(planner.settings, host_memory=None)
@@ -231,6 +232,12 @@ def _smallest_memory(planner: PlanningContext, constraints: Constraints, prices:
 
 def _peak_of(memory: Memory | None) -> float:
     return math.inf if memory is None else memory.peak
+
+
+def _peak_on_device(memory: Memory | None, room: int | None) -> float:
+    """Return the peak of a device; infinite if its host has less room than what is moved there."""
+    fits = memory is not None and (room is None or memory.host <= room)
+    return _peak_of(memory) if fits else math.inf
 
 
 def _pins_fit(planner: PlanningContext, constraints: Constraints, mesh: MeshShape) -> bool:

@@ -55,7 +55,7 @@ class Explorer:
             plan = self._fastest_that_fits(unlimited)
         except KeyboardInterrupt:
             plan = self._best_met()
-            planner.warn_of_interruption(plan.cost)
+            planner.warn_of_interruption(plan.step_seconds)
         else:
             if planner.budget.is_over and plan.cost > plan.lower_bound * (1 + 1e-9):
                 limit = f"time_limit={planner.settings.time_limit:g} s"

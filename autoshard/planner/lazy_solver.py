@@ -111,7 +111,7 @@ class LazySolver:
             if self.best.gap <= CLOSE or self._is_finished():
                 break
             # Without changed prices, the segments would find the same assignment.
-            if not self._update(solve_by_segments(self._tied(self._whole()), self.options)):
+            if not self._update(solve_by_segments(self._tied_layers(self._whole()), self.options)):
                 break
         return self.best
 
@@ -131,7 +131,7 @@ class LazySolver:
     def _whole(self) -> ReducedProblem:
         return ReducedProblem.of(self._problem(), self.order)
 
-    def _tied(self, reduced: ReducedProblem) -> ReducedProblem:
+    def _tied_layers(self, reduced: ReducedProblem) -> ReducedProblem:
         return reduced if self.tiling is None else self.tiling.tie(reduced)
 
     def _scan_options(self) -> tuple[list[IntArray], float]:
@@ -139,7 +139,7 @@ class LazySolver:
         known, iterations = self.best.cost, ITERATIONS if self.discount is None else _PROPOSAL_ITERATIONS
         # Before exact prices are known, a first result says little: the scan need not go on for it.
         close = _EXACT_GAP if np.isfinite(known) else _FIRST_SCAN_GAP
-        tied, start = self._tied(self._whole()), self.lazy_costs.messages
+        tied, start = self._tied_layers(self._whole()), self.lazy_costs.messages
         messages = run_messages(tied, iterations, self.options, start=start, upper=known, close=close)
         result = result_of_messages(tied, messages)
         near = messages.strategies_within(_NEAR_MARGIN * abs(messages.bound) * self._repeat_shares())
@@ -167,7 +167,7 @@ class LazySolver:
         warm: Start = self.lazy_costs.messages
         kept = near if self.tiling is None else [near[leader] for leader in self.tiling.follows]
         for attempt in range(_MAX_UPDATES):
-            reduced = self._tied(self._whole().restrict(kept))
+            reduced = self._tied_layers(self._whole().restrict(kept))
             # Each attempt starts from the messages of the one before, the first from those of the scan.
             start = warm if attempt else restrict_messages(reduced.problem, *self.lazy_costs.messages, near)
             messages = run_messages(reduced, ITERATIONS, self.options, start=start)

@@ -184,6 +184,10 @@ class LimitSearch:
             searches.append(LimitSearch(self._without_reruns, self.limit, [self.cheapest]))
         if self.context.may_rerun:
             searches.append(LimitSearch(self._with_whole_layers, self.limit, [self.context.whole_layers]))
+        # Where the host has little room, not all may move.
+        if self.context.moves and self.context.settings.host_memory is None:
+            moving = self._with_all_moves
+            searches.append(LimitSearch(moving, self.limit, [moving.solve(moving.constraints)]))
         return searches
 
     def run_forced(self) -> CandidatePlan | None:
@@ -229,6 +233,10 @@ class LimitSearch:
     @cached_property
     def _with_whole_layers(self) -> RerunContext:
         return RerunContext(self.context.planner_with(self.context.reruns), may_rerun=False)
+
+    @cached_property
+    def _with_all_moves(self) -> RerunContext:
+        return RerunContext(self.context.planner_with(self.context.moves), may_rerun=False)
 
     @cached_property
     def _forceable(self) -> dict[str, int]:

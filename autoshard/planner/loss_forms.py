@@ -6,10 +6,12 @@ pieces is made where no whole logits fit, or where a limit slows these down by m
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
 from autoshard.errors import BudgetError
+from autoshard.planner.budget_search import ShortfallError
 from autoshard.planner.planning import CapturedCall
 from autoshard.planner.shares import plan_shares
 from autoshard.plans.sharding_plan import ShardingPlan
@@ -30,10 +32,15 @@ def plan_losses(call: CapturedCall) -> ShardingPlan:
         return plan_shares(call)
     start, limit = time.monotonic(), call.target.settings.time_limit
     try:
-        # What would help is asked of pieces, if these do not fit either.
+        # What would help is asked of the form that needs less, if pieces do not fit either.
         whole = plan_shares(replace(call, is_explained=False))
-    except BudgetError:
-        return plan_shares(_other_form(call, start + limit))
+    except BudgetError as whole_error:
+        try:
+            return plan_shares(_other_form(call, start + limit))
+        except BudgetError as error:
+            if (whole_error.peak or math.inf) >= (error.peak or math.inf):
+                raise
+            raise (whole_error.with_remedies() if isinstance(whole_error, ShortfallError) else whole_error) from None
     room = call.target.settings.memory_limit or call.target.cluster.device.memory
     fits = whole.memory.peak <= room
     if call.was_interrupted or (fits and whole.step_seconds <= call.unlimited_seconds + _seconds_twice(call)):

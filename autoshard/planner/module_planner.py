@@ -46,6 +46,7 @@ class ModulePlanner:
         self.mesh = mesh
         self.requested = self.target = target
         self._planners = PlannerCache(module, mesh)
+        self._has_trained = False  # a call with gradients was captured
         self._is_in_pieces = False  # the loss of the last call with gradients, whose form later calls have first
         if target.shares != "auto":
             self._settle_shares(target.shares or {})
@@ -104,9 +105,11 @@ class ModulePlanner:
                 dynamic=dynamic,
                 by_layers=by_layers,
                 quiet=quiet,
+                first=not self._has_trained,
             )
 
         graph, seconds = capture_form(0.0 if self._is_in_pieces and logits_room is not None else logits_room)
+        self._has_trained |= bool(graph.gradients)
         # An earlier call has placed the parameters without shares.
         if self.requested.shares == "auto" and placed is not None:
             self._settle_shares({})

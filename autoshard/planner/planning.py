@@ -21,6 +21,8 @@ from autoshard.capture.depth import capture_repeated
 from autoshard.capture.joint import JointGraph, Tangents, capture
 from autoshard.capture.loss_in_pieces import is_in_pieces
 from autoshard.capture.recomputation import captured_step, graph_of_plan, recompute_layers
+from autoshard.names import matching_paths
+from autoshard.options.placements import unknown_name_error
 from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, with_unequal_loops
 from autoshard.planner import hints as hint_rules
@@ -77,6 +79,7 @@ def capture_with_progress(
     dynamic: bool = True,
     by_layers: bool = False,
     quiet: bool = False,
+    first: bool = True,
 ) -> tuple[JointGraph, float]:
     """Return the graph of a call and the seconds of its capture, with a line about it on a terminal.
 
@@ -88,10 +91,12 @@ def capture_with_progress(
         dynamic: True if the sizes that the options name are dynamic.
         by_layers: True to capture a few of many equal layers, for a graph that is planned and not run.
         quiet: True to show nothing: another rank captures the same.
+        first: True if no training call of the module was captured before; later ones may lack unread outputs.
 
     Raises:
         CaptureError, InputError: as for `capture`.
-        HintError: as for `with_regions`.
+        HintError: the first training call has no output of a name in `unread_outputs`.
+        HintError: as for `with_regions`; the first training call has no output of a name in `unread_outputs`.
     """
     start = time.perf_counter()
     line = show_progress(target.options.search.verbose, f"capture of {type(module).__name__}")
@@ -114,8 +119,16 @@ def capture_with_progress(
             unread_outputs=target.options.unread_outputs,
             progress=report_part,
         )
+    if first and graph.unread is not None:
+        _check_unread_outputs(graph.unread, graph, target.options.unread_outputs)
     graph = with_regions(graph, target.hints, [name for name, _ in module.named_modules()])
     return graph, time.perf_counter() - start
+
+
+def _check_unread_outputs(unread: Collection[str], graph: JointGraph, globs: Sequence[str]) -> None:
+    for glob in globs:
+        if not matching_paths(glob, unread):
+            raise unknown_name_error("output", glob, [*unread, *graph.tensor_outputs])
 
 
 @dataclass(eq=False)

@@ -304,7 +304,7 @@ class PlanningContext(ABC):
             bound = plan.lower_bound if self.best is None else self.best.lower_bound
             self.best = replace(plan, lower_bound=min(bound, plan.cost))
 
-    def warn_of_interruption(self, cost: float) -> None:
+    def warn_of_interruption(self, seconds: float) -> None:
         """Warn that the search was interrupted and returns a plan of so many seconds."""
         self.interrupted = True
         # The caller of a search with recomputed layers knows only the first planner.
@@ -312,7 +312,7 @@ class PlanningContext(ABC):
             self._like.interrupted = True
         warn_caller(
             f"the search was interrupted after {time.monotonic() - self.start:.1f} s: this is the best plan met "
-            f"until then, {cost:.6g} s per step. Plan again for a better one.",
+            f"until then, {seconds:.6g} s per step. Plan again for a better one.",
         )
 
     def _report_phase(self, phase: str, cost: float, bound: float) -> None:

@@ -38,6 +38,7 @@ class Constraints:
 
     Attributes:
         pinned: name of a parameter, buffer or input -> a placement per axis, None where the planner decides.
+        placed: True if parameters are pinned where an earlier call placed them, not by the user.
         forced: parameters that must not be replicated (Rhino 4.4).
         planned_outputs: True if outputs come back as they lie, not gathered.
         outputs: name of an output -> the spec in which it comes back.
@@ -57,6 +58,7 @@ class Constraints:
     """
 
     pinned: Mapping[str, Pins] = field(default_factory=dict)
+    placed: bool = False
     forced: frozenset[str] = frozenset()
     planned_outputs: bool = False
     outputs: Mapping[str, Spec] = field(default_factory=dict)

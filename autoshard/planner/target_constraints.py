@@ -75,6 +75,7 @@ def constraints_for(
     pinned.update(_input_pins(module, graph, mesh, target, input_pins or {}, shared, first))
     return Constraints(
         pinned=pinned,
+        placed=not first,
         planned_outputs=leaves_outputs(graph, target),
         outputs=_output_specs(graph, mesh, target, first),
         row_axes=tuple(map(mesh.index, target.data_axes)) if target.outputs == "local" else (),
@@ -175,8 +176,10 @@ def _output_specs(graph: JointGraph, mesh: MeshShape, target: Target, first: boo
     if target.output_placements is None or isinstance(target.output_placements, str):
         return {}
     shapes = {name: tuple(node.meta["val"].shape) for name, node in graph.tensor_outputs.items()}
+    # Calls that do not train have the outputs that training does not read.
+    known = {*shapes, *(graph.unread or ())}
     for glob in target.output_placements if first else ():
-        if not names_reached(glob, shapes):
+        if not names_reached(glob, known):
             raise unknown_name_error("output", glob, shapes)
     pins = OUTPUTS.resolve(target.output_placements, lambda glob: names_reached(glob, shapes), shapes, mesh)
     open_axes = target.row_placements(mesh) if target.outputs == "local" else row_placements(mesh, ())

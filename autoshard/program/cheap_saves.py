@@ -29,7 +29,7 @@ def compute_where_read(backward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> 
     Returns:
         The placeholders that were dropped.
     """
-    chains, dropped = _Chains(saved), set()
+    chains, dropped = _PointwiseChains(saved), set()
     place = {node: number for number, node in enumerate(backward.nodes)}
     # In the order of the forward half: what is computed of others comes behind them.
     for placeholder, node in sorted(saved.items(), key=lambda pair: chains.place[pair[1]]):
@@ -41,7 +41,7 @@ def compute_where_read(backward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> 
     return dropped
 
 
-class _Chains:
+class _PointwiseChains:
     """Chains of operators that compute number by number, from tensors that stay saved.
 
     Args:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import autoshard
@@ -35,10 +36,11 @@ class Named(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
+        self.short = False
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
         scores = self.layer(x)
-        result = {"scores": scores, "states": [x + 1, scores * 2]}
+        result = {"scores": scores} if self.short else {"scores": scores, "states": [x + 1, scores * 2]}
         return result if labels is None else {"loss": functional.cross_entropy(scores, labels), **result}
 
 
@@ -68,6 +70,41 @@ def test_every_output_is_there_without_gradients_or_without_a_loss() -> None:
     assert alone.fingerprint == capture(Named(), (X,), {}).fingerprint
     frozen = Named().requires_grad_(False)
     assert "scores" in capture(frozen, (X, LABELS), {}, unread_outputs=("scores",)).tensor_outputs
+
+
+class Measured(nn.Module):
+    """A loss where there are labels, scores, and a norm without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        scores = self.layer(x)
+        result = {"scores": scores, "norm": scores.detach().norm()}
+        return result if labels is None else {"loss": functional.cross_entropy(scores, labels), **result}
+
+
+def test_a_scalar_without_a_gradient_is_no_loss() -> None:
+    with pytest.raises(HintError, match="leaves no loss"):
+        capture(Measured(), (X, LABELS), {}, unread_outputs=("loss",))
+    assert "scores" in capture(Measured(), (X,), {}, unread_outputs=("scores",)).tensor_outputs
+    assert capture(Measured(), (X, LABELS), {}, unread_outputs=("scores",)).unread == ("scores",)
+
+
+def test_later_training_calls_may_lack_what_is_not_read() -> None:
+    module = Named()
+    alone = copy.deepcopy(module)
+    placed = {"states[0]": {"x": Shard(0)}}
+    options: dict[str, Any] = {"unread_outputs": ("states*",), "output_placements": placed, "cluster": fast_links()}
+    with simulated_mesh(x=2) as mesh:
+        autoshard.parallelize(module, mesh, (X, LABELS), **options)
+        assert module(X, LABELS)["states"] == [None, None]
+        module.short = alone.short = True
+        output, expected = module(X, LABELS), alone(X, LABELS)
+        assert list(output) == ["loss", "scores"]
+        for held in per_rank(output["scores"].detach(), mesh).values():
+            torch.testing.assert_close(held, expected["scores"].detach())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
 import autoshard
@@ -29,6 +29,7 @@ from autoshard.planner.limit_search import LimitSearch
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import plan_with_recompute
 from autoshard.planner.planning_problem import Constraints
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.units import parse_bytes
 from tests import models
@@ -93,7 +94,7 @@ def _said(recompute: str) -> str:
 
 
 def test_recomputation_is_named_with_a_limit_that_it_keeps() -> None:
-    said = re.search(r'allow recomputation \(recompute="full" needs ([^,)]+)', _said("none"))
+    said = re.search(r'allow recomputation \(recompute="full" needs ([\d.]+ \w+)', _said("none"))
     assert said is not None
     limit = int(1.05 * parse_bytes(said[1]))  # one decimal is said
     graph = joint_graph("gpt", layers=2, batch=32)
@@ -113,7 +114,7 @@ def test_outputs_are_named_with_a_limit_that_they_keep_in_shards() -> None:
 
     error = error_of(1000, None)
     assert re.search(r"\(.*\boutputs [\d.]+ [KM]iB.*\)", error)
-    said = re.search(r'leave outputs in shards \(output_placements="planned" needs ([^,)]+)', error)
+    said = re.search(r'leave outputs in shards \(output_placements="planned" needs ([\d.]+ \w+)', error)
     assert said is not None
     limit = int(1.05 * parse_bytes(said[1]))  # one decimal is said
     plan = autoshard.plan(model, {"x": 2}, (), inputs, memory_limit=limit, output_placements="planned", **options)
@@ -130,9 +131,9 @@ def test_remedies_that_are_not_enough_say_so_and_come_last() -> None:
         return caught.value
 
     error = error_of(1000)
-    assert "still more than the limit)" in str(error)
+    assert "or less; that is more than the limit)" in str(error)
     assert error.peak is not None
-    enough, _, short = str(error_of(round(0.95 * error.peak))).partition("still more")
+    enough, _, short = str(error_of(round(0.95 * error.peak))).partition(" or less;")
     assert 'recompute="full" needs' in enough
     assert 'recompute="full" needs' not in short
 
@@ -145,6 +146,40 @@ def test_a_host_that_is_full_is_named() -> None:
     with pytest.raises(BudgetError) as caught:
         plan_with_recompute(planner_of(graph, {"x": 2}, host_memory=2**40, **options))
     assert "host_memory" not in str(caught.value)
+
+
+def test_moves_are_named_with_a_limit_that_they_keep() -> None:
+    graph = joint_graph("hf_gpt2", layers=1)
+
+    def planned(limit: int, **options: Any) -> ShardingPlan:
+        return plan_with_recompute(planner_of(graph, {"x": 2}, memory_limit=limit, recompute="none", **options))
+
+    with pytest.raises(BudgetError) as caught:
+        planned(1000)
+    said = re.search(r'offload="auto" needs ([\d.]+ \w+)', str(caught.value))
+    assert said is not None
+    limit = int(1.01 * parse_bytes(said[1]))  # one decimal is said
+    assert planned(limit, offload="auto").memory.peak <= limit
+
+
+def test_the_host_has_room_for_what_a_remedy_moves() -> None:
+    graph = joint_graph("gpt", layers=2, batch=32)
+    said = []
+    for room in (1000, 2**40):
+        with pytest.raises(BudgetError) as caught:
+            plan_with_recompute(planner_of(graph, {"x": 2}, memory_limit=1000, recompute="none", host_memory=room))
+        said.append(str(caught.value))
+    for remedy in ('offload="auto" needs', 'offload_optimizer="all" needs'):
+        assert [remedy in text for text in said] == [False, True]
+
+
+def test_placements_of_an_earlier_call_are_no_hints() -> None:
+    graph = joint_graph("mlp")
+    pinned = {source.name: (Replicate(),) for source in graph.parameters}
+    for placed in (False, True):
+        with pytest.raises(BudgetError) as caught:
+            plan_with_recompute(planner_of(graph, {"x": 2}, Constraints(pinned, placed), memory_limit=100))
+        assert ("drop the hints" in str(caught.value)) == (not placed)
 
 
 @pytest.mark.parametrize("recompute", ["auto", "full"])

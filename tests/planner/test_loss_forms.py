@@ -124,3 +124,31 @@ def test_the_error_where_nothing_fits_is_that_of_pieces(monkeypatch: pytest.Monk
         plan(2**20)
     assert caught.value.peak is not None
     assert caught.value.peak < LOGITS
+
+
+class Wide(nn.Module):
+    """Few classes behind wide layers: all logits are one piece, so that pieces hold more than whole logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16384, 16384), nn.Linear(16384, 4096)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.body(x)), labels)
+
+
+def test_the_error_where_nothing_fits_names_the_form_that_needs_least() -> None:
+    with torch.device("meta"):
+        module = Wide().bfloat16()
+        inputs = torch.empty(2**16, 16384, dtype=torch.bfloat16), torch.empty(2**16, dtype=torch.int64)
+
+    def planned(limit: int) -> ShardingPlan:
+        return autoshard.plan(module, {"x": 2}, inputs, cluster="h100", memory_limit=limit)
+
+    with pytest.raises(BudgetError, match=r"Raise memory_limit to .* or make the batch smaller") as caught:
+        planned(4 * 2**30)
+    assert caught.value.peak is not None
+    assert not planned(caught.value.peak).is_in_pieces
+    with pytest.raises(BudgetError) as below:
+        planned(round(0.9 * caught.value.peak))
+    assert below.value.peak == caught.value.peak
