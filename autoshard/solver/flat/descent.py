@@ -80,6 +80,8 @@ class Descent:
 
     def run(self, temperature: float = 0.0, forests: int = _FORESTS) -> bool:
         """Solve some neighbourhoods; return True if the best choice improved."""
+        if not len(self.places):
+            return self._keep_if_best()  # there is one choice, and no node to begin a neighbourhood with
         # Anew every time: differences added up over many moves would drift by their rounding.
         conditional_costs(self.view, self.places, self._conditional_costs)
         loads_of(self.view, self.places, self._loads)
