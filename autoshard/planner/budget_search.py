@@ -91,8 +91,11 @@ class ShortfallError(BudgetError):
     def with_remedies(self) -> BudgetError:
         """Return the error that also names the remedies, each tried once; those that are enough come first."""
         # If time is up, so is the time for remedies.
-        remedies = () if self._late else sorted(self._find_remedies(), key=lambda each: (each.peak or 0) > self._limit)
+        remedies = () if self._late else sorted(self._find_remedies(), key=self._may_be_short)
         return BudgetError(self._message([self._text_of(each) for each in remedies]), self._least.peak)
+
+    def _may_be_short(self, remedy: Remedy) -> bool:
+        return remedy.peak is None or remedy.peak > self._limit
 
     def _text_of(self, remedy: Remedy) -> str:
         if remedy.peak is None:
