@@ -79,7 +79,7 @@ def test_plans_in_which_operators_run_again_make_the_frontier_leaner() -> None:
     def front(recompute: str) -> list[ShardingPlan]:
         graph = joint_graph("gpt", batch=24, layers=2)
         planner = planner_of(graph, {"x": 4}, Constraints(planned_outputs=True), SLOW, recompute=recompute)
-        return explorer_for(planner).frontier(4)
+        return explorer_for(planner).frontier(8)
 
     kept, rerun = front("none"), front("auto")
     assert not any(plan.recomputed for plan in kept)
