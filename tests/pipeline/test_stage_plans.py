@@ -81,7 +81,10 @@ def test_what_was_found_for_one_limit_serves_another(
     again = planner.plan(stages, [room] * 2)[0].plan
     served = len(solved) - before
     alone = StagePlanner(planner.targets, planner.pinned, None).plan(stages, [room] * 2)[0].plan
-    assert again.decisions == alone.decisions
+    # Plans that were met for other limits are candidates, too.
+    assert room.limit is not None
+    assert again.memory.peak <= room.limit
+    assert again.step_seconds <= (1 + 1e-3) * alone.step_seconds
     assert served < len(solved) - before - served
 
 
