@@ -31,8 +31,9 @@ from autoshard.capture.capture_errors import ModelError, capture_error, known_er
 from autoshard.capture.changed_parameters import assign_changed_parameters
 from autoshard.capture.describe import check_collectives, check_shapes, check_sizes, describe
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.export import Effects, Exported, effects_of, export_forward, flat_forward, is_flat, with_copies
+from autoshard.capture.export import Exported, export_forward
 from autoshard.capture.fake_module import DEVICE, fake_like
+from autoshard.capture.flat_modules import Effects, effects_of, flat_forward, is_flat, with_copies
 from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.loss_in_pieces import compute_large_losses_in_pieces

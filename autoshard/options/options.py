@@ -194,9 +194,10 @@ class Options:
             which these come back as DTensors, or as local tensors with `outputs="local"`.
             Axes that are left open are whole, with `outputs="local"` rows on the data axes.
         unread_outputs: names of outputs that training does not read, or globs over them, such as `("logits",)`. A call
-            with gradients enabled that returns a loss, a floating scalar, has None in their place, and its program does
-            not make them: a loss of large logits that nobody reads is computed in pieces (docs/memory.md). Every other
-            call, such as one under `torch.no_grad()`, returns all of its outputs. Not for pipelines.
+            with gradients enabled that returns a loss, a floating scalar that has a gradient, has None in their place,
+            and its program does not make them: a loss of large logits that nobody reads may be computed in pieces
+            (docs/memory.md). Every other call, such as one under `torch.no_grad()`, returns all of its outputs. Later
+            calls may lack what the first training call has. Not for pipelines.
         accumulate: backwards for every step of the optimizer, all but the last of which run in `autoshard.no_sync`. The
             predicted step is one run, with its part of the reductions; memory counts the sums of the runs before, most
             of which have the size of gradients before their reduction. Plans of more runs shard less over axes that

@@ -95,7 +95,6 @@ def capture_with_progress(
 
     Raises:
         CaptureError, InputError: as for `capture`.
-        HintError: the first training call has no output of a name in `unread_outputs`.
         HintError: as for `with_regions`; the first training call has no output of a name in `unread_outputs`.
     """
     start = time.perf_counter()

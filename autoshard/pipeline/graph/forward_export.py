@@ -16,7 +16,8 @@ from autoshard.capture._torch import OpOverload
 from autoshard.capture.attention_operator import attention
 from autoshard.capture.capture_errors import node_line
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.export import Effects, Exported, ExportedInput
+from autoshard.capture.export import Exported, ExportedInput
+from autoshard.capture.flat_modules import Effects
 from autoshard.capture.joint import capture_forward
 from autoshard.capture.marks import TaskGraph, defaults_of, mark_defaults
 from autoshard.capture.nodes import is_random

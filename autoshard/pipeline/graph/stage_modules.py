@@ -14,7 +14,8 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture._torch import is_persistent
-from autoshard.capture.export import ExportedInput, mark_flat
+from autoshard.capture.export import ExportedInput
+from autoshard.capture.flat_modules import mark_flat
 from autoshard.errors import CaptureError, PlanError
 from autoshard.pipeline.graph.forward_export import ExportedModule, is_cast, is_part
 from autoshard.size import DynamicSize

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.capture.export import Effects, Exported, is_flat
+from autoshard.capture.export import Exported
+from autoshard.capture.flat_modules import Effects, is_flat
 from autoshard.capture.joint import JointGraph, capture, capture_forward
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.stage_modules import cut
