@@ -148,8 +148,6 @@ class Explorer:
     def _within(self, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> CandidatePlan:
         planner, context = self.planner, self._context()
         known = [cheapest, fastest, *planner.met]
-        if context.may_rerun and not planner.met and not planner.budget.is_over:
-            known.append(context.whole_layers)
         self._search = LimitSearch(context, limit, known)
         plan = self._search.run_forced() if planner.settings.method == "force" else self._search.run()
         may_host = planner.settings.offload_optimizer == "auto" and planner.settings.method != "force"

@@ -12,7 +12,7 @@ from autoshard.patterns.decisions import Decisions
 from autoshard.planner.memory_prices import mix_prices
 from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import BuiltProblem
-from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_by_messages
+from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_by_messages, solve_problem
 from autoshard.solver.reduced_problem import ReducedProblem
 
 _ROUNDS = 8  # prices at which the bound is computed, at most
@@ -49,28 +49,32 @@ def bound_within(
     axes = frozenset(context.axes)
     builder = context.builder.with_constraints(replace(context.constraints, bounding=True))
 
-    def solve(prices: np.ndarray, closely: bool) -> tuple[BuiltProblem, SolveResult]:
+    def solve(prices: np.ndarray, closely: bool) -> tuple[BuiltProblem, SolveResult, bool]:
+        """Return the problem at some prices, its result, and True if the bound is that of layers that choose freely."""
         with context.time_phase("problem"):
             built = builder.build(axes, None, prices, None, "all")
             tiling = context.tiling(built) if is_large(built.problem) else None
         with context.time_phase("solve"):
-            options = SolveOptions("auto", context.budget.part(1.0), priced=not closely)
-            whole = ReducedProblem.of(built.problem, built.program_positions)
-            result = solve_by_messages(whole, whole if tiling is None else tiling.tie(whole), options)
+            options = SolveOptions("auto", context.budget.part(1.0), proof=False, proposal=not closely)
+            if closely:
+                whole = ReducedProblem.of(built.problem, built.program_positions)
+                result = solve_by_messages(whole, whole if tiling is None else tiling.tie(whole), options)
+            else:
+                result = solve_problem(built, tiling, options)
         if options.budget.interrupted:
             raise KeyboardInterrupt
-        return built, result
+        return built, result, closely or tiling is None
 
-    costs, held, best, best_prices = [*costs], [*held], -math.inf, None
+    costs, held, best, best_prices, is_proved = [*costs], [*held], -math.inf, None, False
     for _ in range(_ROUNDS):
         prices, mix = mix_prices(costs, held, limit, strongest)
         least_mix = mix - limit * float(prices.sum())
         if (1 + _ENOUGH) * best >= least_mix or context.budget.is_over:
             break  # the bound is no better than the best mix at any prices
-        built, result = solve(prices, closely=False)
+        built, result, is_free = solve(prices, closely=False)
         bound = result.lower_bound - limit * float(prices.sum())
         if bound > best:
-            best, best_prices = bound, prices
+            best, best_prices, is_proved = bound, prices, is_free
         if not result.assignment:
             break
         cost = built.plain.problem.cost(result.assignment)
@@ -79,7 +83,9 @@ def bound_within(
         held.append(built.held_bytes(result.assignment, len(prices)))
         if mix - cost - float(prices @ held[-1]) <= _ENOUGH * cost:
             break  # nor does what these prices lead to make the mix better
-    if best_prices is not None and not context.budget.is_over:
-        _, result = solve(best_prices, closely=True)
-        best = max(best, result.lower_bound - limit * float(best_prices.sum()))
-    return best
+    if best_prices is None or is_proved:
+        return best
+    if context.budget.is_over:
+        return -math.inf
+    _, result, _ = solve(best_prices, closely=True)
+    return result.lower_bound - limit * float(best_prices.sum())

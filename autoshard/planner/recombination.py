@@ -117,7 +117,7 @@ class _Rows:
             rows, columns = held.shape
             self._tie(nodes[source], _row_ties(rows, columns))
             self._tie(nodes[target], _column_ties(rows, columns))
-            self._add(np.zeros(held.size), held.ravel(), life)
+            self._add(np.zeros(held.size), self._beside(held, life, fixed).ravel(), life)
         held = np.cumsum(fixed)[:-1] + besides
         # Nodes hold no less than nothing. Where less is held in any case, all counts more, and so does the limit.
         shift = max(0.0, -float(held.min(initial=0.0)))
@@ -126,16 +126,21 @@ class _Rows:
 
     def _hold(self, node: int, held: np.ndarray, life: tuple[int, int], fixed: np.ndarray) -> None:
         """Let a node hold these bytes, and in any case the least of them."""
+        beside = self._beside(held, life, fixed)
+        if life[0] >= life[1] or not beside.any():
+            return
+        if self.intervals[node] == (0, 0):
+            self.usages[node], self.intervals[node] = beside, life
+            return
+        self._tie(node, _row_ties(len(held), 1))
+        self._add(np.zeros(len(held)), beside, life)
+
+    def _beside(self, held: np.ndarray, life: tuple[int, int], fixed: np.ndarray) -> np.ndarray:
+        """Count the least of some bytes as held in any case, and return the rest."""
         least = held.min()
         fixed[life[0]] += least
         fixed[life[1]] -= least
-        if life[0] >= life[1] or not (held > least).any():
-            return
-        if self.intervals[node] == (0, 0):
-            self.usages[node], self.intervals[node] = held - least, life
-            return
-        self._tie(node, _row_ties(len(held), 1))
-        self._add(np.zeros(len(held)), held - least, life)
+        return held - least
 
     def _add_fixed(self, held: np.ndarray) -> None:
         """Let a node for every part of the step hold what is held there in any case."""

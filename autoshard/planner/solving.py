@@ -29,7 +29,6 @@ _PRICED_REPAIR_ITERATIONS = 11  # the same at prices of memory: more find no bet
 PROVED = 1e-4  # the search ends, as integer programming solvers do by default: prices are not known better
 ENOUGH = 1e-3  # no further method begins: it takes many times as long as the methods that came so close
 _PRICED_GAP = 2e-2  # the search ends at prices of memory: the plan for a limit is chosen among plans at many prices
-_HOPELESS_GAP = 2e-2  # of a proposal: the solver would not close it in the time that a proposal is worth
 CLOSE = 5e-3  # tied layers are good enough; above it, the solver looks at every layer by itself
 
 
@@ -60,6 +59,8 @@ class SolveOptions:
     @property
     def gap_goal(self) -> float:
         """Relative gap at which the search ends."""
+        if self.proposal:
+            return CLOSE
         return _PRICED_GAP if self.priced else PROVED
 
     def report_progress(self, phase: str, cost: float, bound: float) -> None:
@@ -125,6 +126,9 @@ def _search(whole: ReducedProblem, tiling: Tiling | None, options: SolveOptions)
     enough = max(options.gap_goal, ENOUGH)
     if best.gap <= enough or budget.is_over:
         return best
+    if options.proposal:
+        # Neighbourhoods around what messages found come closer than segments, in a tenth of the time.
+        return better_result(best, _call_solver(tied, options, best.assignment or None))
     start = None
     # Segments take time, and help only where messages leave a gap.
     if best.gap > CLOSE:
@@ -133,12 +137,10 @@ def _search(whole: ReducedProblem, tiling: Tiling | None, options: SolveOptions)
         start = by_segments.assignment or None
     if budget.interrupted or best.gap <= enough or (options.fast and best.assignment):
         return best
-    if options.proposal and best.assignment and best.gap > _HOPELESS_GAP:
-        return best
     if tied is not whole:
-        if start is None or options.proposal:
+        if start is None:
             best = better_result(best, _call_solver(tied, options, start))
-        if best.gap <= CLOSE or options.proposal or budget.is_over:
+        if best.gap <= CLOSE or budget.is_over:
             return best
     return better_result(best, _call_solver(whole, options, start))
 
@@ -238,6 +240,7 @@ def _call_solver(reduced: ReducedProblem, options: SolveOptions, start: tuple[in
             gap=ENOUGH,
             progress=lambda progress: options.report_progress(progress.phase, progress.cost, progress.lower_bound),
             start=None if start is None else reduced.contract(start),
+            proof=not options.proposal,
         )
         if solution.interrupted:
             options.budget.interrupt()

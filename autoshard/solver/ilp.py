@@ -135,7 +135,7 @@ def solve_core(
         core: a feasible core; after `thin_memory` its rows are few.
         start: a known choice within the limit.
         moments: moments that have a row from the start; all of them where there are few.
-        budget: ends the search; its work is the nodes of each search tree times the entries of the tables.
+        budget: ends the search; a node of the search tree takes as much work as the program does.
         seed: of the backend.
 
     Returns:
@@ -144,7 +144,7 @@ def solve_core(
     few = len(core.base) <= _FEW
     program = CoreProgram(core, start, np.arange(len(core.base)) if few or moments is None else moments)
     bound = float("-inf")
-    nodes = int(max(1.0, budget.work // max(core.cells, 1))) if np.isfinite(budget.work) else None
+    nodes = int(max(1.0, budget.work // (_WORK * max(core.cells, 1)))) if np.isfinite(budget.work) else None
     budget.spend(_WORK * core.cells)
     while True:
         answer = program.solve(time_limit=min(budget.seconds, 1e6), seed=seed, nodes=nodes)

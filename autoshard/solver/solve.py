@@ -28,9 +28,6 @@ _INTEGER_CELLS = 80_000
 _WORK = 100
 """Units of work of exact elimination per table entry."""
 
-_SMALL = 4_000
-"""Entries of edge tables up to which a problem under a limit goes to the integer program at once."""
-
 _LARGE = 10_000
 """Nodes from which a problem without `components` goes to flat arrays at once."""
 
@@ -79,6 +76,7 @@ def solve(
     seed: int = 0,
     progress: Callable[[SolverProgress], object] | None = None,
     start: Sequence[int] | None = None,
+    proof: bool = True,
 ) -> Solution:
     """Solve a problem.
 
@@ -100,6 +98,7 @@ def solve(
         progress: called with the best cost and the bound when they move.
         start: a known assignment of finite cost. If no memory limit binds, "auto" and "alternate" improve it instead of
             searching for one of their own; a good one makes the proof shorter. It has no other effect.
+        proof: False if "alternate" need not find a bound, which takes most of its time.
 
     Returns:
         The best assignment found. After Ctrl-C it is the best one so far, and `interrupted` is set.
@@ -123,7 +122,7 @@ def solve(
     if not problem.size:
         return Solution((), 0.0, 0.0, 0.0, "optimal", method, incumbent.seconds)
     with budget.interruptible():
-        proved = _METHODS[method](_SolveState(problem, incumbent, seed, initial))
+        proved = _METHODS[method](_SolveState(problem, incumbent, seed, initial, proof))
     if budget.interrupted and not incumbent.assignment:
         raise KeyboardInterrupt
     return _solution(problem, incumbent, method, proved=proved)
@@ -156,12 +155,13 @@ def _solution(problem: Problem, incumbent: Incumbent, method: str, *, proved: bo
 class _SolveState:
     """A problem during its solve: its best results, and the assignment that it starts from."""
 
-    def __init__(self, problem: Problem, incumbent: Incumbent, seed: int, start: ScoredAssignment) -> None:
+    def __init__(self, problem: Problem, incumbent: Incumbent, seed: int, start: ScoredAssignment, proof: bool) -> None:
         self.problem = problem
         self.incumbent = incumbent
         self.budget = incumbent.budget
         self.seed = seed
         self.start = start
+        self.proof = proof
         self.limited = _is_limited(problem)
         self.large = problem.size >= _LARGE and problem.components is None
 
@@ -222,6 +222,8 @@ def _alternate(task: _SolveState) -> bool:
     task.record("alternate", candidate, phase="search")
     if candidate.choices and not task.fits(candidate.choices):
         return _solve_flat(task, finish=False)
+    if not task.proof:
+        return False
     result = certify(task.folded, candidate, cap=None, budget=task.budget.part(1.0), rounds=1)
     # The assignment that the bound rounds may be cheaper, but exceed the limit.
     task.record("alternate", result.best, result.bound, phase="proof")
@@ -266,12 +268,6 @@ def _ilp(task: _SolveState) -> bool:
 def _auto(task: _SolveState) -> bool:
     if task.large:
         return _solve_flat(task, finish=True)
-    if task.limited:
-        core = presolve(Core.of(task.problem), effort=REDUCE)
-        # The integer program knows memory, and is fast at this size; message passing would need prices first.
-        small = not core.feasible or core.cells <= _SMALL
-        if small and _solve_integer_program(task, core, task.budget.part(0.3))[1]:
-            return True
     # If the optimum without the limit is within the limit, it is the optimum with it. If not, its bound still holds.
     free, proved = _solve_without_limit(task)
     if task.fits(free.choices) if free.choices else proved:
