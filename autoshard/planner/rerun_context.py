@@ -205,11 +205,13 @@ class RerunContext(Planner):
         for value in rules.values():
             name, uses = value.name, list(rules.uses.get(value, ()))
             phases = {rules.graph.phase(use.node) for use in uses}
-            if len(phases) == 2 and f"{name}@forward" in hubs and f"{name}@backward" not in hubs:
-                # In a splice, a view may be taken again of a value that was absent in the plan that its hub is of.
-                use = next(use for use in uses if rules.graph.phase(use.node) == "backward")
-                hubs[f"{name}@backward"] = flow.consumed_spec(use.node, use.operand)
-            if len(phases) != 1 or f"{name}@forward" in hubs or f"{name}@backward" in hubs:
+            missing = [phase for phase in phases if f"{name}@{phase}" not in hubs]
+            if len(phases) == 2 and name in built.values_of_both_halves and name not in hubs:
+                # In a splice, a view may be taken again of a value that has no hub in the plan that the half is of.
+                for use in reversed(uses):
+                    if (phase := rules.graph.phase(use.node)) in missing:
+                        hubs[f"{name}@{phase}"] = flow.consumed_spec(use.node, use.operand)
+            if len(phases) != 1 or not missing:
                 continue
             # More may read a value in the whole problem: what has one reader here may have a hub there.
             spec = hubs.pop(name, None) or flow.consumed_spec(uses[0].node, uses[0].operand)
