@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -47,7 +46,7 @@ def bound_within(
         KeyboardInterrupt: the search was interrupted.
     """
     axes = frozenset(context.axes)
-    builder = context.builder.with_constraints(replace(context.constraints, bounding=True))
+    builder = context.builder_for(context.certain)
 
     def solve(prices: np.ndarray, closely: bool) -> tuple[BuiltProblem, SolveResult, bool]:
         """Return the problem at some prices, its result, and True if the bound is that of layers that choose freely."""

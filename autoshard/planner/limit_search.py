@@ -385,7 +385,7 @@ class LimitSearch:
         if self._is_within(self._enough) or len(context.axes) > 2 or context.budget.is_over:
             return
         with context.time_phase("problem"):
-            built = context.builder.build(frozenset(context.axes), reuse="all")
+            built = context.builder_for(context.certain).build(frozenset(context.axes), reuse="all")
             near = sorted(self.met, key=lambda plan: abs(plan.memory.peak - self.limit))[:_NEAR]
             encoded = [(plan, context.assignment_of(plan, built)) for plan in (start, self.leanest_met, *near)]
             pairs = [(plan, assignment) for plan, assignment in encoded if assignment is not None]

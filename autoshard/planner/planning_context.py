@@ -188,8 +188,7 @@ class PlanningContext(ABC):
             BudgetError: the same under a limit.
             KeyboardInterrupt: the search was interrupted; `best` is the cheapest plan met so far.
         """
-        # Constraints are found by identity: a search solves many problems under the same object.
-        builder = self._builders.setdefault(id(constraints), self.builder.with_constraints(constraints))
+        builder = self.builder_for(constraints)
         method = method or ("auto" if self.settings.method == "force" else self.settings.method)
         request = SolveRequest(builder, method, limit, prices, discount, work or self.settings.work_limit)
         solved = self._solve_all_axes(request)
@@ -203,6 +202,15 @@ class PlanningContext(ABC):
         if solved.interrupted:
             raise KeyboardInterrupt
         return plan
+
+    def builder_for(self, constraints: Constraints) -> ProblemBuilder:
+        """Return the builder of problems under some constraints; one for each object, since many have the same."""
+        return self._builders.setdefault(id(constraints), self.builder.with_constraints(constraints))
+
+    @cached_property
+    def certain(self) -> Constraints:
+        """The constraints of problems in which only memory counts that a program holds in any case."""
+        return replace(self.constraints, bounding=True)
 
     def try_solve(self, constraints: Constraints, **options: Any) -> CandidatePlan | None:
         """Return the result of `solve`; None if time is up, or the method finds nothing in the remaining time."""

@@ -55,12 +55,14 @@ class LinearSolution:
         bound: no solution costs less.
         optimal: True if the values are proved best.
         infeasible: True if it is proved that there is no solution.
+        nodes: of the search tree that were solved.
     """
 
     values: Array | None
     bound: float
     optimal: bool
     infeasible: bool
+    nodes: int
 
 
 def minimise(
@@ -139,6 +141,7 @@ def _read_solution(mathopt: Any, model: Any, result: Any) -> LinearSolution:
         bound=float(result.termination.objective_bounds.dual_bound),
         optimal=reason == mathopt.TerminationReason.OPTIMAL,
         infeasible=reason == mathopt.TerminationReason.INFEASIBLE,
+        nodes=result.solve_stats.node_count,
     )
 
 

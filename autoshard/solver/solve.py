@@ -22,9 +22,6 @@ METHODS = ("auto", "eliminate", "alternate", "ilp")
 _ROUNDING_ITERATIONS = 30
 """Iterations of the relaxation if only its rounded assignment is needed."""
 
-_INTEGER_CELLS = 80_000
-"""Entries of edge tables up to which the rest of a proof goes to the integer program."""
-
 _WORK = 100
 """Units of work of exact elimination per table entry."""
 
@@ -324,7 +321,9 @@ def _solve_without_limit(task: _SolveState) -> tuple[ScoredAssignment, bool]:
     if result.rest is None or task.budget.is_close(best.cost, result.bound):
         return best, result.rest is None
     # Too large for the integer program: other neighbourhoods may still help.
-    if result.rest.cells > _INTEGER_CELLS:
+    from autoshard.solver.ilp import is_small
+
+    if not is_small(result.rest, task.budget):
         if best.choices:
             best = improve(task.folded, best, seed=task.seed + 1, budget=task.budget.part(1.0))
             task.record("alternate", best, phase="search")

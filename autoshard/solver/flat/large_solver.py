@@ -10,16 +10,13 @@ from autoshard.solver.bound import TOLERANCE
 from autoshard.solver.core import Core, CoreArrays
 from autoshard.solver.flat.descent import Descent
 from autoshard.solver.flat.dual import Dual
-from autoshard.solver.ilp import solve_core
+from autoshard.solver.ilp import is_small, solve_core
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.presolve import presolve
 from autoshard.solver.problem import Array, IntArray, Problem
 
 _PASSES = 30
 """Passes of messages in one round."""
-
-_INTEGER_CELLS = 80_000
-"""Entries of edge tables up to which a core goes to the integer program."""
 
 _INTEGER_TIME = 0.7
 """Share of the remaining time that the integer program may take."""
@@ -147,7 +144,7 @@ class CoreSearch:
                 smaller = self._shrink_core()
                 if smaller is not None:
                     return smaller
-            small = self.core.cells <= _INTEGER_CELLS and self.solver.finish
+            small = self.solver.finish and is_small(self.core, budget)
             if rounds >= _WARM_UP_ROUNDS and small and not self.tried_integer:
                 self.tried_integer = True
                 if self._solve_integer_program():
