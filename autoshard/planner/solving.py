@@ -42,7 +42,8 @@ class SolveOptions:
         proof: True if the bound is needed; otherwise a good assignment is enough.
         priced: True if memory has a price.
         fast: True if an assignment of messages, or of segments if these leave a gap, is good enough.
-        proposal: True if the timeline will judge the plan; tied layers are then good enough.
+        proposal: True if the timeline will judge the plan; tied layers, and neighbourhoods of what messages found in
+            place of segments, are then good enough.
         work_limit: the solver's work limit; None for no limit.
         report: gets reports about the search.
     """
@@ -98,9 +99,10 @@ def solve_problem(built: BuiltProblem, tiling: Tiling | None, options: SolveOpti
     1. Message passing, for large problems without a memory limit, and for all that need no proof. With repeated layers
        it runs on layers tied to one choice; the messages, laid along all layers, then become a bound of the whole
        problem, so that a proof holds for layers that choose freely too. Most often it proves its assignment.
-    2. Segments, if the gap is not `CLOSE`.
-    3. The solver: on the tied problem if messages were close, else on the whole one, starting from the segments'
-       assignment. A proposal goes no further than tied layers.
+    2. A proposal ends with the solver on tied layers: without a proof, in neighbourhoods of what messages found.
+    3. Segments, if the gap is not `CLOSE`.
+    4. The solver: on the tied problem if messages were close, else on the whole one, starting from the segments'
+       assignment.
 
     Args:
         built: the problem.

@@ -79,8 +79,9 @@ def solve(
 
     Args:
         problem: the problem.
-        method: "auto" chooses among all methods: exact elimination, alternation with a proof, presolve with prices on
-            memory and large neighbourhoods, the integer program. "eliminate" is exact elimination alone. "alternate"
+        method: "auto" chooses among all methods: exact elimination, alternation with a proof, and, within a limit on
+            memory, presolve with prices and large neighbourhoods; the integer program where the rest of these is small
+            and its work is left. "eliminate" is exact elimination alone. "alternate"
             solves one mesh axis after another, or large neighbourhoods where the problem has no `components`, with a
             bound but without the effort of a proof. "ilp" is the memory-constrained integer program of Rhino 4.2 and
             4.4.
