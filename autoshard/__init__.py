@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from autoshard.version import __version__
 
 if TYPE_CHECKING:
-    from autoshard.alternatives import why_not
     from autoshard.api import (
         frontier,
         full_state_dict,
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from autoshard.capture.marks import keep, offload, recompute, replicate, set_default_strategy, shard, split
     from autoshard.cluster.calibrate import calibrate
     from autoshard.cluster.cluster import Cluster
-    from autoshard.compare.compare import compare
-    from autoshard.compare.comparison import Comparison
-    from autoshard.doctor.doctor import doctor
     from autoshard.errors import (
         AutoshardError,
         BudgetError,
@@ -56,8 +52,12 @@ if TYPE_CHECKING:
     from autoshard.runtime.checkpoint import checkpointable
     from autoshard.search.result import SearchResult
     from autoshard.search.search import search
-    from autoshard.verify.report import VerifyReport
-    from autoshard.verify.verify import verify
+    from autoshard.tools.compare.compare import compare
+    from autoshard.tools.compare.comparison import Comparison
+    from autoshard.tools.doctor.doctor import doctor
+    from autoshard.tools.verify.report import VerifyReport
+    from autoshard.tools.verify.verify import verify
+    from autoshard.tools.why_not import why_not
 
 __all__ = [
     "Adafactor",
@@ -115,7 +115,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "autoshard.alternatives": ("why_not",),
+    "autoshard.tools.why_not": ("why_not",),
     "autoshard.api": (
         "frontier",
         "full_state_dict",
@@ -133,9 +133,9 @@ _NAMES = {
     "autoshard.capture.marks": ("keep", "offload", "recompute", "replicate", "set_default_strategy", "shard", "split"),
     "autoshard.cluster.calibrate": ("calibrate",),
     "autoshard.cluster.cluster": ("Cluster",),
-    "autoshard.compare.compare": ("compare",),
-    "autoshard.compare.comparison": ("Comparison",),
-    "autoshard.doctor.doctor": ("doctor",),
+    "autoshard.tools.compare.compare": ("compare",),
+    "autoshard.tools.compare.comparison": ("Comparison",),
+    "autoshard.tools.doctor.doctor": ("doctor",),
     "autoshard.errors": (
         "AutoshardError",
         "BudgetError",
@@ -160,8 +160,8 @@ _NAMES = {
     "autoshard.runtime.checkpoint": ("checkpointable",),
     "autoshard.search.result": ("SearchResult",),
     "autoshard.search.search": ("search",),
-    "autoshard.verify.report": ("VerifyReport",),
-    "autoshard.verify.verify": ("verify",),
+    "autoshard.tools.verify.report": ("VerifyReport",),
+    "autoshard.tools.verify.verify": ("verify",),
 }
 """Module -> the public names that it defines."""
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from autoshard.cli.command_line import main
+from autoshard.tools.cli.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,8 +10,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from autoshard.cli.command_line import parse_arguments
 from autoshard.options import OptionKeywords
+from autoshard.tools.cli.command_line import parse_arguments
 from tests.programs import ROOT
 
 
@@ -85,7 +85,7 @@ def check_command(where: str, words: list[str]) -> None:
     match words:
         case ["torchrun", "--nproc-per-node", _, *rest]:
             check_command(where, ["python", *rest])
-        case ["python", "-m", "autoshard.selfcheck", *arguments]:
+        case ["python", "-m", "autoshard", "selfcheck", *arguments]:
             check_command(where, ["autoshard", "selfcheck", *arguments])
         case ["autoshard", *arguments] | ["python", "-m", "autoshard", *arguments]:
             try:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 import autoshard
-from autoshard.verify.float64 import Float64Mode
+from autoshard.tools.verify.float64 import Float64Mode
 from tests import models
 from tests.runtime.meshes import simulated_mesh
 from tests.training import PLANNING_SECONDS, fast_links, held_by_ranks, loss_of, outputs_of, relative_difference

@@ -15,7 +15,7 @@ import autoshard
 from autoshard.capture.attention_operator import operators
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.specs.axes import MeshShape
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests import models
 from tests.random_plans import random_plan
 from tests.runtime.meshes import simulated_mesh

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import autoshard
 from autoshard.errors import InputError
 from autoshard.runtime.shards import gather_full_tensor
-from autoshard.verify.float64 import default_float64
+from autoshard.tools.verify.float64 import default_float64
 from tests import models
 from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links

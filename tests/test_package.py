@@ -43,7 +43,7 @@ def test_the_wheel_has_the_files_of_the_tree(wheel: zipfile.ZipFile) -> None:
 
 def test_the_wheel_brings_the_command_the_backend_and_the_licence(wheel: zipfile.ZipFile) -> None:
     info = {Path(name).name: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
-    assert "autoshard = autoshard.cli:main" in info["entry_points.txt"]
+    assert "autoshard = autoshard.tools.cli:main" in info["entry_points.txt"]
     assert "[torch_dynamo_backends]" in info["entry_points.txt"]
     assert info["LICENSE"] == (ROOT / "LICENSE").read_text(encoding="utf-8")
     provided = {line.partition(": ")[2] for line in info["METADATA"].splitlines() if line.startswith("Provides-Extra")}
@@ -100,7 +100,7 @@ print(shows() == shows.__wrapped__())
 
 
 def test_the_names_of_functions_win_over_rooms() -> None:
-    code = "import autoshard.compare.flags, autoshard, inspect; print(inspect.isfunction(autoshard.compare))"
+    code = "import autoshard.tools.compare.flags, autoshard, inspect; print(inspect.isfunction(autoshard.compare))"
     assert _output(code) == "True"
 
 

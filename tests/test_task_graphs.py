@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.errors import HintError
-from autoshard.verify.float64 import default_float64
+from autoshard.tools.verify.float64 import default_float64
 from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 

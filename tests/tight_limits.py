@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autoshard
 from autoshard.errors import BudgetError
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests.option_groups import grouped
 from tests.runtime.meshes import simulated_mesh
 from tests.training import Errors, build, compare, fast_links, one_device, train

@@ -27,9 +27,9 @@ from autoshard.cluster.cluster import Cluster, Link
 from autoshard.planner import planning
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
-from autoshard.verify import differences
-from autoshard.verify.float64 import Float64Mode, default_float64
-from autoshard.verify.report import TOLERANCE as TOLERANCE
+from autoshard.tools.verify import differences
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.report import TOLERANCE as TOLERANCE
 from tests import models
 from tests.option_groups import grouped
 from tests.random_plans import random_plan

@@ -18,7 +18,7 @@ from torch.nn import functional
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import CaptureError, InputError
-from autoshard.verify.float64 import Float64Mode
+from autoshard.tools.verify.float64 import Float64Mode
 from tests.capture.data_read_models import MODELS
 from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks, loss_of, outputs_of, relative_difference

@@ -14,7 +14,7 @@ import autoshard
 from autoshard.capture import capture, masks
 from autoshard.capture.attention_operator import operators
 from autoshard.errors import CaptureError
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests import models
 from tests.capture.interpret import run_joint
 from tests.runtime.meshes import simulated_mesh

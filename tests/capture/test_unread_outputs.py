@@ -20,7 +20,7 @@ from autoshard.errors import HintError, PlanError
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.shards import gather_full_tensor
-from autoshard.verify.float64 import Float64Mode
+from autoshard.tools.verify.float64 import Float64Mode
 from tests import models
 from tests.models.common import Model
 from tests.runtime.meshes import per_rank, simulated_mesh

@@ -28,7 +28,7 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.shards import distribute, local_of
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
-from autoshard.verify.float64 import default_float64
+from autoshard.tools.verify.float64 import default_float64
 from tests.fuzz.changes import CHANGES, change
 from tests.fuzz.model import Model, RandomModel, inputs_of, loss_of, tensors_of
 from tests.precision import BFLOAT16, BFLOAT16_ROUNDING, CastModule

@@ -33,7 +33,7 @@ from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime.arguments import check_examples
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests import models
 from tests.pipeline.chain import balance_stages
 from tests.targets import target

@@ -32,7 +32,7 @@ from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.search.shapes import Shape
 from autoshard.search.step_bounds import LeastWork
 from autoshard.specs.axes import MeshShape
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests.option_groups import grouped
 from tests.pipeline.pipelines import assert_equal, model, pipeline_of, train_model_alone, train_pipeline
 from tests.pipeline.random_graphs import chain

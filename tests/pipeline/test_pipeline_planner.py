@@ -40,7 +40,7 @@ from autoshard.runtime.module_runtime import Runtime
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests import models
 from tests.pipeline import small_pipelines
 from tests.pipeline.chain import Chain

@@ -12,7 +12,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.schedule.actions import schedule
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime.shards import gather_full_tensor
-from autoshard.verify.float64 import default_float64
+from autoshard.tools.verify.float64 import default_float64
 from tests.pipeline.pipelines import assert_equal, model, pipeline_of, plan_by_hand, train_model_alone, train_pipeline
 from tests.training import Calls
 from tests.workers import Workers

@@ -11,7 +11,7 @@ import autoshard
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.stage_modules import cut
 from autoshard.runtime.shards import gather_full_tensor
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests import models
 from tests.pipeline.chain import Chain, balance_stages
 from tests.runtime.meshes import per_rank, simulated_mesh

@@ -18,7 +18,7 @@ from autoshard.capture.marks import Primitive
 from autoshard.errors import HintError, PlanError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
-from autoshard.verify.float64 import Float64Mode
+from autoshard.tools.verify.float64 import Float64Mode
 from tests.models.common import fixed_seed
 from tests.option_groups import grouped
 from tests.pipeline.pipelines import (

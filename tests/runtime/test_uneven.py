@@ -22,7 +22,7 @@ from autoshard.patterns.graph_rules import GraphRules
 from autoshard.patterns.strategy import resolve_variant, uneven_axis
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import is_shard, placement_text
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests.models.basic import Block, Mlp
 from tests.models.common import Model, fixed_seed
 from tests.random_plans import random_plan

@@ -42,7 +42,7 @@ from autoshard.patterns.strategy import (
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Routed
 from autoshard.specs.tensors import shard, unshard
-from autoshard.verify.float64 import Float64Mode
+from autoshard.tools.verify.float64 import Float64Mode
 from tests.models.routed import ROUTINGS, SortedExperts, choices_of, sorted_experts
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.patterns.units.unit_models import plan_of, worst_error

@@ -15,7 +15,7 @@ from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests import models
 from tests.models.recurrent import LstmLanguageModel
 from tests.patterns.ops.soundness import bound, normal

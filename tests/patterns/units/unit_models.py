@@ -18,7 +18,7 @@ from autoshard.capture.joint import capture
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.patterns.strategy import WHOLE, describe, fits, offered_factors
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.verify.float64 import Float64Mode, default_float64
+from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests import training
 from tests.runtime.meshes import simulated_mesh
 
