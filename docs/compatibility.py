@@ -63,10 +63,10 @@ constraints such a test fails:
   with a dynamic length; their autograd functions take no keyword arguments. They remove from graphs the check by which
   `lu_factor` finds that a matrix has no inverse. A `torch.Generator` in `forward` is refused.
 * **2.11** has no groups of ranks in descending order and no stateless generator (a generator of the device draws). It
-  has no strategies of its own for `native_batch_norm` and `prims.var`,
-  no shapes of the gradient of one attention kernel, no products in eight bits on CPUs with scales of rows, and no rule
-  for `_foreach_lerp_` of `DTensor`s, so that the memory of Adafactor with `foreach` is not measured. `DTensor`s of its
-  own class can't be gathered from strided pieces; parameters here can. Torchtitan 0.3 does not run with it.
+  has no strategies of its own for `native_batch_norm`, no shapes of the gradient of one attention kernel, no products
+  in eight bits on CPUs with scales of rows, and no rule for `_foreach_lerp_` of `DTensor`s, so that the memory of
+  Adafactor with `foreach` is not measured. `DTensor`s of its own class can't be gathered from strided pieces;
+  parameters here can. Torchtitan 0.3 does not run with it.
 
 Of transformers, 5.23 and 5.24 were run; of accelerate 1.15, of Lightning 2.6, of torchtitan 0.3. With transformers
 5.22.2 ranks of the Trainer wait for one another when it saves, and torchtitan 0.2.2 has other modules: both are not

@@ -249,7 +249,7 @@ def _is_parameter(node: object) -> bool:
 def _moves_to_host(node: fx.Node) -> bool:
     source = next(iter(node.all_input_nodes), None)
     values = [next(_tensors(end), None) for end in (source, node)] if source is not None else []
-    if _packet(node) not in (aten._to_copy, aten.to, aten.copy, torch.ops.prims.device_put) or None in values:
+    if _packet(node) not in (aten._to_copy, aten.to, aten.copy) or None in values:
         return False
     before, after = (value.device.type for value in values if value is not None)
     return before not in ("cpu", "meta") and after == "cpu"

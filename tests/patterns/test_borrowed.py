@@ -48,7 +48,6 @@ REPLICATED, SUM = Replicate(), Partial()
 SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.linalg__powsum.default": [(normal(12, 6), 3.0, [1]), (normal(12, 6), 2.0, None), (normal(12, 6), 2.0, [0])],
     "aten.native_batch_norm.default": [(normal(12, 6, 4), normal(6), normal(6), None, None, True, 0.1, 1e-5)],
-    "prims.var.default": [(normal(12, 6), [1], 1.0), (normal(12, 6), [0], 0.0)],
 }
 """Calls of the operators that only torch has strategies for."""
 NO_STRATEGIES = {

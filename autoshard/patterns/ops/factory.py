@@ -48,10 +48,9 @@ rule_maker(
     *("aten.zeros", "aten.ones", "aten.full", "aten.empty.memory_format", "aten.scalar_tensor"),
     local=run_resized("size"),
 )(_factory_rule)
-rule_maker("prims.full", "prims.scalar_tensor", local=run_resized("shape"))(_factory_rule)
 
 
-@rule_maker("aten.empty_strided", "aten.empty_permuted", "prims.empty_strided", "prims.empty_permuted")
+@rule_maker("aten.empty_strided", "aten.empty_permuted")
 def _empty(call: OpCall) -> Rule:
     """Empty tensors; a shard is row-major, since the strides in the call are those of the whole tensor."""
 
@@ -62,7 +61,7 @@ def _empty(call: OpCall) -> Rule:
 
 
 rule(["aten.zeros_like", "aten.zero"], "... -> ...", linear="0")
-rule(["aten.ones_like", "aten.full_like", "aten.empty_like", "prims.full_like"], "... -> ...")
+rule(["aten.ones_like", "aten.full_like", "aten.empty_like"], "... -> ...")
 
 
 @rule_maker("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty", "aten.new_empty_strided")
@@ -97,7 +96,7 @@ def _local_new_empty(call: LocalCall) -> Any:
     return call.operands[0].new_empty(list(call.result_shape()))
 
 
-@rule_maker("aten.arange", "prims.iota")
+@rule_maker("aten.arange")
 def _arange(call: OpCall) -> Rule:
     return _factory_rule(call, _local_arange, contiguous=True)
 

@@ -106,26 +106,3 @@ def _glu(call: OpCall) -> Rule:
     if call.name == "aten::glu_backward":
         return build(sizes, [small, large], [large], whole=["halves"], linear=[{0}])
     return build(sizes, [large], [small], whole=["halves"])
-
-
-# The operators of the `prims` namespace, into which torch decomposes others: `aten` operators under stricter types.
-
-_POINTWISE = """
-    abs acos acosh asin asinh atan atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j0 bessel_j1 bitwise_and
-    bitwise_not bitwise_or bitwise_xor cbrt ceil cos cosh digamma eq erf erf_inv erfc erfcx exp exp2 expm1 floor fmax
-    fmin fmod frexp gcd ge gt hypot igamma igammac isfinite le lgamma log log10 log1p log2 lt maximum minimum ndtri ne
-    nextafter pow reciprocal remainder round rsqrt shift_left shift_right_arithmetic sign signbit sin sinh
-    spherical_bessel_j0 sqrt tan tanh trunc zeta
-"""
-rule_maker(*(f"prims.{name}" for name in _POINTWISE.split()))(pointwise_rule)
-
-_LINEAR_PRIMS: tuple[tuple[str, Sets], ...] = (
-    ("neg real imag conj conj_physical clone", {1: "0"}),
-    ("add sub", {2: "0+1"}),
-    ("mul", {2: "0, 1"}),
-    ("div", {2: "0"}),
-    ("fma", {3: "0+2, 1+2"}),
-    ("where", {3: "1+2"}),
-)
-for _names, _sets in _LINEAR_PRIMS:
-    rule_maker(*(f"prims.{name}" for name in _names.split()), linear=_sets)(pointwise_rule)

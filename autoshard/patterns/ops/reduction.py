@@ -28,10 +28,8 @@ from autoshard.specs.emitter import collectives
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
-    """The dims that a reduction removes: those in its argument `dim` or `dims`, or all."""
+    """The dims that a reduction removes: those in its argument `dim`, or all."""
     ndim = len(call.operands[0].shape)
-    if call.op.namespace == "prims":
-        return tuple(call.arg("dims"))
     dim = call.arg("dim") if "dim" in call.argument_names else None
     # `any` and `all` take an empty list at its word; for all others it stands for all dims.
     if dim == () and call.name in ("aten::any", "aten::all"):
@@ -95,7 +93,7 @@ def sharded_dims(call: LocalCall) -> list[str]:
     return [name for name in reduced_names(call.call) if call.axes(name)]
 
 
-rule_maker("aten.sum", "prims.sum", linear=[{0}], fill=0.0)(reduction_rule)
+rule_maker("aten.sum", linear=[{0}], fill=0.0)(reduction_rule)
 rule_maker("aten.nansum", "aten.count_nonzero", fill=0.0)(reduction_rule)
 
 
@@ -118,9 +116,6 @@ for _kind, _neutral_element, _names in (
     ("max", -math.inf, ("aten.amax", "aten.max.default")),
     ("min", math.inf, ("aten.amin", "aten.min.default")),
     ("product", 1.0, ("aten.prod",)),
-    ("max", None, ("prims.amax",)),
-    ("min", None, ("prims.amin",)),
-    ("product", None, ("prims.prod",)),
 ):
     rule_maker(*_names, kinds=(_kind,), fill=_neutral_element)(reduction_rule)
 

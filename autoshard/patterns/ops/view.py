@@ -172,10 +172,9 @@ def _reshape(call: LocalCall) -> Any:
 rule_maker(
     *("aten.view.default", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias", "aten.flatten.using_ints"),
     *("aten.unflatten.int", "aten.squeeze", "aten.unsqueeze"),
-    *("prims.squeeze", "prims.split_dim", "prims.collapse_view", "prims.collapse", "prims.reshape"),
 )(view_rule)
 
-rule(["aten.alias", "aten.detach", "aten.lift_fresh", "prims.view_of"], "... -> ...", linear="0", free=True)
+rule(["aten.alias", "aten.detach", "aten.lift_fresh"], "... -> ...", linear="0", free=True)
 rule(["aten.clone", "aten.contiguous", "aten.lift", "aten.lift_fresh_copy"], "... -> ...", linear="0")
 rule("autoshard.to_host", "... -> ...", linear="0")
 rule("autoshard.to_device", "... -> ...", linear="0", local=lambda call: call.run(device=call.emit.home), uneven=True)
@@ -193,7 +192,7 @@ def _view_dtype(call: OpCall) -> Rule:
     return build(sizes, [[*outer, last]], [[*outer, "bytes"]], whole=[last, "bytes"], free=True)
 
 
-@rule_maker("aten._to_copy", "aten.to.dtype", "prims.convert_element_type")
+@rule_maker("aten._to_copy", "aten.to.dtype")
 def _to_copy(call: OpCall) -> Rule:
     """Another dtype: linear among floating and complex ones."""
     # Cast to integers, each term of a sum would be rounded.
@@ -208,10 +207,9 @@ def _permutation_rule(call: OpCall, order: Sequence[int], **options: Any) -> Rul
     return build(sizes, [names], [[names[dim] for dim in order]], linear=[{0}], **options)
 
 
-@rule_maker("aten.permute", "prims.transpose")
+@rule_maker("aten.permute")
 def _permute(call: OpCall) -> Rule:
-    order = call.arg("dims" if call.op.namespace == "aten" else "permutation")
-    return _permutation_rule(call, order, free=True)
+    return _permutation_rule(call, call.arg("dims"), free=True)
 
 
 @rule_maker("aten.transpose.int", "aten.t")
@@ -267,17 +265,7 @@ def _repeat(call: OpCall) -> Rule | None:
     return None if empty else _expansion_rule(call, "repeats", keeps=False)
 
 
-@rule_maker("prims.broadcast_in_dim")
-def _broadcast(call: OpCall) -> Rule:
-    """Every dim of the operand becomes a dim of the result; what is repeated is a factor that only the result has."""
-    (operand,), sizes = call.operands, numbered_dims(call.result.shape)
-    placed = zip(operand.shape, call.arg("broadcast_dimensions"), strict=True)
-    # A dim of size one that grows has no factor in the operand.
-    source = [[f"d{dim}"] if size == sizes[f"d{dim}"] else [] for size, dim in placed]
-    return build(sizes, [source], [list(sizes)], linear=[{0}], local=run_resized("shape"), free=True)
-
-
-@rule_maker("aten.roll", "aten.flip", "prims.rev")
+@rule_maker("aten.roll", "aten.flip")
 def _roll_flip(call: OpCall) -> Rule:
     return same_dims_rule(call, call.arg("dims") or range(len(call.operands[0].shape)), linear=[{0}])
 

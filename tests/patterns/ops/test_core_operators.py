@@ -20,15 +20,15 @@ TRUTHS = tuple(tensor > 0.8 for tensor in FLOATS)
 COMPLEX = tuple(torch.complex(tensor, tensor + 1) for tensor in FLOATS)
 
 
-def operators(tag: torch.Tag, *namespaces: str) -> list[OpOverload]:
-    """Functional operators that bear a tag, in order of their names."""
+def operators(tag: torch.Tag) -> list[OpOverload]:
+    """Return the functional ATen operators with a tag, sorted by name."""
     found = []
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         namespace, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
-        if namespace not in namespaces:
+        if namespace != "aten":
             continue
-        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         writes = op._schema.is_mutable or overload.endswith("out")
         if tag in op.tags and not writes and "Dimname" not in str(op._schema):
             found.append(op)
@@ -39,7 +39,7 @@ NOT_POINTWISE = {
     "aten.equal.default": "its result is a truth value of the program, not a tensor",
     "aten.rrelu.default": "it draws at random, and is replaced by others before a graph is captured",
 }
-POINTWISE = [op for op in operators(torch.Tag.pointwise, "aten", "prims") if str(op) not in NOT_POINTWISE]
+POINTWISE = [op for op in operators(torch.Tag.pointwise) if str(op) not in NOT_POINTWISE]
 
 
 def _values(argument: Any, tensors: Iterator[torch.Tensor], number: Any) -> Any:
@@ -106,5 +106,5 @@ WITHOUT_RULE = {
 
 
 def test_core_operators_have_rules() -> None:
-    unknown = {str(op) for op in operators(torch.Tag.core, "aten") if not has_rule(op)}
+    unknown = {str(op) for op in operators(torch.Tag.core) if not has_rule(op)}
     assert unknown - set(WITHOUT_RULE) == set()

@@ -14,15 +14,12 @@ from autoshard.patterns.registry import call_of, rule_for
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 
 X = normal(4, 6)
-PRIMS = {"device": torch.device("cpu"), "requires_grad": False}
-prims = torch.ops.prims
 
 CASES = {
     "zeros": partial(assert_sound, aten.zeros.default, [4, 6], shards="d0 d1"),
     "ones": partial(assert_sound, aten.ones.default, [4, 1], shards="d0"),
     "full": partial(assert_sound, aten.full.default, [12], 2.5, shards="d0"),
     "full of no dims": partial(assert_sound, aten.full.default, [], 2, shards=""),
-    "prims.full": partial(assert_sound, prims.full.default, [4, 6], 1.0, dtype=torch.float64, **PRIMS, shards="d0 d1"),
     "scalar_tensor": partial(assert_sound, aten.scalar_tensor.default, 3.0, shards=""),
     "zeros_like": partial(assert_sound, aten.zeros_like.default, X, shards="dim0 dim1"),
     "full_like": partial(assert_sound, aten.full_like.default, X, 2, shards="dim0 dim1"),
@@ -37,9 +34,6 @@ CASES = {
     "arange by steps": partial(assert_sound, aten.arange.start_step, 0, 24, 2, shards="d0"),
     "arange backwards": partial(assert_sound, aten.arange.start_step, 12, 0, -1, shards="d0"),
     "arange by parts": partial(assert_sound, aten.arange.start_step, 0.1, 1.3, 0.1, dtype=torch.float32, shards="d0"),
-    "prims.iota": partial(
-        assert_sound, prims.iota.default, 12, start=3, step=2, dtype=torch.int64, **PRIMS, shards="d0"
-    ),
     "linspace": partial(assert_sound, aten.linspace.default, -3.3, 7, 24, dtype=torch.float64, shards="d0"),
     "linspace of floats": partial(assert_sound, aten.linspace.default, 0, 1, 12, shards="d0"),
     "linspace of integers": partial(assert_sound, aten.linspace.default, 0, 5, 12, dtype=torch.int64, shards=""),

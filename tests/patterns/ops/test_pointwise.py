@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.soundness import check
-from tests.patterns.ops.soundness import assert_sound, bound, normal
 
 aten = torch.ops.aten
 
@@ -96,46 +94,3 @@ UNARY = """
 def test_unary_operators_keep_dims(name: str) -> None:
     packet = getattr(aten, name)
     assert check(packet.default, (X,), sizes=(2,)) == []
-
-
-# Rules of the `prims` namespace but for the pointwise ones, which are tested with those that torch tags so.
-
-prims = torch.ops.prims
-OPERAND = normal(4, 12, 6)
-CONDITION = OPERAND > 0
-ALL, DOTS = "d0 d1 d2", "dim0 dim1 dim2"
-
-CASES = {
-    "sum": partial(assert_sound, prims.sum.default, OPERAND, [0, 2], shards=ALL),
-    "amax": partial(assert_sound, prims.amax.default, OPERAND, [1], shards=ALL),
-    "amin": partial(assert_sound, prims.amin.default, OPERAND, [1], shards=ALL),
-    "prod": partial(assert_sound, prims.prod.default, OPERAND, [2], shards=ALL),
-    "transpose": partial(assert_sound, prims.transpose.default, OPERAND, [2, 0, 1], shards=ALL),
-    "broadcast_in_dim": partial(
-        assert_sound, prims.broadcast_in_dim.default, normal(12, 1), [4, 12, 6], [1, 2], shards=ALL
-    ),
-    "rev": partial(assert_sound, prims.rev.default, OPERAND, [1], shards="d0 d2"),
-    "squeeze": partial(assert_sound, prims.squeeze.default, normal(4, 1, 6), [1], shards="d0 d1"),
-    "split_dim": partial(assert_sound, prims.split_dim.default, OPERAND, 1, 3, shards="d0 d1 d2 d3"),
-    "collapse_view": partial(assert_sound, prims.collapse_view.default, OPERAND, 0, 1, shards=ALL),
-    "reshape": partial(assert_sound, prims.reshape.default, OPERAND, [48, 6], shards=ALL),
-    "view_of": partial(assert_sound, prims.view_of.default, OPERAND, shards=DOTS),
-    "where": partial(assert_sound, prims.where.default, CONDITION, OPERAND, OPERAND + 1, shards=DOTS),
-    "add": partial(assert_sound, prims.add.default, OPERAND, OPERAND + 1, shards=DOTS),
-    "mul": partial(assert_sound, prims.mul.default, OPERAND, OPERAND + 1, shards=DOTS),
-    "div": partial(assert_sound, prims.div.default, OPERAND, OPERAND.abs() + 1, shards=DOTS),
-    "fma": partial(assert_sound, prims.fma.default, OPERAND, OPERAND + 1, OPERAND + 2, shards=DOTS),
-    "exp": partial(assert_sound, prims.exp.default, OPERAND, shards=DOTS),
-    "eq": partial(assert_sound, prims.eq.default, OPERAND, OPERAND, shards=DOTS),
-}
-
-
-@pytest.mark.parametrize("sound", CASES.values(), ids=CASES)
-def test_rule_is_sound(sound: partial[None]) -> None:
-    sound()
-
-
-def test_linear_sets() -> None:
-    assert bound(prims.add.default, OPERAND, OPERAND)[1].linear == (frozenset({0, 1}),)
-    assert bound(prims.mul.default, OPERAND, OPERAND)[1].linear == (frozenset({0}), frozenset({1}))
-    assert bound(prims.exp.default, OPERAND)[1].linear == ()

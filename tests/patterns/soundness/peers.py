@@ -28,7 +28,7 @@ _REGISTRY = DTensor._op_dispatcher.sharding_propagator
 def torch_operators() -> list[OpOverload]:
     """The operators that torch has strategies for and that a captured graph can hold: functional, and not composite."""
     known = {*_REGISTRY.op_single_dim_strategy_funcs, *_REGISTRY.op_strategy_funcs, *_REGISTRY.op_to_rules}
-    own = (op for op in known if op.namespace in ("aten", "prims"))  # users may have registered more
+    own = (op for op in known if op.namespace == "aten")  # users may have registered more
     functional = (op for op in own if not op._schema.is_mutable and not is_composite(op))
     return sorted(functional, key=str)
 
