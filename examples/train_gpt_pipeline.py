@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--picture", help="write the predicted step as an SVG picture to this path")
+    parser.add_argument("--trace", help="write the predicted step as a trace for Perfetto to this path")
     options = parser.parse_args()
     steps, layers = options.steps, options.layers
 
@@ -51,8 +51,8 @@ def main() -> None:
     assert isinstance(pipeline, autoshard.PipelineModule)
     if first:
         print(pipeline.sharding_plan)
-        if options.picture:
-            pipeline.sharding_plan.picture(options.picture)
+        if options.trace:
+            pipeline.sharding_plan.trace(options.trace)
     losses = train_pipeline(pipeline, text, steps)
 
     if first:

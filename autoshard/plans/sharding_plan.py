@@ -17,7 +17,7 @@ from autoshard.plans.alternative import Alternative, Replans, forgotten_error
 from autoshard.plans.expenses import Expenses
 from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import PlanContents
-from autoshard.plans.step_picture import gantt, trace, write_picture
+from autoshard.plans.step_picture import trace
 from autoshard.plans.step_tasks import StepTasks
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
@@ -60,7 +60,7 @@ class ShardingPlan(PlanContents, HasPage):
         offloaded: names of the values of the captured graph that are moved to the host until the backward half reads
             them.
         hosted: names of the parameters whose optimizer state is on the host, and which are updated there.
-        step_replay: the predicted step, call by call, for pictures; empty in the files of older versions.
+        step_replay: the predicted step, call by call, for pages and traces; empty in the files of older versions.
         replanner: answers `why_not`; None where the plan does not remember how it was made. It holds the captured step,
             about 1 MB for each layer of a transformer, and no weights. It is no part of the plan's value, file or
             pickle.
@@ -117,16 +117,6 @@ class ShardingPlan(PlanContents, HasPage):
         """
         step = StepTasks.of(self)
         Path(path).write_text(trace(step.tasks, step.starts, step.ends, [step.memory]), "utf-8")
-
-    def picture(self, path: str | os.PathLike[str]) -> None:
-        """Write the predicted step of one rank as an SVG picture: compute, and communication below it.
-
-        Raises:
-            PlanError: as for `trace`, or the file does not end in .svg.
-        """
-        step = StepTasks.of(self)
-        title = f"{self.mesh}: predicted step {format_seconds(self.step_seconds)}"
-        write_picture(path, gantt(step.tasks, step.starts, step.ends, title))
 
     def why_not(self, asked: Mapping[str, Any]) -> Alternative[ShardingPlan]:
         """Find the best plan that has what is asked for, and what it costs in place of this one, term by term.

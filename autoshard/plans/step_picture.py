@@ -1,15 +1,12 @@
-"""A simulated step of a pipeline as an SVG picture, or as a trace for Perfetto."""
+"""A simulated step as a trace for Perfetto, or as an SVG element of a page without charts."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
-from autoshard.errors import PlanError
 from autoshard.simulate.events import Task
 from autoshard.units import format_seconds
 
@@ -24,28 +21,15 @@ _KIND_COLOURS = {
     "send backward": "#f08c00",
 }
 _OTHER = "#0b7285"
-_LEFT, _TOP, _ROW, _BAR, _STRIP, _LETTER = 70, 40, 44, 26, 8, 7.0
-"""Pixels: left margin with the ranks' names, top margin with the title, height of a rank's row, of its bar of compute
-and its strip of communication, and the width of a letter."""
+_LEFT, _TOP, _ROW, _BAR, _STRIP, _LETTER = 70, 8, 44, 26, 8, 7.0
+"""Pixels: left margin with the ranks' names, top margin, height of a rank's row, of its bar of compute and its strip of
+communication, and the width of a letter."""
 # Intervals of the time axis.
 _TICKS = 8
 
 
-def write_picture(path: str | os.PathLike[str], picture: str) -> None:
-    """Write an SVG picture to a file.
-
-    Raises:
-        PlanError: the name of the file does not end in .svg: programs would take it for another kind of picture.
-    """
-    if Path(path).suffix.lower() != ".svg":
-        raise PlanError(f"{os.fspath(path)!r}: the picture of a step is an SVG; name a file that ends in .svg.")
-    Path(path).write_text(picture, "utf-8")
-
-
-def gantt(
-    tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float], title: str = "", width: int = 1200
-) -> str:
-    """Return a simulated step as an SVG picture that loads nothing else.
+def gantt(tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float], width: int = 1200) -> str:
+    """Return a simulated step as an SVG element that loads nothing else.
 
     Compute of a rank is a bar, with its label where there is room (a task graph's is the microbatch); communication is
     a strip below. The name of a task is a tooltip.
@@ -54,11 +38,7 @@ def gantt(
         tasks: of all ranks.
         starts: seconds from the beginning, one per task.
         ends: likewise.
-        title: written above.
         width: of the picture, in pixels.
-
-    Returns:
-        The text of an `.svg` file.
     """
     seconds = max(ends, default=0.0)
     # A step of no seconds has no time axis.
@@ -73,8 +53,7 @@ def gantt(
     ticks = [_tick(seconds * part / _TICKS, scale, bottom) for part in range(_TICKS + 1)] if seconds else []
     # In order of first appearance, without repeats: a set would order the legend anew in every run.
     kinds = dict.fromkeys(task.kind for task, _, _ in timed)
-    parts = [f'<text x="8" y="24" font-size="15">{escape(title)}</text>', *names, *ticks, *shapes]
-    parts += _legend(kinds, bottom + 40)
+    parts = [*names, *ticks, *shapes, *_legend(kinds, bottom + 40)]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 60}" '
         f'font-family="system-ui, sans-serif" font-size="12">\n'

@@ -1,4 +1,4 @@
-"""The predicted step of a plan as the tasks of one rank, for traces and pictures."""
+"""The predicted step of a plan as the tasks of one rank, for traces."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def words(picture: ElementTree.Element) -> list[str | None]:
 
 
 def test_a_row_per_rank_and_a_bar_per_task() -> None:
-    picture = ElementTree.fromstring(gantt(TASKS, STARTS, ENDS, "a <step>", width=590))
+    picture = ElementTree.fromstring(gantt(TASKS, STARTS, ENDS, width=590))
     assert [name for name, *_ in bars(picture)] == [
         "0F0: forward",
         "0SEND_F0: send forward",
@@ -67,7 +67,7 @@ def test_a_row_per_rank_and_a_bar_per_task() -> None:
     assert [bar[1:3] for bar in bars(picture)] == [(70, 200), (270, 100), (270, 100), (370, 200)]
     sent, computed = bars(picture)[1][3], bars(picture)[0][3]
     assert sent < computed
-    assert {"a <step>", "rank 0", "rank 1", "0", "2.5 s", "forward", "send forward"} <= set(words(picture))
+    assert {"rank 0", "rank 1", "0", "2.5 s", "forward", "send forward"} <= set(words(picture))
     assert "reduction" not in words(picture)
 
 

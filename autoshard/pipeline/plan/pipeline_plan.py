@@ -28,7 +28,7 @@ from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
 from autoshard.plans.plan_text import limited_sources, made_text, shares_text
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.plans.step_picture import gantt, trace, write_picture
+from autoshard.plans.step_picture import trace
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
@@ -384,16 +384,6 @@ class PipelinePlan(HasPage):
         """Write the predicted step as a trace that Perfetto and chrome://tracing load."""
         step = self.simulation
         Path(path).write_text(trace(step.tasks, step.starts, step.ends, step.memory), "utf-8")
-
-    def picture(self, path: str | os.PathLike[str]) -> None:
-        """Write the predicted step as an SVG picture: a row per pipeline rank, a colour per kind of task.
-
-        Raises:
-            PlanError: the file does not end in .svg.
-        """
-        step = self.simulation
-        title = f"{self._schedule_text()}: {self._step_text()}"
-        write_picture(path, gantt(step.tasks, step.starts, step.ends, title))
 
     def check(self, mesh: MeshShape, fingerprint: str) -> None:
         """Check that the plan was made for this model, with these microbatches, on this mesh.

@@ -22,7 +22,7 @@ def add_simulate(verbs: Verbs) -> None:
         "simulate",
         _simulate,
         details="Print what the predicted step of a plan spends by module and mesh axis, and write the\n"
-        "step as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, or as a picture.\n"
+        "step as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.\n"
         "In place of TARGET, a saved plan may stand: PLAN.json, which needs no other option.\n\n"
         f"{TARGETS}\n\n"
         "Exit status 1: no plan fits, or the model cannot be captured.\n"
@@ -31,7 +31,6 @@ def add_simulate(verbs: Verbs) -> None:
     )
     add_target(parser)
     parser.add_argument("--trace", type=Path, metavar="OUT.json", help="trace to write")
-    parser.add_argument("--picture", type=Path, metavar="OUT.svg", help="picture to write")
     parser.add_argument("--mesh", metavar="AXES", help="of a TARGET, names and sizes of the axes, as in dp=8,tp=8")
     add_memory(parser)
     add_options(parser)
@@ -39,11 +38,8 @@ def add_simulate(verbs: Verbs) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    """Print the expenses of a step, and write its trace and picture."""
+    """Print the expenses of a step, and write its trace."""
     check_output("--trace", options.trace)
-    check_output("--picture", options.picture)
-    if options.picture is not None and options.picture.suffix != ".svg":
-        raise UsageError(f"--picture {options.picture}: name a file that ends in .svg.")
     plan = _plan_of(options)
     console().print(*_tables(plan))
     print_outputs_left(plan, options)
@@ -51,9 +47,6 @@ def _simulate(options: argparse.Namespace) -> None:
     if options.trace is not None:
         plan.trace(options.trace)
         print_line(f"wrote {options.trace}")
-    if options.picture is not None:
-        plan.picture(options.picture)
-        print_line(f"wrote {options.picture}")
 
 
 def _plan_of(options: argparse.Namespace) -> Plan:

@@ -194,7 +194,6 @@ def test_a_fault_of_the_user_is_one_line_and_status_1(
         (["doctor", "nowhere:make"], "nowhere cannot be imported"),
         (["doctor", "nowhere:make", "--cluster", "h9000"], "h9000"),
         (["html", "FILE", "/no/such/folder/plan.html"], "there is no folder /no/such/folder"),
-        (["simulate", "FILE", "--picture", "step.png"], "--picture step.png: name a file that ends in .svg"),
         (["calibrate", "/no/such/folder/profile.json"], "there is no folder /no/such/folder"),
         (["calibrate", "profile.json", "--largest", "64"], "the amount of memory '64' has no unit"),
         (["calibrate", "profile"], "name a .json file"),

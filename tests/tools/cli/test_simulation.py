@@ -25,9 +25,8 @@ def test_simulate_writes_the_step_of_a_model_and_of_its_saved_plan(
     assert json.loads((folder / "step.json").read_text())["traceEvents"]
     assert main(["plan", TARGET, *mesh, "-o", "plan.json"]) == 0
     capsys.readouterr()
-    assert main(["simulate", "plan.json", "--trace", "saved.json", "--picture", "step.svg"]) == 0
+    assert main(["simulate", "plan.json", "--trace", "saved.json"]) == 0
     assert (folder / "saved.json").read_text() == (folder / "step.json").read_text()
-    assert (folder / "step.svg").read_text().startswith("<svg")
 
 
 def test_simulate_writes_the_step_of_a_pipeline(folder: Path) -> None:
@@ -41,7 +40,7 @@ def test_simulate_writes_the_step_of_a_pipeline(folder: Path) -> None:
         ((TARGET,), 2, "is planned on a mesh: pass --mesh"),
         ((TARGET, "--mesh", "dp"), 2, "'dp' is not the name and the size of an axis"),
         ((TARGET, "--mesh", "dp=2", "--trace", "no/step.json"), 2, "there is no folder"),
-        ((TARGET, "--mesh", "dp=2", "--picture", "."), 2, ". is a folder"),
+        ((TARGET, "--mesh", "dp=2", "--trace", "."), 2, ". is a folder"),
         ((TARGET, "--mesh", "dp=2", "--hint", "x"), 2, "has no glob"),
         (("sample.json", "--mesh", "dp=2"), 2, "sample.json is a saved plan, which has a mesh"),
         (("nowhere.json",), 1, "cannot be read"),
