@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -30,7 +31,7 @@ from autoshard.planner.limit_bound import bound_within
 from autoshard.planner.memory_prices import mix_prices
 from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.recombination import recombine
-from autoshard.planner.rerun_context import RerunContext
+from autoshard.planner.rerun_context import RerunContext, RouteError
 from autoshard.planner.splice import Splice
 
 _ROUNDS = 12  # plans made at prices of memory, at most
@@ -274,7 +275,10 @@ class LimitSearch:
             return None
         forced = replace(context.constraints, forced=frozenset(self._forceable))
         prices = memory_prices(weights, MEMORY_ONLY, first.cost, first.memory.peak)
-        self._lean_plans.append(context.solve(forced, method=self._method, prices=prices))
+        try:
+            self._lean_plans.append(context.solve(forced, method=self._method, prices=prices))
+        except RouteError:
+            return None if self._lean_plans else self.cheapest
         return self._lean_plans[-1]
 
     def _fits(self, plan: CandidatePlan) -> bool:
@@ -319,7 +323,8 @@ class LimitSearch:
             return
 
         def meet(decisions: Decisions, cost: float) -> None:
-            self._meet(context.evaluate(decisions, cost, 0.0, "messages"))
+            with suppress(RouteError):
+                self._meet(context.evaluate(decisions, cost, 0.0, "messages"))
 
         costs = [plan.cost for plan in self.met]
         held = [self._held[plan.estimate] for plan in self.met]
@@ -372,7 +377,11 @@ class LimitSearch:
                 return
             # What is foreseen leaves out what the seam changes: about as much as the last time.
             count = splice.fewest_within((1 - _FULL / 2) * self.limit - missed, low, high)
-            plan = splice.plan(count)
+            try:
+                plan = splice.plan(count)
+            except RouteError:
+                low = count  # the seam lies within a route of rows
+                continue
             self._meet(plan)
             missed = plan.memory.peak - splice.foreseen_peak(count)
             low, high = (low, count) if self._fits(plan) else (count, high)
@@ -420,7 +429,10 @@ class LimitSearch:
                 return
             known.append(assignment)
             cost = built.problem.cost(assignment)
-            plan = context.evaluate(built.decode(assignment), cost, 0.0, "plans recombined")
+            try:
+                plan = context.evaluate(built.decode(assignment), cost, 0.0, "plans recombined")
+            except RouteError:
+                return  # known plans are mixed within a route of rows
             self._meet(plan)
             held, beside = self._held[plan.estimate], self._bytes_beside(built, plan, assignment)
             if self._fits(plan):

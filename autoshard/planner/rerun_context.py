@@ -21,16 +21,27 @@ from torch import fx
 from autoshard.capture.host_copies import TO_DEVICE, TO_HOST
 from autoshard.capture.offloading import DEVICE_NAME, HOST_NAME, movable_values, offload_values
 from autoshard.capture.recomputation import RECOMPUTES, recompute_layers, rerunnable
+from autoshard.errors import PlanError
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import Value, value_of
-from autoshard.patterns.strategy import ABSENT, Choices
+from autoshard.patterns.strategy import ABSENT, WHOLE, Choices, offered_factors
+from autoshard.planner.account import StepAccount
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.host_updates import cheapest_cover, state_options
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.regather import MOVED
+from autoshard.reshard.path import NoPathError
 from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
+
+
+class RouteError(PlanError):
+    """What is decided needs a route of rows that its operators do not have where only some of them run again.
+
+    Rows that are sent to groups lie as the data says, on every operator of their route (`patterns/ops/routed_rows.py`):
+    nothing brings them from one such placement to another.
+    """
 
 
 class RerunContext(Planner):
@@ -103,11 +114,34 @@ class RerunContext(Planner):
                 has room for.
             decisions: decisions for at least all that the plan's graph has.
             cost, lower_bound, method: as in `CandidatePlan`.
+
+        Raises:
+            RouteError: the plan's graph can't do what is decided.
         """
         names, hosted = self._within_host(names, decisions)
         planner = self.planner_with(names)
         settled = replace(self.settle(decisions, planner), hosted=hosted)
+        if self._has_routes:
+            self.account_of(settled, planner)
         return planner.evaluate(settled, cost, lower_bound, method)
+
+    @cached_property
+    def _has_routes(self) -> bool:
+        return any(rule.routed for rule in self.rules.rules.values())
+
+    def account_of(self, settled: Decisions, planner: Planner) -> StepAccount:
+        """Return the account of the decisions for a planner's graph.
+
+        Raises:
+            RouteError: the graph can't do what is decided.
+        """
+        for node, rule in planner.rules.rules.items() if self._has_routes else ():
+            if max(settled.choices.get(node.name, ()), default=WHOLE) >= len(offered_factors(rule)):
+                raise RouteError(f"{node.name} has no route that is split, since only some of its operators run again.")
+        try:
+            return planner.account(settled)
+        except NoPathError as error:
+            raise RouteError(str(error)) from error
 
     def with_least_hosted(self, plan: CandidatePlan, limit: int) -> tuple[float, Callable[[], CandidatePlan]] | None:
         """Return about the seconds of a plan's step with no more optimizer state on the host than a limit asks for, and

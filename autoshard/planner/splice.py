@@ -46,7 +46,11 @@ class Splice:
         return float(np.cumsum(lean.changes(lean.places < count) + fast.changes(fast.places >= count)).max())
 
     def plan(self, count: int) -> CandidatePlan:
-        """Return the plan in which so many operators are as in the lean plan."""
+        """Return the plan in which so many operators are as in the lean plan.
+
+        Raises:
+            RouteError: the two plans send rows differently, and the seam lies within their route.
+        """
         places = self.context.forward_places
 
         def is_lean(name: str) -> bool:
@@ -72,7 +76,7 @@ class Splice:
             if is_lean(name) == wanted
         ]
         planner = self.context.planner_with(reruns)
-        account = planner.account(self.context.settle(decisions, planner))
+        account = self.context.account_of(self.context.settle(decisions, planner), planner)
         cost = account.total_seconds + sum(update.seconds for update in planner.host_updates(account.flow))
         return self.context.evaluate_reruns(reruns, decisions, cost, 0.0, "two plans spliced")
 

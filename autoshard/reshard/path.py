@@ -238,6 +238,10 @@ _BYTES_BITS = 52
 _MOST_STATES = 1 << 12
 
 
+class NoPathError(ValueError):
+    """No path of collectives leads from one spec to another."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One collective, or one local move, over one mesh axis.
@@ -354,7 +358,7 @@ class Resharder:
         """Return the cheapest path from `source` to `target`, with the fewest steps of equally cheap paths.
 
         Raises:
-            ValueError: no path exists.
+            NoPathError: no path exists.
         """
         key = (tuple(shape), dtype_size, source, target)
         if key not in self._paths:
@@ -482,7 +486,7 @@ class Resharder:
     def _find(self, shape: tuple[int, ...], dtype_size: int, source: Spec, target: Spec) -> Path:
         start, end = state_of(shape, source, self.mesh), state_of(shape, target, self.mesh)
         if start is None or end is None:
-            raise ValueError(
+            raise NoPathError(
                 f"a tensor of shape {shape} can not lie as {source if start is None else target} in a program on mesh "
                 f"{self.mesh}, or no path leads there: a dim is not divided evenly by several axes or a strided shard, "
                 "or reductions of different kinds are open whose order matters, or the data decides which rows a rank "
@@ -496,7 +500,7 @@ class Resharder:
         priced = self._graph(shape, dtype_size, _operations((start, end)), extra)
         edges = _edges_between(priced, start, end)
         if edges is None:
-            raise ValueError(
+            raise NoPathError(
                 f"no path of collectives leads from {source} to {target} (tensor of shape {shape}, mesh {self.mesh}): "
                 "a sharded tensor never becomes partial. Reshard to a spec without Partial."
             )

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from autoshard.capture.joint import capture
 from autoshard.errors import BudgetError
 from autoshard.planner.limit_search import LimitSearch
 from autoshard.planner.planning import plan_with_recompute
-from autoshard.planner.rerun_context import RerunContext
+from autoshard.planner.rerun_context import RerunContext, RouteError
 from autoshard.planner.splice import Splice
 from autoshard.plans.sharding_plan import ShardingPlan
+from tests.models import ZOO
 from tests.planner.steps import joint_graph, planner_of
 
 
@@ -69,6 +71,25 @@ def test_a_splice_has_the_first_operators_of_one_plan_and_the_others_of_another(
     for plan in plans:
         assert plan.step_seconds <= 1.02 * max(fast.step_seconds, lean.step_seconds)
         assert plan.cost == pytest.approx(plan.estimate.context.account(plan.decisions).total_seconds)
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2, "y": 4}, {"x": 4, "y": 2}])
+def test_a_seam_within_a_route_of_rows_makes_no_plan(mesh: dict[str, int]) -> None:
+    module, inputs = ZOO["hf_mixtral"](experts="grouped_mm")
+    context = RerunContext(planner_of(capture(module, (), inputs, grad=True), mesh))
+    fast = context.without.solve(context.without.constraints)
+    search = LimitSearch(context, round(0.8 * fast.memory.peak), [fast])
+    assert search.run() is not None
+    plans = sorted(search.met, key=lambda plan: plan.memory.peak)
+    within_routes = 0
+    for lean, other in itertools.permutations(plans[:: max(1, len(plans) // 5)], 2):
+        splice = Splice(context, lean, other)
+        for part in range(1, 8):
+            try:
+                assert splice.plan(splice.length * part // 8).memory.peak > 0
+            except RouteError:
+                within_routes += 1
+    assert within_routes  # else nothing is shown
 
 
 def test_an_operator_of_the_backward_half_lies_beside_that_whose_gradient_it_makes() -> None:
