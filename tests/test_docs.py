@@ -83,6 +83,15 @@ def test_the_reference_has_every_public_name() -> None:
     assert set(autoshard.__all__) - {"__version__"} <= described
 
 
+def test_the_tests_that_a_page_names_exist() -> None:
+    """A file that is named alone lies in the folder that was named last."""
+    for page in DOCS.rglob("*.md"):
+        folder = ""
+        for name in re.findall(r"`((?:tests/[\w/]*/)?test_\w+\.py|tests/[\w/]+/)`", _text(page)):
+            folder, _, file = name.rpartition("/") if "/" in name else (folder, "", name)
+            assert (ROOT / folder / file).exists(), f"{page.name} names {name}"
+
+
 def test_every_extra_that_a_page_names_exists() -> None:
     named = extras("\n".join(map(_text, [ROOT / "README.md", *DOCS.rglob("*.md")])))
     assert named >= {"html", "lightning", "plot", "torchtitan", "transformers"}

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
 from autoshard import cluster, errors
-from autoshard.capture.fake_module import copy_fault
+from autoshard.capture.python.fake_module import copy_fault
 from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, PlanError, reason_of, summary_of
 from autoshard.patterns.decisions import Decisions

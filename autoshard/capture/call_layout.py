@@ -14,8 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import pytree, storage_of
 from autoshard.capture.dense import dense_fault, is_dense
-from autoshard.capture.returned_objects import Argument, Call, Constant, leaf_name, leaves_by_path, restore_objects
-from autoshard.errors import InputError, warn_caller
+from autoshard.capture.python.data_reads import RuntimeCheck
+from autoshard.capture.python.mutations import Attribute
+from autoshard.capture.python.returned_objects import (
+    Argument,
+    Call,
+    Constant,
+    leaf_name,
+    leaves_by_path,
+    restore_objects,
+)
+from autoshard.errors import InputError
 from autoshard.names import matching
 
 InputInfo = TypeVar("InputInfo")
@@ -176,55 +185,6 @@ def without_omitted_arguments(
 
 def _join_names(names: tuple[str, ...]) -> str:
     return ", ".join(names) or "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Attribute:
-    """A tensor that `forward` leaves in an attribute, a container or a variable.
-
-    Attributes:
-        name: as a user writes it, such as `self.layers.0.auxiliary_loss`.
-        differentiable: True if gradients flow into it.
-    """
-
-    name: str
-    differentiable: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeCheck:
-    """A flag that a run computes, and the value that the captured graph assumes.
-
-    Attributes:
-        line: the user's line that reads it, such as `model.py:12 (if not x.isfinite().all():)`.
-        wanted: the value that the graph assumes.
-        message: of the error that the line raises otherwise; empty where it takes another branch.
-        error: the type of that error.
-        decides: True if anything that `forward` computes or leaves behind depends on the flag.
-    """
-
-    line: str
-    wanted: bool
-    message: str = ""
-    error: type[Exception] = InputError
-    decides: bool = True
-
-    def fail(self) -> None:
-        """Raise the error of a run in which the flag has another value; warn where nothing depends on it."""
-        if not self.decides:
-            warn_caller(
-                f"{self.line} asks for numbers that forward computes, and the answer is {not self.wanted} in this "
-                "call. Nothing that is computed depends on it. What the line does then, such as a warning, is left out."
-            )
-            return
-        if self.message:
-            raise self.error(f"{self.message} ({self.line})")
-        raise self.error(
-            f"{self.line} asks for numbers that forward computes. The graph was captured for the answer "
-            f"{self.wanted}, which all ordinary numbers give, and in this call it is {not self.wanted}: look for what "
-            "is not finite, or too large, in the inputs and the parameters. Where both answers are to be served, write "
-            "the branch as torch.where."
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,10 @@
-"""Operators that torch decomposes for one device, or cannot export, traced as functions that can be sharded.
-
-Devices that a model's code names are replaced, too: they mean nothing during a capture, whose tensors are on the CPU.
-"""
+"""Operators that torch decomposes for one device, or cannot export, traced as functions that can be sharded."""
 
 from __future__ import annotations
 
 import math
-import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import symbolic_hint
 from autoshard.capture.attention_operator import attention, attention_with_dropout
-from autoshard.capture.capture_errors import is_users_file, node_place, running_line
-from autoshard.capture.fake_module import DEVICE
+from autoshard.capture.capture_device import without_devices
+from autoshard.capture.capture_errors import node_place
 from autoshard.capture.nodes import argument_of, base_of
 from autoshard.capture.operators import ctc_loss, embedding_bag, rms_norm
 from autoshard.capture.recurrence import gru, lstm, rnn_relu, rnn_tanh
@@ -83,10 +79,6 @@ _LAYERS_CALLED_AS: dict[Any, Callable[..., Any]] = {
     torch.rnn_relu: rnn_relu,
 }
 
-_attributes: Any = Tensor  # attributes of the class are descriptors, which the type does not know
-_IS_CUDA = _attributes.is_cuda.__get__
-_TO_DEVICE = frozenset({Tensor.cuda, Tensor.xpu, Tensor.cpu})
-
 
 class Exportable(TorchFunctionMode):
     """Mode in which losses, bags and recurrent layers are computed by the functions of this room.
@@ -103,7 +95,7 @@ class Exportable(TorchFunctionMode):
                 "and no plan can be made for such a size. Give the recurrent layer the padded batch, and leave out "
                 "what lies behind the end of each sequence with a mask (its last state is the output at lengths - 1)."
             )
-        func, args, kwargs = _without_devices(func, args, kwargs or {})
+        func, args, kwargs = without_devices(func, args, kwargs or {})
         layer = _LAYERS_CALLED_AS.get(func)
         # Called on a batch, a layer takes input, states, weights, and a bool for biases; called on packed sequences, it
         # takes the sizes of their steps besides. torch would run every time step of a layer on fake tensors. Under
@@ -112,42 +104,6 @@ class Exportable(TorchFunctionMode):
         if layer is not None and is_batch and not torch.is_autocast_enabled(args[0].device.type):
             return layer(*args, dtype=args[0].dtype)
         return _CALLED_AS.get(func, func)(*args, **kwargs)
-
-
-def _without_devices(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a call of a torch function that puts its result on the device of the capture, whatever device it names."""
-    if func == _IS_CUDA:
-        _warn_of_cuda_query()
-    if func in _TO_DEVICE:
-        return Tensor.to, (args[0], DEVICE), {}
-    args = tuple(
-        _capture_device(value)
-        if isinstance(value, torch.device) or (isinstance(value, str) and func is Tensor.to)
-        else value
-        for value in args
-    )
-    return func, args, {name: _capture_device(value) if name == "device" else value for name, value in kwargs.items()}
-
-
-def _capture_device(device: Any) -> Any:
-    # A tensor on the meta device has no numbers on any device, and stays there.
-    return device if device is None or torch.device(device).type == "meta" else DEVICE
-
-
-def _warn_of_cuda_query() -> None:
-    """Warn of the user's code, not a library's, that asks if a tensor is on a GPU."""
-    # From `Exportable.__torch_function__` on, modes hand the call to each other; the user's frame is behind them.
-    frame = sys._getframe(2)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
-    if is_users_file(frame.f_code.co_filename):
-        warnings.warn(
-            f"{running_line()} asks whether a tensor is on a GPU: the captured graph takes the answer no, on every "
-            "device.",
-            stacklevel=1,
-        )
 
 
 # Functions by the operators that they replace; each takes the dtype that `torch.export` noted of the result.

@@ -22,13 +22,13 @@ from autoshard.capture._torch import fake_mode, lazy_graph_module
 from autoshard.capture.call_layout import signature_of
 from autoshard.capture.continuation import Continuation, LayeredGraph, UnpredictableError, difference
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.fake_module import fake_copy
 from autoshard.capture.forward_record import record_forward
 from autoshard.capture.joint import Tangents, capture, without_garbage_collection
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
 from autoshard.capture.marks import defaults_of, marked_regions
 from autoshard.capture.output_history import TensorKey
-from autoshard.capture.python_state import PythonState
+from autoshard.capture.python.fake_module import fake_copy
+from autoshard.capture.python.state import PythonState
 from autoshard.capture.repeated_layers import Depth, LayerPlace, Repetition, find_repetitions, with_periods
 
 logger = logging.getLogger(__name__)

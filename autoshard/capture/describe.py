@@ -33,11 +33,11 @@ from autoshard.capture._torch import (
 )
 from autoshard.capture.capture_errors import node_line, node_place, numbers_advice, shape_error
 from autoshard.capture.export import Exported, ExportedInput
-from autoshard.capture.fake_module import fake_like
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
 from autoshard.capture.marks import TaskGraph, assign_task_graphs
 from autoshard.capture.mixed_precision import reduce_gradients
 from autoshard.capture.nodes import closure, is_random, is_view
+from autoshard.capture.python.fake_module import fake_like
 from autoshard.capture.symbols import with_sizes
 from autoshard.errors import CaptureError
 

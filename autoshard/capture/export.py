@@ -25,7 +25,6 @@ from autoshard.capture._torch import (
 from autoshard.capture.call_layout import (
     CallLayout,
     ResultLayout,
-    RuntimeCheck,
     call_layout,
     call_tensors,
     find_output_views,
@@ -43,19 +42,19 @@ from autoshard.capture.capture_errors import (
     running_line,
 )
 from autoshard.capture.composites import Exportable, replace_composites
-from autoshard.capture.data_reads import DataReads
 from autoshard.capture.dynamic import Dynamic, export_dynamic
-from autoshard.capture.fake_module import fake_like
 from autoshard.capture.flex_attention import capturable_flex_attention
-from autoshard.capture.gradient_code import GradientCode
-from autoshard.capture.host_random import HostRandom
 from autoshard.capture.lazy_conjugates import write_out_conjugates
 from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.nodes import closure, graphs_of, is_random
 from autoshard.capture.padded_encoder import capturable_encoder
-from autoshard.capture.python_calls import PythonCalls, module_tensors, replace_python_calls
-from autoshard.capture.python_state import AssignedTensors, PythonState, SetBuffer, StateWatch
-from autoshard.capture.returned_objects import Argument, Constant, OpaqueOutputs, find_objects
+from autoshard.capture.python.called_code import PythonCalls, module_tensors, replace_python_calls
+from autoshard.capture.python.data_reads import DataReads, RuntimeCheck
+from autoshard.capture.python.fake_module import fake_like
+from autoshard.capture.python.gradient_code import GradientCode
+from autoshard.capture.python.host_random import HostRandom
+from autoshard.capture.python.returned_objects import Argument, Constant, OpaqueOutputs, find_objects
+from autoshard.capture.python.state import AssignedTensors, PythonState, SetBuffer, StateWatch
 from autoshard.capture.routing import replace_routing
 from autoshard.errors import CaptureError
 

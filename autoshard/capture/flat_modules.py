@@ -13,7 +13,7 @@ from autoshard.capture._torch import FakeTensorMode, pytree, storage_of, version
 from autoshard.capture.call_layout import ResultLayout, call_layout, result_names
 from autoshard.capture.export import Exported, ExportedInput, named_tensors
 from autoshard.capture.nodes import statistics
-from autoshard.capture.python_calls import tensors_of
+from autoshard.capture.python.called_code import tensors_of
 
 aten = torch.ops.aten
 

@@ -22,11 +22,11 @@ from autoshard.capture._torch import (
     without_checkpoints,
 )
 from autoshard.capture.composites import Exportable
-from autoshard.capture.fake_module import fake_like
 from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.marks import capturing
 from autoshard.capture.padded_encoder import capturable_encoder
-from autoshard.capture.python_calls import module_tensors
+from autoshard.capture.python.called_code import module_tensors
+from autoshard.capture.python.fake_module import fake_like
 from autoshard.capture.repeated_layers import Repetition
 from autoshard.errors import CaptureError
 

@@ -27,22 +27,23 @@ from autoshard.capture._torch import (
 )
 from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
 from autoshard.capture.canonical_order import canonicalize_order
+from autoshard.capture.capture_device import DEVICE
 from autoshard.capture.capture_errors import ModelError, capture_error, known_error, node_line
 from autoshard.capture.changed_parameters import assign_changed_parameters
 from autoshard.capture.describe import check_collectives, check_shapes, check_sizes, describe
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.export import Exported, export_forward
-from autoshard.capture.fake_module import DEVICE, fake_like
 from autoshard.capture.flat_modules import Effects, effects_of, flat_forward, is_flat, with_copies
-from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.loss_in_pieces import compute_large_losses_in_pieces
 from autoshard.capture.marks import capturing, defaults_of, keeping_marks
 from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
-from autoshard.capture.module_hooks import HooksInForward, Key
 from autoshard.capture.output_history import HistoryWatch, OutputHistories, enables_gradients, histories_of
 from autoshard.capture.output_taps import with_taps
-from autoshard.capture.python_state import PythonState, StateWatch
+from autoshard.capture.python.fake_module import fake_like
+from autoshard.capture.python.gradient_code import no_accumulation
+from autoshard.capture.python.module_hooks import HooksInForward, Key
+from autoshard.capture.python.state import PythonState, StateWatch
 from autoshard.capture.releases import warn_of_untried_release
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
 from autoshard.capture.unread_outputs import without_unread_outputs

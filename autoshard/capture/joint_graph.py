@@ -19,7 +19,7 @@ from autoshard.capture.dynamic import DynamicSizes
 from autoshard.capture.export import ExportedInput
 from autoshard.capture.marks import TaskGraph, parse_pin
 from autoshard.capture.output_history import OutputHistories
-from autoshard.capture.python_state import PythonState
+from autoshard.capture.python.state import PythonState
 from autoshard.size import DynamicSize, Ratio
 
 InputKind = Literal["parameter", "buffer", "input", "tangent", "constant"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from autoshard.capture.guards import is_plain
+from autoshard.capture.python.guards import is_plain
 
 # Attributes of a module that are no settings of its own.
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})

@@ -22,8 +22,8 @@ from autoshard.capture._torch import (
     survey_mode,
 )
 from autoshard.capture.capture_errors import fault_reason, is_fault, running_line, user_line
-from autoshard.capture.fake_module import fake_copy, fake_like
-from autoshard.capture.reachable import Reachable
+from autoshard.capture.python.fake_module import fake_copy, fake_like
+from autoshard.capture.python.reachable import Reachable
 
 aten = torch.ops.aten
 

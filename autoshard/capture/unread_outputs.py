@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.export import Exported
-from autoshard.capture.returned_objects import Constant
+from autoshard.capture.python.returned_objects import Constant
 from autoshard.errors import HintError
 from autoshard.names import matching_paths
 

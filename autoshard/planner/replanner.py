@@ -10,7 +10,7 @@ from torch import nn
 
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.marks import assign_task_graphs, defaults_of
-from autoshard.capture.python_state import PythonState
+from autoshard.capture.python.state import PythonState
 from autoshard.capture.recomputation import RECOMPUTES, captured_step, graph_of_plan
 from autoshard.errors import BudgetError, HintError, PlanError
 from autoshard.options.placements import InfeasibleHintError

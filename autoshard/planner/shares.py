@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.capture import outside_modes
-from autoshard.capture.fake_module import DEVICE
+from autoshard.capture.capture_device import DEVICE
 from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device

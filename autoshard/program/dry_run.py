@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.capture import outside_modes
-from autoshard.capture.python_calls import PythonCall
+from autoshard.capture.python.called_code import PythonCall
 from autoshard.cluster.cost import CostModel
 from autoshard.program._torch import FakeTensorMode, TorchDispatchMode, memory_of
 from autoshard.program.program_replay import kernel_seconds, tensors

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from autoshard.capture.fake_module import DEVICE
+from autoshard.capture.capture_device import DEVICE
 from autoshard.capture.joint import JointInput
 from autoshard.capture.recomputation import RECOMPUTES
 from autoshard.errors import PlanError

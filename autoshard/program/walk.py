@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
+from autoshard.capture.capture_device import DEVICE
 from autoshard.capture.capture_errors import node_place
-from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.host_copies import TO_DEVICE
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.errors import RuleError

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
-from autoshard.capture.conditions import check_conditions
 from autoshard.capture.dynamic import may_be_dynamic
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.python_state import check_invalidating_effects
+from autoshard.capture.python.conditions import check_conditions
+from autoshard.capture.python.state import check_invalidating_effects
 from autoshard.runtime.call_order import CallOrder
 from autoshard.runtime.call_outputs import CallOutputs
 from autoshard.runtime.calls import (

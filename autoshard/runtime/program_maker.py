@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoshard.capture.fake_module import check_parameters
 from autoshard.capture.joint import JointGraph, Tangents
+from autoshard.capture.python.fake_module import check_parameters
 from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph, build_program, split_again

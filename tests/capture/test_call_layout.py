@@ -9,7 +9,7 @@ from torch import nn
 from autoshard.capture import signature_of
 from autoshard.capture._torch import pytree
 from autoshard.capture.call_layout import ResultLayout, result_names
-from autoshard.capture.returned_objects import Constant
+from autoshard.capture.python.returned_objects import Constant
 from autoshard.errors import InputError
 from tests import models
 

@@ -12,10 +12,10 @@ from torch.nn import functional
 import autoshard
 from autoshard.capture import export, joint
 from autoshard.capture.capture_errors import is_users_file
-from autoshard.capture.data_reads import DataReads
-from autoshard.capture.gradient_code import GradientCode
-from autoshard.capture.host_random import HostRandom
-from autoshard.capture.python_state import AssignedTensors, StateWatch
+from autoshard.capture.python.data_reads import DataReads
+from autoshard.capture.python.gradient_code import GradientCode
+from autoshard.capture.python.host_random import HostRandom
+from autoshard.capture.python.state import AssignedTensors, StateWatch
 from autoshard.errors import CaptureError
 
 _PACKAGES = Path(torch.__file__).parents[1]
@@ -77,7 +77,7 @@ FAULTS = {
 }
 
 
-FILES = (_AUTOSHARD / "capture" / "data_reads.py", _PACKAGES / "torch" / "export" / "_trace.py")
+FILES = (_AUTOSHARD / "capture" / "python" / "data_reads.py", _PACKAGES / "torch" / "export" / "_trace.py")
 PLACES: tuple[tuple[Any, str], ...] = (
     *((DataReads, "__torch_function__"), (DataReads, "begin"), (GradientCode, "__torch_function__")),
     *((AssignedTensors, "end"), (StateWatch, "state"), (HostRandom, "end"), (joint, "trace_joint")),

@@ -8,8 +8,8 @@ from torch import nn
 
 from autoshard.capture._torch import fake_mode
 from autoshard.capture.continuation import difference
-from autoshard.capture.fake_module import fake_copy
 from autoshard.capture.forward_record import ForwardRecord, record_forward
+from autoshard.capture.python.fake_module import fake_copy
 from autoshard.capture.repeated_layers import Repetition
 from autoshard.errors import CaptureError
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 import autoshard
-from autoshard.capture.guards import ValueGuard
 from autoshard.capture.joint import capture
+from autoshard.capture.python.guards import ValueGuard
 from autoshard.errors import AutoshardError, InputError
 from autoshard.runtime.shards import gather_full_tensor
 from tests import models

@@ -22,7 +22,7 @@ from transformers import CLIPConfig, CLIPModel
 
 import autoshard
 from autoshard.capture._torch import FakeTensorMode
-from autoshard.capture.fake_module import fake_copy
+from autoshard.capture.python.fake_module import fake_copy
 from autoshard.errors import InputError
 from tests.memory_tracker import first_rank
 from tests.training import fast_links

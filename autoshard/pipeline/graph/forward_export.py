@@ -22,7 +22,7 @@ from autoshard.capture.joint import capture_forward
 from autoshard.capture.marks import TaskGraph, defaults_of, mark_defaults
 from autoshard.capture.nodes import is_random
 from autoshard.capture.operators import rms_norm
-from autoshard.capture.python_calls import PythonCall, is_effect
+from autoshard.capture.python.called_code import PythonCall, is_effect
 from autoshard.capture.recomputation import group_by_list_element
 from autoshard.capture.time_loops import gru_cell, lstm_cell
 from autoshard.cluster.cost import CostModel

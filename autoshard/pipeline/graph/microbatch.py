@@ -12,7 +12,7 @@ from torch import fx, nn
 from autoshard.capture._torch import pytree
 from autoshard.capture.call_layout import call_layout
 from autoshard.capture.export import ExportedInput
-from autoshard.capture.python_state import PythonState
+from autoshard.capture.python.state import PythonState
 from autoshard.errors import InputError, PipelineError
 from autoshard.pipeline.graph.forward_export import ExportedModule, ancestors
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.capture.call_layout import call_tensors, signature_of
-from autoshard.capture.python_state import check_invalidating_effects
+from autoshard.capture.python.state import check_invalidating_effects
 from autoshard.errors import InputError, MeshError, PipelineError, PlanError
 from autoshard.names import suggestion
 from autoshard.options import Pipeline

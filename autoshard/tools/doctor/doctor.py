@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 
 from autoshard import display
 from autoshard.capture.capture_errors import advice_for
-from autoshard.capture.fake_module import parameter_faults, uncopyable_attributes
 from autoshard.capture.joint import JointGraph, capture
-from autoshard.capture.returned_objects import leaves_by_path
+from autoshard.capture.python.fake_module import parameter_faults, uncopyable_attributes
+from autoshard.capture.python.returned_objects import leaves_by_path
 from autoshard.capture.survey import CallArguments, survey
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel

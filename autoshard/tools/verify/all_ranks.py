@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from autoshard.capture.fake_module import DEVICE
+from autoshard.capture.capture_device import DEVICE
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.program.build_program import PlannedGraph, build_program
 from autoshard.program.localize import ProgramTensor

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.returned_objects import record_objects
+from autoshard.capture.python.returned_objects import record_objects
 from autoshard.tools.verify.float64 import Float64Mode, widen_tensors
 
 

@@ -19,7 +19,7 @@ import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import CaptureError, InputError
 from autoshard.tools.verify.float64 import Float64Mode
-from tests.capture.data_read_models import MODELS
+from tests.capture.python.data_read_models import MODELS
 from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks, loss_of, outputs_of, relative_difference
 
@@ -378,7 +378,7 @@ def test_numbers_that_never_come_again_are_refused(code: Code) -> None:
 
 
 def test_values_without_end_are_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoshard.capture.conditions._MAX_VALUES", 2)
+    monkeypatch.setattr("autoshard.capture.python.conditions._MAX_VALUES", 2)
     module = parallel(Model(select), mesh, X, ALL)
     module(X, SOME)
     with pytest.raises(InputError, match=r"return y\[mask\].*program of its own"):

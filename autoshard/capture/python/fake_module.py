@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.capture._torch import FakeTensorMode, is_lazy
+from autoshard.capture.capture_device import DEVICE
 from autoshard.capture.capture_errors import user_line
 from autoshard.capture.dense import dense_fault, is_dense
-from autoshard.capture.reachable import Reachable, is_autoshard
+from autoshard.capture.python.reachable import Reachable, is_autoshard
 from autoshard.errors import CaptureError, reason_of
-
-DEVICE = torch.device("cpu")
-"""The device of all tensors in a capture, wherever the model is and will run."""
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

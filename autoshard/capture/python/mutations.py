@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 
 from autoshard.capture._torch import FakeTensor, storage_of, traced_node
 from autoshard.capture.capture_errors import code_line, node_line
-from autoshard.capture.counters import FILLABLE, ContainerStandIn, Counter, added_entries, container_stand_in
-from autoshard.capture.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
-from autoshard.capture.reachable import (
+from autoshard.capture.python.counters import FILLABLE, ContainerStandIn, Counter, added_entries, container_stand_in
+from autoshard.capture.python.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
+from autoshard.capture.python.reachable import (
     MODULE_STATE,
     NumPyGenerator,
     Reachable,
@@ -146,6 +146,19 @@ def _map_container(container: Any, function: Callable[[Any, Any], Any]) -> Any:
     if isinstance(container, deque):
         return deque(parts, container.maxlen)
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A tensor that `forward` leaves in an attribute, a container or a variable.
+
+    Attributes:
+        name: as a user writes it, such as `self.layers.0.auxiliary_loss`.
+        differentiable: True if gradients flow into it.
+    """
+
+    name: str
+    differentiable: bool
 
 
 class Mutations:

@@ -81,7 +81,7 @@ pytree.register_pytree_node(
     Record,
     lambda record: (list(record.fields.values()), (record.kind, tuple(record.fields))),
     Record.unflatten,
-    serialized_type_name="autoshard.capture.returned_objects.Record",
+    serialized_type_name="autoshard.capture.python.returned_objects.Record",
     flatten_with_keys_fn=lambda record: (
         [(pytree.GetAttrKey(name), value) for name, value in record.fields.items()],
         (record.kind, tuple(record.fields)),

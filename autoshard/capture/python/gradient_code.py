@@ -38,8 +38,7 @@ from autoshard.capture._torch import (
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.dense import dense_fault, is_dense
 from autoshard.capture.marks import CHECKPOINT, Saving
-from autoshard.capture.mutations import Mutations
-from autoshard.capture.python_calls import (
+from autoshard.capture.python.called_code import (
     SET_GRAD,
     FreeTensors,
     PythonCall,
@@ -49,6 +48,7 @@ from autoshard.capture.python_calls import (
     sizes_of,
     tensors_of,
 )
+from autoshard.capture.python.mutations import Mutations
 from autoshard.errors import CaptureError, warn_caller
 
 Hook = Callable[..., Any]

@@ -9,7 +9,7 @@ from torch import nn
 
 from autoshard.capture import capture
 from autoshard.capture._torch import FakeTensorMode, fake_mode
-from autoshard.capture.fake_module import fake_copy, fake_like
+from autoshard.capture.python.fake_module import fake_copy, fake_like
 from autoshard.errors import CaptureError
 from tests import models
 

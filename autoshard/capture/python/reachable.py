@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from autoshard.capture.capture_errors import is_users_file
-from autoshard.capture.guards import ABSENT, HOOKS, is_equivalent, is_plain
+from autoshard.capture.python.guards import ABSENT, HOOKS, is_equivalent, is_plain
 
 FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing", "tqdm"})
 """Packages whose objects are not state of a model: torch itself shows a bar of tqdm while it traces."""

@@ -7,6 +7,7 @@ import linecache
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import FakeTensor, OpOverload, is_all_true, outside_functions, pytree, traced_node
-from autoshard.capture.call_layout import RuntimeCheck
 from autoshard.capture.capture_errors import ModelError, running_frame, running_line, shape_error
-from autoshard.capture.conditions import InputProgram, ModuleTensor, NoNumbersError, numbers_of
 from autoshard.capture.nodes import closure, is_random
-from autoshard.errors import CaptureError
+from autoshard.capture.python.conditions import InputProgram, ModuleTensor, NoNumbersError, numbers_of
+from autoshard.errors import CaptureError, InputError, warn_caller
 
 aten = torch.ops.aten
 
@@ -41,6 +41,42 @@ READS = (
 _DISTRIBUTION = str(distribution.__file__)
 
 _BOOL_CONVERSIONS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeCheck:
+    """A flag that a run computes, and the value that the captured graph assumes.
+
+    Attributes:
+        line: the user's line that reads it, such as `model.py:12 (if not x.isfinite().all():)`.
+        wanted: the value that the graph assumes.
+        message: of the error that the line raises otherwise; empty where it takes another branch.
+        error: the type of that error.
+        decides: True if anything that `forward` computes or leaves behind depends on the flag.
+    """
+
+    line: str
+    wanted: bool
+    message: str = ""
+    error: type[Exception] = InputError
+    decides: bool = True
+
+    def fail(self) -> None:
+        """Raise the error of a run in which the flag has another value; warn where nothing depends on it."""
+        if not self.decides:
+            warn_caller(
+                f"{self.line} asks for numbers that forward computes, and the answer is {not self.wanted} in this "
+                "call. Nothing that is computed depends on it. What the line does then, such as a warning, is left out."
+            )
+            return
+        if self.message:
+            raise self.error(f"{self.message} ({self.line})")
+        raise self.error(
+            f"{self.line} asks for numbers that forward computes. The graph was captured for the answer "
+            f"{self.wanted}, which all ordinary numbers give, and in this call it is {not self.wanted}: look for what "
+            "is not finite, or too large, in the inputs and the parameters. Where both answers are to be served, write "
+            "the branch as torch.where."
+        )
 
 
 class DataReads(TorchFunctionMode):

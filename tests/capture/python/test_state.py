@@ -10,9 +10,9 @@ from torch import nn
 
 import autoshard
 from autoshard.capture.joint import capture
-from autoshard.capture.mutations import Mutations
-from autoshard.capture.python_state import AssignedTensors
-from autoshard.capture.reachable import Reachable
+from autoshard.capture.python.mutations import Mutations
+from autoshard.capture.python.reachable import Reachable
+from autoshard.capture.python.state import AssignedTensors
 from autoshard.errors import CaptureError
 from tests.capture.interpret import run_joint
 from tests.runtime.meshes import simulated_mesh
@@ -343,3 +343,33 @@ def test_a_table_that_depends_on_nothing_is_made_by_every_call() -> None:
 
     graph = capture(Stateful(make), (X,), {})
     assert [output.name for output in graph.outputs if output.kind == "mutation"] == ["mean"]
+
+
+FACTOR = 2.0
+NUMBERS = iter([3.0, 4.0, 5.0])
+
+
+class Surrounded(nn.Module):
+    """Reads variables outside of the module, and one of a closure."""
+
+    def __init__(self, factor: list[float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.scale = lambda x: x * factor[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(self.linear(x)) * FACTOR * next(NUMBERS)  # type: ignore[no-any-return]
+
+
+def test_variables_and_iterators_outside_of_the_module_keep_what_the_first_call_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    factor = [0.5]
+    module = Surrounded(factor)
+    with simulated_mesh(x=2) as mesh:
+        autoshard.parallelize(module, mesh, (X,), cluster=fast_links())
+        first = held_by_ranks(module(X).detach())
+        factor[0] = 7.0
+        monkeypatch.setattr(f"{__name__}.FACTOR", 7.0)
+        for held, before in zip(held_by_ranks(module(X).detach()), first, strict=True):
+            assert torch.equal(held, before)

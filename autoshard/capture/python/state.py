@@ -22,11 +22,10 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import FakeTensorMode, around_dynamo, attribute_patch, storage_of, without_root_buffers
-from autoshard.capture.call_layout import Attribute
 from autoshard.capture.capture_errors import running_line
-from autoshard.capture.conditions import Conditions, ModuleTensor
-from autoshard.capture.fake_module import fake_copy, is_checked_method
-from autoshard.capture.guards import (
+from autoshard.capture.python.conditions import Conditions, ModuleTensor
+from autoshard.capture.python.fake_module import fake_copy, is_checked_method
+from autoshard.capture.python.guards import (
     ABSENT,
     HOOKS,
     Guards,
@@ -34,9 +33,9 @@ from autoshard.capture.guards import (
     ValueGuard,
     copy_value,
 )
-from autoshard.capture.module_hooks import HookWatch, Key, ObservedCall
-from autoshard.capture.mutations import Mutation, Mutations
-from autoshard.capture.reachable import DEPTH, FOREIGN, MODULE_STATE, Reachable, is_object
+from autoshard.capture.python.module_hooks import HookWatch, Key, ObservedCall
+from autoshard.capture.python.mutations import Attribute, Mutation, Mutations
+from autoshard.capture.python.reachable import DEPTH, FOREIGN, MODULE_STATE, Reachable, is_object
 from autoshard.errors import CaptureError, InputError, warn_caller
 
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module

@@ -21,9 +21,9 @@ from torch.nn import functional
 from autoshard.capture._torch import FakeTensor, outside_modes, pytree, storage_of, version_of
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.composites import Exportable, attend
-from autoshard.capture.data_reads import READS
-from autoshard.capture.mutations import Mutations
 from autoshard.capture.operators import define_for_autograd
+from autoshard.capture.python.data_reads import READS
+from autoshard.capture.python.mutations import Mutations
 from autoshard.errors import CaptureError
 
 _attributes: Any = Tensor  # attributes of the class are descriptors, which the type does not know

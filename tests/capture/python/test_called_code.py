@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 
 from autoshard.capture.joint import capture, capture_forward
 from autoshard.capture.joint_graph import fingerprint
-from autoshard.capture.python_calls import FreeTensors, PythonCall, Substitution, TensorScope
+from autoshard.capture.python.called_code import FreeTensors, PythonCall, Substitution, TensorScope
 from tests.models.gradients import Reverse, Small, gradients
 
 

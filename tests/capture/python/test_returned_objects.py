@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoshard.capture._torch import pytree
 from autoshard.capture.joint import capture
-from autoshard.capture.returned_objects import OpaqueOutputs
+from autoshard.capture.python.returned_objects import OpaqueOutputs
 from tests import models
 from tests.capture.interpret import run_joint
 
@@ -207,7 +207,7 @@ pytree.register_pytree_node(
     Rows,
     lambda held: ([held.rows], None),
     lambda rows, _: Rows(*rows),
-    serialized_type_name="tests.capture.test_returned_objects.Rows",
+    serialized_type_name="tests.capture.python.test_returned_objects.Rows",
     flatten_with_keys_fn=lambda held: ([(pytree.GetAttrKey("rows"), held.rows)], None),
 )
 

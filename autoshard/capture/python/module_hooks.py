@@ -31,8 +31,8 @@ from autoshard.capture._torch import (
     without_new_symbols,
 )
 from autoshard.capture.capture_errors import code_line
-from autoshard.capture.mutations import Mutations, build_value
-from autoshard.capture.reachable import Reachable, TrackedObject
+from autoshard.capture.python.mutations import Mutations, build_value
+from autoshard.capture.python.reachable import Reachable, TrackedObject
 from autoshard.errors import CaptureError, InputError
 
 Key = tuple[str, str, int]

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import FakeTensor, OpOverload, operators_under_autocast, outside_functions
-from autoshard.capture.fake_module import DEVICE
+from autoshard.capture.capture_device import DEVICE
 from autoshard.capture.nodes import base_of, changed_memory, is_in_place, is_random
 from autoshard.errors import InputError
 

@@ -16,9 +16,9 @@ import torch
 
 from autoshard.capture._torch import attribute_patch
 from autoshard.capture.capture_errors import is_users_file, running_line
-from autoshard.capture.counters import READS, Number
-from autoshard.capture.mutations import Mutations
-from autoshard.capture.reachable import NumPyGenerator
+from autoshard.capture.python.counters import READS, Number
+from autoshard.capture.python.mutations import Mutations
+from autoshard.capture.python.reachable import NumPyGenerator
 from autoshard.errors import CaptureError
 
 _UNIT = ("rand", "random", "random_sample", "ranf", "sample")  # functions of NumPy that draw from 0 to 1
