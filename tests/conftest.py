@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import autoshard.operators  # noqa: F401  # tests of rooms below it capture graphs, too
 from tests.programs import JOB
 from tests.workers import Workers
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.attention_operator import operators
 from autoshard.capture.host_copies import HOST_COPIES
 from autoshard.capture.joint_graph import JointGraph
+from autoshard.operators.attention.attention_operator import operators
 from autoshard.patterns.ops.random import draws
 from autoshard.runtime.step import RunnableStep
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.capture.attention_operator import operators
 from autoshard.capture.joint import JointGraph, capture
+from autoshard.operators.attention.attention_operator import operators
 from autoshard.specs.axes import MeshShape
 from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests import models

@@ -41,11 +41,8 @@ from autoshard.capture.capture_errors import (
     node_place,
     running_line,
 )
-from autoshard.capture.composites import Exportable, replace_composites
 from autoshard.capture.dynamic import Dynamic, export_dynamic
-from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.lazy_conjugates import write_out_conjugates
-from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.nodes import closure, graphs_of, is_random
 from autoshard.capture.padded_encoder import capturable_encoder
 from autoshard.capture.python.called_code import PythonCalls, module_tensors, replace_python_calls
@@ -55,7 +52,7 @@ from autoshard.capture.python.gradient_code import GradientCode
 from autoshard.capture.python.host_random import HostRandom
 from autoshard.capture.python.returned_objects import Argument, Constant, OpaqueOutputs, find_objects
 from autoshard.capture.python.state import AssignedTensors, PythonState, SetBuffer, StateWatch
-from autoshard.capture.routing import replace_routing
+from autoshard.capture.replacements import current_replacements
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
@@ -162,8 +159,8 @@ def export_forward(
     for graph in graphs_of(program.graph_module):
         replace_python_calls(graph, watch.calls)
         write_out_conjugates(graph)
-        replace_composites(graph)
-        replace_routing(graph)
+        for replace_nodes in current_replacements().in_graphs:
+            replace_nodes(graph)
     names = named_tensors(module)
     structure = program.call_spec.in_spec
     assert structure is not None
@@ -175,7 +172,8 @@ def export_forward(
     inputs = _take_inputs(program, names, zip(call.leaves, leaves, strict=True), bool(sizes), state)
     placeholders = dict(zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     constants = {node: item.value for node, item in placeholders.items() if item.value is not None}
-    replace_position_masks(graph_module.graph, constants)
+    for replace_by_constants in current_replacements().with_constants:
+        replace_by_constants(graph_module.graph, constants)
     checks = tuple(check for _, check in watch.reads.assumptions)
     outputs, set_buffers, result = _take_outputs(program, watch, checks)
     kinds = {node: item.kind for node, item in placeholders.items()}
@@ -236,8 +234,7 @@ class _ForwardWatch:
             attribute_patch(self._state.twin, "forward", self._watched_forward()),
             self.assigned.watching(),
             self._gradients.watching(),
-            capturable_flex_attention(),
-            Exportable(),
+            current_replacements().running_forward(),
             self.regions.watching(),
             self._random.watching(),
             self.reads,

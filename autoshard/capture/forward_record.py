@@ -21,13 +21,12 @@ from autoshard.capture._torch import (
     pytree,
     without_checkpoints,
 )
-from autoshard.capture.composites import Exportable
-from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.marks import capturing
 from autoshard.capture.padded_encoder import capturable_encoder
 from autoshard.capture.python.called_code import module_tensors
 from autoshard.capture.python.fake_module import fake_like
 from autoshard.capture.repeated_layers import Repetition
+from autoshard.capture.replacements import current_replacements
 from autoshard.errors import CaptureError
 
 
@@ -144,8 +143,7 @@ def record_forward(
         _noting_paths(module, repetitions, record),
         applying_functions_by(_refuse_function),
         without_checkpoints(lambda _: contextlib.nullcontext()),
-        capturable_flex_attention(),
-        Exportable(),
+        current_replacements().running_forward(),
         record,
     ):
         output = module(*inputs[0], **inputs[1])

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autoshard.capture.operators import define
+from autoshard.operator_library import define
 
 Direction = Literal["to host", "from host"]
 

@@ -35,7 +35,6 @@ from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.export import Exported, export_forward
 from autoshard.capture.flat_modules import Effects, effects_of, flat_forward, is_flat, with_copies
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
-from autoshard.capture.loss_in_pieces import compute_large_losses_in_pieces
 from autoshard.capture.marks import capturing, defaults_of, keeping_marks
 from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
 from autoshard.capture.output_history import HistoryWatch, OutputHistories, enables_gradients, histories_of
@@ -45,6 +44,7 @@ from autoshard.capture.python.gradient_code import no_accumulation
 from autoshard.capture.python.module_hooks import HooksInForward, Key
 from autoshard.capture.python.state import PythonState, StateWatch
 from autoshard.capture.releases import warn_of_untried_release
+from autoshard.capture.replacements import current_replacements
 from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
 from autoshard.capture.unread_outputs import without_unread_outputs
 from autoshard.errors import AutoshardError, CaptureError, warn_caller
@@ -278,7 +278,7 @@ def _export(
     if unread_outputs:
         exported = without_unread_outputs(exported, unread_outputs)
     if devices is not None:
-        twice = compute_large_losses_in_pieces(exported.graph_module, devices, logits_room)
+        twice = current_replacements().large_losses(exported.graph_module, devices, logits_room)
         exported = replace(exported, twice_in_pieces=twice)
     return canonicalize_order(exported)
 

@@ -97,7 +97,7 @@ class JointGraph:
         histories: the autograd state that one device gives to the outputs.
         model: the name of the module's class.
         twice_in_pieces: the operations, by dtype, that its losses do twice if they are in pieces (see
-            `capture.loss_in_pieces`); empty without losses of large logits that nothing else reads.
+            `operators.large_losses`); empty without losses of large logits that nothing else reads.
         unread: names of the outputs that training does not read, and that the graph lacks; None if it lacks none since
             it has no loss, or was not asked to.
     """
@@ -265,7 +265,16 @@ def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[
 
 
 # Modules of functions in graphs -> their names when plan files first had hashes of such graphs.
-_HASHED_MODULES = {"autoshard.capture.recurrence": "autoshard.capture.recurrent_layers"}
+_HASHED_MODULES = {
+    "autoshard.operators.attention.attention_operator": "autoshard.capture.attention_operator",
+    "autoshard.operators.composites": "autoshard.capture.composites",
+    "autoshard.operators.bags": "autoshard.capture.operators",
+    "autoshard.operators.ctc": "autoshard.capture.operators",
+    "autoshard.operators.norms": "autoshard.capture.operators",
+    "autoshard.operators.large_losses.loss_operator": "autoshard.capture.loss_operator",
+    "autoshard.operators.recurrent.recurrence": "autoshard.capture.recurrent_layers",
+    "autoshard.operators.recurrent.time_loops": "autoshard.capture.time_loops",
+}
 
 
 def _target_text(node: fx.Node) -> str:

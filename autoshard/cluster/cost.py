@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 
-from autoshard.capture.loss_operator import piece_step
-from autoshard.capture.operators import accumulation_dtype
 from autoshard.cluster._torch import OpOverload
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Link
@@ -311,64 +309,27 @@ def work_of_call(
 ) -> Work:
     """Return the work of one call; arguments as of `flops`, tensors in the place of shapes."""
     name = op.overloadpacket.__name__
+    if name in _WORKS:
+        return _WORKS[name](op, operands, results, args)
     count = flops(op, [tensor.shape for tensor in operands], [tensor.shape for tensor in results], args)
     dtype = results[0].dtype if results else torch.float32
-    if name not in _IN_PIECES:
-        return Work(count, dtype, name)
-    hidden, bytes = _IN_PIECES[name]
-    dtype, width = operands[hidden].dtype, operands[hidden].shape[-1]
-    logits = math.prod(operands[hidden].shape[:-1]) * operands[hidden + 1].shape[0]
-    if not hidden:
-        return Work(count, dtype, name, float(bytes * logits))
-    # A gradient gets a part of every piece. It is read and written, and so is the part if its dtype is another one.
-    wide = accumulation_dtype(dtype).itemsize
-    sums = 2 * wide + (2 * dtype.itemsize if dtype.itemsize != wide else 0)
-    streamed = logits * (bytes + sums * width / piece_step(width))
-    # The backward makes the logits a second time.
-    return Work(count, dtype, name, streamed, repeated=2.0 * logits * width)
-
-
-# Of a loss in pieces: the position of the layer's input, and the bytes that are written and read of every logit. The
-# forward casts, takes maximum and log-softmax; the backward subtracts, takes exponentials, and multiplies.
-_IN_PIECES = {"logit_statistics": (0, 18), "logit_statistics_backward": (2, 22)}
+    return Work(count, dtype, name)
 
 
 # Position of no argument: the operator computes all scores, whatever the mask.
 _NEVER = 1 << 10
 
-_Count = Callable[[Sequence[Shape], Sequence[Shape], Sequence[object]], int]
+Count = Callable[[Sequence[Shape], Sequence[Shape], Sequence[object]], int]
+"""Counts the operations of a call from the shapes of its operands and results, and its arguments."""
+
+CausalScores = Callable[[int, int, Sequence[object]], int]
 
 
-def _product(position: int) -> _Count:
+def _product(position: int) -> Count:
     """Count a matrix product whose left matrix is the operand at `position`; its last dim is contracted."""
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
         return 2 * math.prod(results[0]) * operands[position][-1]
-
-    return count
-
-
-def _attention(causal: int, captured: bool = False) -> _Count:
-    """Count scores, and the weighted sum of values; `causal` is the position of the flag `is_causal`."""
-    return _attention_products(0, causal, captured, 1, 1)
-
-
-def _attention_backward(causal: int, captured: bool = False) -> _Count:
-    """Count scores again and gradients of queries and keys, as wide as keys; gradients of values and weights."""
-    return _attention_products(1, causal, captured, 3, 2)
-
-
-def _attention_products(first: int, causal: int, captured: bool, by_key: int, by_value: int) -> _Count:
-    """Count attention: operands from `first` on; `by_key` products as wide as keys, `by_value` as wide as values."""
-
-    def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-        queries, keys, values = operands[first : first + 3]
-        rows, columns = queries[-2], keys[-2]
-        scores = rows * columns
-        # A mask given as a tensor is not known to be causal.
-        if len(args) > causal and args[causal] is True:
-            scores = (_captured_scores if captured else _causal_scores)(rows, columns, args[causal + 1 :])
-        return 2 * math.prod(queries[:-2]) * scores * (by_key * queries[-1] + by_value * values[-1])
 
     return count
 
@@ -378,13 +339,35 @@ def _causal_scores(rows: int, columns: int, _: Sequence[object]) -> int:
     return rows * columns - columns * columns // 2 if rows > columns else rows * rows // 2
 
 
-def _captured_scores(rows: int, columns: int, further: Sequence[object]) -> int:
-    """Return the scores of attention in a captured graph, whose first argument behind the flag is a window."""
-    # Fewer queries than keys may be the last ones, as with a cache of keys: they see all keys.
-    if rows != columns:
-        return rows * columns
-    width = min(further[0] or columns, columns) if isinstance(further[0], int) else columns
-    return rows * width - width * width // 2
+def attention_flops(causal: int, causal_scores: CausalScores = _causal_scores) -> Count:
+    """Count scores, and the weighted sum of values.
+
+    Args:
+        causal: the position of the flag `is_causal`.
+        causal_scores: returns the scores that a causal call computes, from the numbers of queries and keys and the
+            arguments behind the flag.
+    """
+    return _attention_products(0, causal, causal_scores, 1, 1)
+
+
+def attention_backward_flops(causal: int, causal_scores: CausalScores = _causal_scores) -> Count:
+    """Count scores again and gradients of queries and keys, as wide as keys; gradients of values and weights."""
+    return _attention_products(1, causal, causal_scores, 3, 2)
+
+
+def _attention_products(first: int, causal: int, causal_scores: CausalScores, by_key: int, by_value: int) -> Count:
+    """Count attention: operands from `first` on; `by_key` products as wide as keys, `by_value` as wide as values."""
+
+    def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+        queries, keys, values = operands[first : first + 3]
+        rows, columns = queries[-2], keys[-2]
+        scores = rows * columns
+        # A mask given as a tensor is not known to be causal.
+        if len(args) > causal and args[causal] is True:
+            scores = causal_scores(rows, columns, args[causal + 1 :])
+        return 2 * math.prod(queries[:-2]) * scores * (by_key * queries[-1] + by_value * values[-1])
+
+    return count
 
 
 def _convolution(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
@@ -405,7 +388,7 @@ def _convolution_backward(operands: Sequence[Shape], results: Sequence[Shape], a
     return forward * sum(map(bool, mask[:2]))
 
 
-def _grouped_product(products: int) -> _Count:
+def _grouped_product(products: int) -> Count:
     """Count every row times the matrix of its group, `products` times."""
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
@@ -417,32 +400,7 @@ def _grouped_product(products: int) -> _Count:
     return count
 
 
-def _steps(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-    """Count the state times its weight, once per time step of the gates."""
-    gates, state = operands[:2]
-    return 2 * math.prod(gates) * state[-1]
-
-
-def _steps_backward(state: int) -> _Count:
-    """Count the gates' gradient times the weight; the gradient of the state is the result at `state`."""
-
-    def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-        return 2 * math.prod(results[0]) * results[state][-1]
-
-    return count
-
-
-def _logits(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-    """Count the product of a loss in pieces."""
-    return 2 * math.prod(operands[0]) * operands[1][0]
-
-
-def _logits_backward(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-    """Count the same product again, and one for each of the gradients of input and weight that are asked for."""
-    return 2 * math.prod(operands[2]) * operands[3][0] * (1 + sum(len(shape) > 1 for shape in results[:2]))
-
-
-_COUNTS: dict[str, _Count] = {
+_COUNTS: dict[str, Count] = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "_scaled_mm"), _product(0)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), _product(1)),
     "_grouped_mm": _grouped_product(1),
@@ -450,21 +408,36 @@ _COUNTS: dict[str, _Count] = {
     "grouped_mm_fallback_backward": _grouped_product(2),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    **dict.fromkeys(("lstm_steps", "gru_steps", "rnn_steps"), _steps),
-    **dict.fromkeys(("lstm_steps_backward", "rnn_steps_backward"), _steps_backward(1)),
-    "gru_steps_backward": _steps_backward(2),
-    "logit_statistics": _logits,
-    "logit_statistics_backward": _logits_backward,
-    "attention": _attention(causal=5, captured=True),
-    "attention_backward": _attention_backward(causal=8, captured=True),
-    "scaled_dot_product_attention": _attention(causal=5),
-    "_scaled_dot_product_attention_math": _attention(causal=_NEVER),
-    "_scaled_dot_product_flash_attention": _attention(causal=4),
-    "_scaled_dot_product_flash_attention_for_cpu": _attention(causal=4),
-    "_scaled_dot_product_efficient_attention": _attention(causal=6),
-    "_scaled_dot_product_cudnn_attention": _attention(causal=6),
-    "_scaled_dot_product_flash_attention_backward": _attention_backward(causal=11),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward(causal=7),
-    "_scaled_dot_product_efficient_attention_backward": _attention_backward(causal=11),
-    "_scaled_dot_product_cudnn_attention_backward": _attention_backward(causal=14),
+    "scaled_dot_product_attention": attention_flops(causal=5),
+    "_scaled_dot_product_attention_math": attention_flops(causal=_NEVER),
+    "_scaled_dot_product_flash_attention": attention_flops(causal=4),
+    "_scaled_dot_product_flash_attention_for_cpu": attention_flops(causal=4),
+    "_scaled_dot_product_efficient_attention": attention_flops(causal=6),
+    "_scaled_dot_product_cudnn_attention": attention_flops(causal=6),
+    "_scaled_dot_product_flash_attention_backward": attention_backward_flops(causal=11),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_flops(causal=7),
+    "_scaled_dot_product_efficient_attention_backward": attention_backward_flops(causal=11),
+    "_scaled_dot_product_cudnn_attention_backward": attention_backward_flops(causal=14),
 }
+
+_WORKS: dict[str, Callable[..., Work]] = {}
+
+
+def price_by_flops(*names: str) -> Callable[[Count], Count]:
+    """Decorate a function that counts the operations of a call, for operators of these names."""
+
+    def register(count: Count) -> Count:
+        _COUNTS.update(dict.fromkeys(names, count))
+        return count
+
+    return register
+
+
+def price_by_work(*names: str) -> Callable[[Callable[..., Work]], Callable[..., Work]]:
+    """Decorate a function that returns the work of a call, arguments as of `work_of_call`, for these operators."""
+
+    def register(work: Callable[..., Work]) -> Callable[..., Work]:
+        _WORKS.update(dict.fromkeys(names, work))
+        return work
+
+    return register

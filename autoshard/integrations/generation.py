@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from autoshard import operators as operators  # what captures put into graphs
 from autoshard.api import register_forward_method
 from autoshard.capture.call_layout import call_tensors
 from autoshard.capture.joint import capture_forward

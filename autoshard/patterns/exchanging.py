@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.capture import operators
+from autoshard import operator_library
 from autoshard.patterns._torch import LocalTensorMode, OpOverload, rank_and_size
 from autoshard.specs.emitter import collectives
 
@@ -42,9 +42,9 @@ def define_operator(
         on_all_ranks: where one process holds all ranks: `(mode, op, types, args, kwargs)`, as a torch dispatch rule
             takes them; by default the program is run for every rank.
     """
-    op: OpOverload = operators.define(schema, program, shapes)
+    op: OpOverload = operator_library.define(schema, program, shapes)
     if on_all_ranks is not None:
-        operators.define_dispatch(op, LocalTensorMode, on_all_ranks)
+        operator_library.define_dispatch(op, LocalTensorMode, on_all_ranks)
     return op
 
 

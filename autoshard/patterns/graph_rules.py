@@ -17,14 +17,14 @@ from torch import fx
 from torch.distributed.tensor import Placement, Replicate
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.attention_operator import operators as attentions
 from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.capture.mixed_precision import REDUCED
 from autoshard.capture.nodes import is_random
 from autoshard.capture.recomputation import PREPARATIONS, RECOMPUTES, parameter_layers
 from autoshard.errors import HintError, InputError, reason_of
+from autoshard.operator_library import SEEDS
 from autoshard.patterns.borrowed import batch_rule, whole_rule
-from autoshard.patterns.ops.routed_rows import with_routed_rows
+from autoshard.patterns.graph_variants import with_variants
 from autoshard.patterns.ops.view import with_merged_dims
 from autoshard.patterns.padding import zero_padded_results
 from autoshard.patterns.propagation import CutPropagation, DimFactors, DimPart, DimPropagation, useful_cuts
@@ -38,7 +38,6 @@ from autoshard.specs.layout import canonical, is_placeable
 from autoshard.specs.spec import Spec, placement_text
 
 _ADD = torch.ops.aten.add.Tensor
-_SEED = attentions.attention_seed.default
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
 
 
@@ -145,8 +144,8 @@ class GraphRules:
             plain[node] = rule
         for source in graph.inputs:
             plain[source.node] = _tensor_rule(at(Value(source.node).meta, self.generic))
-        # Cuts travel through the variants for routed rows, too, so that these come first.
-        plain = with_routed_rows(plain, self.calls, self.operands, self.outputs_of)
+        # Cuts travel through the variants, too, so that these come first.
+        plain = with_variants(plain, self.calls, self.operands, self.outputs_of)
         cuts = useful_cuts(CutPropagation(self.dims(plain), plain, self._input_cuts()).solve(), plain, mesh)
         # By identity: rules are shared already, and comparing them is slow.
         refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
@@ -254,7 +253,7 @@ class GraphRules:
         first: dict[str, fx.Node] = {}
         shared: dict[fx.Node, fx.Node] = {}
         for seed in self.operators:
-            if seed.target is _SEED:
+            if seed.target in SEEDS:
                 drawn = first.setdefault(seed.meta.get(RECOMPUTES, seed.name), next(iter(seed.users)))
                 shared |= {user: drawn for user in seed.users if user is not drawn}
         return shared

@@ -11,11 +11,11 @@ import numpy as np
 from torch.distributed.tensor import Replicate
 
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.loss_in_pieces import returns_large_logits
 from autoshard.capture.offloading import offload_values, values_of_modules
 from autoshard.capture.recomputation import captured_step, graph_of_plan, recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.memory.footprint import Memory
+from autoshard.operators.large_losses.loss_in_pieces import returns_large_logits
 from autoshard.options.target import Settings
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.candidate_plan import CandidatePlan

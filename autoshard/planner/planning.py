@@ -19,9 +19,9 @@ from torch import nn
 
 from autoshard.capture.depth import capture_repeated
 from autoshard.capture.joint import JointGraph, Tangents, capture
-from autoshard.capture.loss_in_pieces import is_in_pieces
 from autoshard.capture.recomputation import captured_step, graph_of_plan, recompute_layers
 from autoshard.names import matching_paths
+from autoshard.operators.large_losses.loss_in_pieces import is_in_pieces
 from autoshard.options.placements import unknown_name_error
 from autoshard.options.target import Target
 from autoshard.patterns.parts import Loop, with_unequal_loops

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from autoshard.capture.host_copies import HOST_TENSORS
-from autoshard.capture.operators import WORKSPACES
 from autoshard.memory.footprint import Allocation, AllocationKind
 from autoshard.memory.optimizer import OptimizerMemory
+from autoshard.operator_library import WORKSPACES
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
 from autoshard.program.aliasing import makes_view, storage_root, view_source

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.capture.attention_operator import operators as attention_operators
-from autoshard.capture.operators import define
+from autoshard.operator_library import KERNELS, define
 from autoshard.program.aliasing import storage_root, view_source
 from autoshard.specs.emitter import collectives
 
@@ -57,7 +56,6 @@ _ENDS = frozenset(
 )
 # They run by themselves, and kernels may write over their results.
 _PRODUCTS = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution))
-_ATTENTION = frozenset((attention_operators.attention.default, attention_operators.attention_backward.default))
 
 _CAT = _aten.cat.default
 join = define("join(Tensor[] parts, int dim) -> Tensor", torch.cat, torch.cat)
@@ -100,7 +98,7 @@ def _fuses(op: Any) -> bool:
 
 def is_made_apart(op: Any) -> bool:
     """Return True if an operator's result is made by a call of its own, whatever reads it, but for a sum with it."""
-    return _packet(op) in _PRODUCTS or op in _ATTENTION
+    return _packet(op) in _PRODUCTS or op in KERNELS
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.capture._torch import pytree
 from autoshard.capture.joint_graph import JointGraph
-from autoshard.capture.loss_in_pieces import has_large_logits
 from autoshard.errors import AutoshardError, BudgetError, InputError, MeshError, PlanError, warn_caller
+from autoshard.operators.large_losses.loss_in_pieces import has_large_logits
 from autoshard.options import OptionKeywords, Pipeline, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall

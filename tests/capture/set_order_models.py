@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+import autoshard.operators  # noqa: F401  # which captures and rules need
 from autoshard.capture.joint import capture, capture_forward
 
 Model = tuple[nn.Module, dict[str, Any]]

@@ -81,7 +81,7 @@ FILES = (_AUTOSHARD / "capture" / "python" / "data_reads.py", _PACKAGES / "torch
 PLACES: tuple[tuple[Any, str], ...] = (
     *((DataReads, "__torch_function__"), (DataReads, "begin"), (GradientCode, "__torch_function__")),
     *((AssignedTensors, "end"), (StateWatch, "state"), (HostRandom, "end"), (joint, "trace_joint")),
-    *((joint, "check_sizes"), (export, "call_layout"), (export, "replace_composites")),
+    *((joint, "check_sizes"), (export, "call_layout"), (export, "replace_python_calls")),
 )
 
 

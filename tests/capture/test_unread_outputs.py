@@ -14,9 +14,9 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import autoshard
-from autoshard.capture import loss_in_pieces, loss_operator
 from autoshard.capture.joint import capture
 from autoshard.errors import HintError, PlanError
+from autoshard.operators.large_losses import loss_in_pieces, loss_operator
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.shards import gather_full_tensor

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoshard.capture.loss_operator import operators as losses
-from autoshard.capture.recurrence import steps
 from autoshard.cluster import Cluster, CostModel, Device, Link, flops
 from autoshard.cluster.cost import work_of_call
+from autoshard.operators.large_losses.loss_operator import operators as losses
+from autoshard.operators.recurrent.recurrence import steps
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 

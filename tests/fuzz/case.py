@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import autoshard
+import autoshard.operators  # which captures and rules need
 from autoshard.capture.joint import capture
 from autoshard.errors import AutoshardError, BudgetError, RuleError
 from autoshard.plans.sharding_plan import ShardingPlan

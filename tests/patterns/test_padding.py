@@ -25,7 +25,7 @@ from autoshard.patterns.soundness import check
 from autoshard.patterns.strategy import WHOLE, Choices, axis_choices, operand_spec, result_spec
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.tensors import shard
-from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
+from tests.operators.attention.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 
 aten = torch.ops.aten
 FOUR = MeshShape.of({"x": 4})

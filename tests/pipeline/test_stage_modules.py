@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.composites import attend
 from autoshard.capture.joint import capture
 from autoshard.errors import CaptureError, PlanError
+from autoshard.operators.composites import attend
 from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
 from tests import models

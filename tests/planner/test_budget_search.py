@@ -20,9 +20,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
 import autoshard
-from autoshard.capture import loss_in_pieces
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError
+from autoshard.operators.large_losses import loss_in_pieces
 from autoshard.options.target import Settings
 from autoshard.planner.budget_search import first_that_fits, largest_names, names_by_size
 from autoshard.planner.limit_search import LimitSearch

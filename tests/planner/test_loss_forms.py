@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoshard
-from autoshard.capture import loss_in_pieces, loss_operator
 from autoshard.errors import BudgetError
+from autoshard.operators.large_losses import loss_in_pieces, loss_operator
 from autoshard.options.options import collect_options
 from autoshard.options.target import Target
 from autoshard.planner.module_planner import ModulePlanner

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import autoshard
-from autoshard.capture import loss_in_pieces
 from autoshard.capture.joint import capture
 from autoshard.errors import BudgetError, InputError, MeshError, PlanError
+from autoshard.operators.large_losses import loss_in_pieces
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.plans.sharding_plan import ShardingPlan

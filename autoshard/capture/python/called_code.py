@@ -16,21 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 
 from autoshard.capture._torch import FakeTensor, outside_modes, pytree, storage_of, version_of
 from autoshard.capture.capture_errors import running_line
-from autoshard.capture.composites import Exportable, attend
-from autoshard.capture.operators import define_for_autograd
 from autoshard.capture.python.data_reads import READS
 from autoshard.capture.python.mutations import Mutations
+from autoshard.capture.replacements import Exportable, current_replacements
 from autoshard.errors import CaptureError
+from autoshard.operator_library import define_for_autograd
 
 _attributes: Any = Tensor  # attributes of the class are descriptors, which the type does not know
 SET_GRAD = _attributes.grad.__set__
-
-# Exported graphs have such calls replaced in them; this code is not in an exported graph.
-_TRACED_AS: dict[Any, Callable[..., Any]] = {functional.scaled_dot_product_attention: attend}
 
 
 class TensorScope(Exportable):
@@ -55,7 +51,7 @@ class TensorScope(Exportable):
                 "are found in .grad behind backward(), or in forward, by torch.autograd.grad."
             )
         args, kwargs = pytree.tree_map_only(Tensor, self.resolve, (args, kwargs or {}))
-        result = super().__torch_function__(_TRACED_AS.get(func, func), types, args, kwargs)
+        result = super().__torch_function__(current_replacements().called_code.get(func, func), types, args, kwargs)
         self.note(result)
         return result
 

@@ -22,7 +22,7 @@ class RoutedRowsDispatcher(LocalTokenDispatcher):
     """Sorts the rows of tokens by expert and puts them back by the inverse order.
 
     torchtitan adds rows to tokens by `scatter_add`, and counts the rows of experts in a table of tokens and experts. To
-    a rule, these are just indices and numbers. In this form, `autoshard.capture.routing` sees that rows go to groups
+    a rule, these are just indices and numbers. In this form, `operators/routed/routing.py` sees that rows go to groups
     and come back, so that a plan may send them to the ranks of their experts. Rows are weighted, and those of one token
     added up, in float32.
     """

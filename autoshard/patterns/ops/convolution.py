@@ -14,7 +14,7 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import all_gather_stacked, bind_named, named_values, shape_of
+from autoshard.patterns.ops.helpers import all_gather_stacked, bind_named, named_values, shape_of
 from autoshard.patterns.ops.matmul import with_added
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import Exchange, OpCall, Rule, TensorMeta

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.operators import MEAN
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import (
+from autoshard.patterns.ops.helpers import (
     bind_named,
     factor_names,
     if_sharded,
@@ -66,73 +65,6 @@ def _embedding_dense_backward(call: LocalCall) -> Any:
     return call.run(operands=[gradient, local.masked_fill(skipped, -1)], num_weights=stretch, padding_idx=-1)
 
 
-# Bags of embeddings that all have one size: sums and means of rows of a table.
-#
-# Bags, vocabulary and embedding dim may be sharded; a rank that holds a stretch of the vocabulary adds up those rows
-# of every bag that it has.
-
-_OPERAND_DIMS = {"table": "v^ d", "indices": "b k!", "weights": "b k!", "grad": "b d"}
-
-
-@rule_maker("autoshard::bags")
-def bags(call: OpCall) -> Rule:
-    """Sums or means of the rows of every bag; linear in the table."""
-    # Rows of other ranks are read with a weight of zero, from the first of this rank's, which may be padding.
-    return bind_named(call, _OPERAND_DIMS, ["b d"], linear=[{"table"}], local=_bags, uneven=("b", "d"), fill={"v": 0.0})
-
-
-@if_sharded("v")
-def _bags(call: LocalCall) -> Any:
-    values = named_values(call)
-    indices, weights = _local_indices_and_weights(call, call.operand_shape(0)[0])
-    result = call.run(operands=[values["table"], indices, weights], weights=weights, mode=0, padding=-1)
-    return result / _counts(call) if call.arg("mode") == MEAN else result
-
-
-def _local_indices_and_weights(call: LocalCall, stretch: int) -> tuple[Any, Any]:
-    values = named_values(call)
-    indices, outside = _localize_bag_indices(call, stretch, call.arg("padding"))
-    dense = values["table"] if "table" in values else values["grad"]
-    return indices, _masked_weights(call, dense, values.get("weights"), outside)
-
-
-def _localize_bag_indices(call: LocalCall, stretch: int, padding: int) -> tuple[Any, Any]:
-    """The operand `indices` as it counts in this rank's stretch of `v`, and which are of other ranks or padding."""
-    indices = named_values(call)["indices"]
-    place, outside = localize_index(call, indices, "v", stretch)
-    if padding >= 0:
-        outside = outside.logical_or(indices.eq(padding))
-    return place, outside
-
-
-def _masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> Any:
-    """Weights of rows, one where there are none, and zero for rows that do not count."""
-    if weights is None:
-        weights = like.new_ones(list(outside.shape))
-    return weights.masked_fill(outside, 0.0)
-
-
-def _counts(call: LocalCall) -> Any:
-    """Number of rows of every bag on all ranks, at least one: `[b, 1]`."""
-    return named_values(call)["indices"].ne(call.arg("padding")).sum([1], True).clamp_min(1)
-
-
-@rule_maker("autoshard::bags_backward")
-def bags_backward(call: OpCall) -> Rule:
-    """The gradient of the table: partial over bags, sharded over the vocabulary without communication."""
-    return bind_named(call, _OPERAND_DIMS, ["v^ d"], linear=[{"grad"}], local=_bags_backward, uneven=True)
-
-
-@if_sharded("v")
-def _bags_backward(call: LocalCall) -> Any:
-    rows, values = call.result_shape()[0], named_values(call)
-    indices, weights = _local_indices_and_weights(call, rows)
-    gradient = values["grad"]
-    if call.arg("mode") == MEAN:
-        gradient = gradient / _counts(call)
-    return call.emit.call(call.call.op, gradient, indices, weights, rows, 0, -1)
-
-
 # ATen's bags of embeddings, which lie one after another in one dim, each as long as the offsets say.
 #
 # Bags stay together, since no shard could tell where its own begin. Embedding dim and, but for maxima, vocabulary may
@@ -177,8 +109,8 @@ def _offset_bags(call: LocalCall) -> Any:
     emit, values = call.emit, named_values(call)
     table, offsets = values["weight"], values["offsets"]
     last, padding = call.arg("include_last_offset"), call.arg("padding_idx")
-    place, outside = _localize_bag_indices(call, call.operand_shape(0)[0], padding)
-    weights = _masked_weights(call, table, values.get("per_sample_weights"), outside)
+    place, outside = localize_bag_indices(call, call.operand_shape(0)[0], padding)
+    weights = masked_weights(call, table, values.get("per_sample_weights"), outside)
     sums = emit.call(call.call.op, table, place, offsets, False, _SUM, False, weights, last, -1)[0]
     # What tells bags apart does not depend on the table: one of two rows does as well, for padding and for all else.
     tiny, is_padding = table.new_zeros([2, 1]), values["indices"].eq(padding).to(torch.int64)
@@ -209,7 +141,7 @@ def _offset_bags_backward(call: LocalCall) -> Any:
         gradient = gradient / values["bag_size"].clamp_min(1).index_select(0, bag).unsqueeze(1)
     if "per_sample_weights" in values:
         gradient = gradient * values["per_sample_weights"].unsqueeze(1)
-    place, outside = _localize_bag_indices(call, rows, call.arg("padding_idx"))
+    place, outside = localize_bag_indices(call, rows, call.arg("padding_idx"))
     return gradient.embedding_dense_backward(place.masked_fill(outside, -1), rows, -1, False)  # which skips -1
 
 
@@ -226,7 +158,22 @@ def _bag_of_index(call: LocalCall) -> Any:
 # Rows' weights, of either kind of bags.
 
 
-@rule_maker("autoshard::bags_weights_backward", dims=_OPERAND_DIMS, result="b k!", uneven=("b", "d"))
+def localize_bag_indices(call: LocalCall, stretch: int, padding: int) -> tuple[Any, Any]:
+    """Return the indices within this rank's stretch of `v`, and flags of those of other ranks and of padding."""
+    indices = named_values(call)["indices"]
+    place, outside = localize_index(call, indices, "v", stretch)
+    if padding >= 0:
+        outside = outside.logical_or(indices.eq(padding))
+    return place, outside
+
+
+def masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> Any:
+    """Return the weights of rows: one where there are none, and zero for rows that do not count."""
+    if weights is None:
+        weights = like.new_ones(list(outside.shape))
+    return weights.masked_fill(outside, 0.0)
+
+
 @rule_maker("aten._embedding_bag_per_sample_weights_backward", dims=_OFFSET_DIMS, result="i!", uneven=("d",))
 def bags_weights_backward(call: OpCall, dims: dict[str, str], result: str, uneven: tuple[str, ...]) -> Rule:
     """The gradient of the rows' weights: a product over the embedding dim."""
@@ -239,7 +186,7 @@ def _bags_weights_backward(call: LocalCall) -> Any:
     """The gradient from the rows that this rank holds: zero for the others."""
     table, padding = ("table", "padding") if call.call.op.namespace == "autoshard" else ("weight", "padding_idx")
     values = named_values(call)
-    values["indices"], outside = _localize_bag_indices(call, values[table].shape[0], call.arg(padding))
+    values["indices"], outside = localize_bag_indices(call, values[table].shape[0], call.arg(padding))
     # No index is padding any more: what was, is `outside`.
     return call.run(operands=list(values.values()), **{padding: -1}).masked_fill(outside, 0.0)
 

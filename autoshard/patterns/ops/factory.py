@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import (
+from autoshard.patterns.ops.helpers import (
     aten,
     factor_names,
     if_sharded,

@@ -13,7 +13,6 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import bind_named, factor_names, named_values, run_resized, shape_of
 from autoshard.patterns.ops.convolution import (
     Halo,
     Windows,
@@ -23,6 +22,7 @@ from autoshard.patterns.ops.convolution import (
     window_settings,
     windows_over,
 )
+from autoshard.patterns.ops.helpers import bind_named, factor_names, named_values, run_resized, shape_of
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 

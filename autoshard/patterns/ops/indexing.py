@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import (
+from autoshard.patterns.ops.helpers import (
     argument_dim,
     if_sharded,
     localize_index,

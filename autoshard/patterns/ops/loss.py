@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from autoshard.capture.operators import accumulation_dtype
+from autoshard.operator_library import accumulation_dtype
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import (
+from autoshard.patterns.ops.helpers import (
     all_reduce_over,
     aten,
     bind_named,
@@ -294,22 +294,3 @@ def _local_margin_loss(call: LocalCall) -> Any:
     if reduction == _MEAN:
         first = first / shape_of(call.call, "self")[0]
     return (first, *others) if others else first
-
-
-# The connectionist temporal classification loss: samples are independent where each has a row of targets.
-
-
-@rule_maker("autoshard::ctc_loss", "autoshard::ctc_loss_backward")
-def ctc_loss(call: OpCall) -> Rule:
-    """Loss of every sample, and the gradient of the log-probabilities, which is linear in the incoming one.
-
-    Targets that stand in one row, one sample after another, are cut by lengths that are not known: all stays whole.
-    """
-    rows = len(shape_of(call, "targets")) == 2
-    items = {"log_probs": "t! n c!", "targets": "n s!" if rows else "s!", "grad": "n"}
-    items |= dict.fromkeys(("input_lengths", "target_lengths"), "n")
-    backward = call.is_backward
-    result = items["log_probs"] if backward else "n"
-    linear = [{"grad"}] if backward else []
-    # A sample that is padding has no steps and no targets.
-    return bind_named(call, items, [result], linear=linear, whole=() if rows else ("n",), fill={"n": 0.0})

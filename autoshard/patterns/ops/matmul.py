@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import bind_named, factor_names, numbered_dims, shape_of
+from autoshard.patterns.ops.helpers import bind_named, factor_names, numbered_dims, shape_of
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta, build
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoshard.capture.operators import accumulation_dtype
+from autoshard.operator_library import accumulation_dtype
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import (
+from autoshard.patterns.ops.helpers import (
     all_reduce_over,
     all_reduce_stacked,
     bind_named,
@@ -113,7 +113,7 @@ def _is_grouped(call: LocalCall) -> bool:
     return "group" in call.call.name
 
 
-@rule_maker("aten.native_layer_norm", "autoshard.rms_norm", "aten.native_group_norm")
+@rule_maker("aten.native_layer_norm", "aten.native_group_norm")
 def normalization(call: OpCall) -> Rule:
     """Result, mean and reciprocal deviation; of a root-mean-square norm, result and reciprocal root."""
     family, dtype = _family(call), call.operands[0].dtype
@@ -191,7 +191,7 @@ def _means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
     return [value / family.count for value in all_reduce_stacked(call, sums, family.names)]
 
 
-@rule_maker("aten.native_layer_norm_backward", "autoshard.rms_norm_backward", "aten.native_group_norm_backward")
+@rule_maker("aten.native_layer_norm_backward", "aten.native_group_norm_backward")
 def normalization_backward(call: OpCall) -> Rule:
     """Gradients of the input, the weight and, but for root-mean-square norms, the bias; linear in the incoming one."""
     family = _family(call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import numbered_dims
+from autoshard.patterns.ops.helpers import numbered_dims
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, build, is_inexact
 

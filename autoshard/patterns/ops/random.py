@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.capture.operators import accumulation_dtype
+from autoshard.operator_library import accumulation_dtype
 from autoshard.patterns._torch import has_philox, philox_normal_, philox_uniform_
 from autoshard.patterns.exchanging import define_operator
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import factor_names, result_dtype
+from autoshard.patterns.ops.helpers import factor_names, result_dtype
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.operators import accumulation_dtype
+from autoshard.operator_library import accumulation_dtype
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import (
+from autoshard.patterns.ops.helpers import (
     all_reduce_over,
     argument_dim,
     if_sharded,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import argument_dim, aten, localize_index, numbered_dims, positions, reshape_along
+from autoshard.patterns.ops.helpers import argument_dim, aten, localize_index, numbered_dims, positions, reshape_along
 from autoshard.patterns.ops.indexing import (
     advanced_indexing,
     aligned_dims,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import argument_dim, bind_named, numbered_dims, shape_of
+from autoshard.patterns.ops.helpers import argument_dim, bind_named, numbered_dims, shape_of
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import NamedDims, OpCall, Rule, TensorMeta, build
 from autoshard.size import common_divisor

@@ -12,7 +12,7 @@ import torch
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import (
+from autoshard.patterns.ops.helpers import (
     all_gather_stacked,
     all_reduce_over,
     argument_dim,

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, factor_names, numbered_dims, positions, run_resized, same_dims_rule
+from autoshard.patterns.ops.helpers import aten, factor_names, numbered_dims, positions, run_resized, same_dims_rule
 from autoshard.patterns.registry import rule, rule_for, rule_maker
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, build, is_inexact
 from autoshard.size import common_divisor

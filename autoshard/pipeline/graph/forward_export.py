@@ -13,7 +13,6 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import OpOverload
-from autoshard.capture.attention_operator import attention
 from autoshard.capture.capture_errors import node_line
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.export import Exported, ExportedInput
@@ -21,13 +20,14 @@ from autoshard.capture.flat_modules import Effects
 from autoshard.capture.joint import capture_forward
 from autoshard.capture.marks import TaskGraph, defaults_of, mark_defaults
 from autoshard.capture.nodes import is_random
-from autoshard.capture.operators import rms_norm
 from autoshard.capture.python.called_code import PythonCall, is_effect
 from autoshard.capture.recomputation import group_by_list_element
-from autoshard.capture.time_loops import gru_cell, lstm_cell
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import CaptureError
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
+from autoshard.operators.attention.attention_operator import attention
+from autoshard.operators.norms import rms_norm
+from autoshard.operators.recurrent.time_loops import gru_cell, lstm_cell
 from autoshard.pipeline.graph.stage_graph import StageGraph, StageNode, StageValue
 from autoshard.program.dry_run import CallCost, DryRun
 from autoshard.program.program_replay import tensors

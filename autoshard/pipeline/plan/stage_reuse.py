@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autoshard import operators as operators  # what captures put into graphs
 from autoshard.capture._torch import pytree
 from autoshard.capture.capture_errors import node_line
 from autoshard.capture.export import named_tensors

@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from autoshard.capture.loss_operator import operators
 from autoshard.errors import HintError
+from autoshard.operators.large_losses.loss_operator import operators
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.planner.task_graph_restrictions import is_copy, origin
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import display
+from autoshard import operators as operators  # what captures put into graphs
 from autoshard.capture.capture_errors import advice_for
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.python.fake_module import parameter_faults, uncopyable_attributes

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.attention_operator import operators as attentions
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.nodes import is_random
 from autoshard.capture.python.fake_module import copy_fault
 from autoshard.errors import AutoshardError, InputError, PlanError
+from autoshard.operators.attention.attention_operator import operators as attentions
 from autoshard.options.options import OptionKeywords, Pipeline, collect_options
 from autoshard.options.target import Target
 from autoshard.patterns.strategy import WHOLE

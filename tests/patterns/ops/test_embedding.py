@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture.operators import MEAN, SUM, bags
+from autoshard.operators.bags import MEAN, SUM, bags
 from autoshard.patterns.registry import call_of, rule_for
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.runtime.meshes import simulated_mesh

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture.operators import losses
+from autoshard.operators.ctc import losses
 from autoshard.patterns.registry import call_of, rule_for
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.runtime.meshes import simulated_mesh

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoshard
-from autoshard.capture.operators import operators
+from autoshard.operators.norms import operators
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.padding import emit_local

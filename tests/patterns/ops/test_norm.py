@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoshard
-from autoshard.capture.operators import operators
+from autoshard.operators.norms import operators
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal

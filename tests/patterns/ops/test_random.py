@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.capture.attention_operator import operators as attentions
+from autoshard.operators.attention.attention_operator import operators as attentions
 from autoshard.patterns._torch import has_philox
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank

@@ -12,7 +12,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  (registers the operators of grouped products)
 from torch import Tensor
 
-from autoshard.capture.operators import MEAN, SUM
+from autoshard.operators.bags import MEAN, SUM
 from autoshard.patterns.soundness import check
 from autoshard.patterns.strategy import axis_choices
 from tests.patterns.ops.soundness import aten, bound, normal

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+import autoshard.operators  # noqa: F401  # which captures and rules need
 from autoshard.errors import RuleError
 from autoshard.patterns.registry import has_rule, is_borrowed, rule_for, rule_names
 from autoshard.patterns.soundness import sample_call
@@ -118,7 +119,7 @@ UNMET = """
 ## Rules of operators that no sample meets
 
 These are overloads that the samples do not use, kernels of other devices, and operators that only captures of modules
-give. Their tests are in `tests/patterns/ops`.
+give. Their tests are in `tests/patterns/ops` and `tests/operators`.
 
 """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+import autoshard.operators  # noqa: F401  # which captures and rules need
 from autoshard.patterns.registry import rule_for
 from autoshard.patterns.rule import OpCall, Rule
 from autoshard.patterns.soundness import check, strategies

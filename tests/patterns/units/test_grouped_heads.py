@@ -6,7 +6,7 @@ import torch
 from autoshard.patterns.soundness import strategies
 from autoshard.patterns.strategy import describe, offered_factors, operand_spec, result_spec
 from autoshard.specs.axes import MeshShape
-from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
+from tests.operators.attention.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 from tests.patterns.ops.soundness import assert_sound, bound, normal
 from tests.patterns.units.unit_models import attention_model, plan_with, worst_error
 from tests.training import TOLERANCE

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture.recurrence import steps
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
+from autoshard.operators.recurrent.recurrence import steps
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape

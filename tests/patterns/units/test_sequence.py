@@ -24,7 +24,7 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
 from autoshard.specs.tensors import unshard
 from tests.kernels.cuda import cuda_attention
-from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
+from tests.operators.attention.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.patterns.units.unit_models import attention_model, plan_with, worst_error
 from tests.training import TOLERANCE

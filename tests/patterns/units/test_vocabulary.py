@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoshard
-from autoshard.capture import loss_in_pieces, loss_operator
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
+from autoshard.operators.large_losses import loss_in_pieces, loss_operator
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from tests.patterns.units.unit_models import llama, plan_with, worst_error

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoshard.capture import loss_in_pieces
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.errors import HintError
+from autoshard.operators.large_losses import loss_in_pieces
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.planner.layouts.tensor_parallel import TensorParallelSearch, glob_names
 from autoshard.specs.axes import MeshShape

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.capture import attention_operator, describe
+from autoshard.capture import describe
+from autoshard.operators.attention import attention_operator
 from autoshard.pipeline.run.stage_runtime import PipelineRuntime
 from autoshard.program import split
 from autoshard.runtime.step import Ranks

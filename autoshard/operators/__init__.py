@@ -1,0 +1,14 @@
+"""Operators of our own: kernel, backward, sharding rule, variants and price of each, and what it stands for in models.
+
+A module or a folder for each. Importing the room defines the operators, registers their rules and prices, and installs
+in `capture` what takes the place of torch's functions. Every door of the library comes to captures by way of rooms
+that import this one; a capture without it is an error.
+"""
+
+from __future__ import annotations
+
+from autoshard.operators import registration as registration  # installs what captures use
+from autoshard.operators.attention import attention_rules as attention_rules
+from autoshard.operators.large_losses import logit_statistics as logit_statistics
+from autoshard.operators.recurrent import recurrent_rules as recurrent_rules
+from autoshard.operators.routed import routed_rows as routed_rows

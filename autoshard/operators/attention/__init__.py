@@ -1,0 +1,1 @@
+"""Attention: the operator, its kernels, masks by flags, FlexAttention, and its rules."""

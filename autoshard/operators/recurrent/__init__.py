@@ -1,0 +1,1 @@
+"""LSTM, GRU and plain RNN: layers, steps, cells, and their rules."""
