@@ -48,11 +48,10 @@ def test_the_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["autoshard", "--version"])
-    for module in ("autoshard", "autoshard.cli"):
-        with pytest.raises(SystemExit) as stopped:
-            runpy.run_module(module, run_name="__main__")
-        assert stopped.value.code == 0
-        assert capsys.readouterr().out.startswith("autoshard 0.2.0 (torch ")
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("autoshard", run_name="__main__")
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("autoshard 0.2.0 (torch ")
 
 
 def test_help_and_version_load_no_torch() -> None:
