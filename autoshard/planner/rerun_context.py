@@ -141,7 +141,9 @@ class RerunContext(Planner):
         try:
             return planner.account(settled)
         except NoPathError as error:
-            raise RouteError(str(error)) from error
+            raise RouteError(
+                "Nothing brings rows from how one operator of their route has them to the next."
+            ) from error
 
     def with_least_hosted(self, plan: CandidatePlan, limit: int) -> tuple[float, Callable[[], CandidatePlan]] | None:
         """Return about the seconds of a plan's step with no more optimizer state on the host than a limit asks for, and

@@ -57,7 +57,7 @@ def test_what_captures_imports_the_operators() -> None:
         imported = set(_imports(path))
         has_operators = any(module.startswith("autoshard.operators") for module, _ in imported)
         assert has_operators or ("autoshard", "operators") in imported, path
-    assert {"planner", "pipeline", "doctor"} <= capturing
+    assert {"planner", "pipeline", "tools"} <= capturing
 
 
 def test_rules_and_prices_come_with_the_operators() -> None:

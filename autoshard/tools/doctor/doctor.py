@@ -231,7 +231,7 @@ def _patterns(modules: Iterable[str]) -> str:
 # Rules are the same for every mesh; prices are those of whole operators.
 _MESH = MeshShape.of({"any": 2})
 # Warnings raised below it are notes.
-_LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"
+_LIBRARY = f"{Path(__file__).parents[2]}{os.sep}"
 
 
 def _is_note(entry: warnings.WarningMessage) -> bool:
