@@ -98,6 +98,7 @@ def one_thread(store, rank, size, timeout):
 
 dist.Backend.register_backend("gloo_one_thread", one_thread, devices=["cpu"])
 dist.init_process_group("gloo_one_thread")
+dist.barrier()  # a process that ends takes what the others may still ask it for
 ```
 
 ## Names that torch does not promise to keep
