@@ -35,8 +35,8 @@ from solver import ring
 from autoshard.capture.recomputation import recomputable
 from autoshard.options.options import collect_options
 from autoshard.options.target import Target
-from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.pipeline.graph.microbatch_step import capture_microbatch
+from autoshard.pipeline.graph.stage_slices import cut
 from autoshard.pipeline.plan.stage_plans import StageBudget, StagePlanner, StageTarget
 from autoshard.planner.budget_search import forceable_parameters, memory_prices, peak_weights
 from autoshard.planner.candidate_plan import CandidatePlan
@@ -127,8 +127,8 @@ def planner_of(step: Step) -> Planner:
     defaults = {"cluster": fast_links(), "work_limit": WORK, "time_limit": SECONDS}
     target = Target.of(collect_options("plan", grouped({**defaults, **step.options})), None)
     if step.stage is not None:
-        exported = export_forward(module, (), inputs)
-        stages = cut(exported, balance_stages(exported, 2), 2)
+        captured = capture_microbatch(module, (), inputs)
+        stages = cut(captured, balance_stages(captured, 2), 2)
         planned = StagePlanner([StageTarget(target, mesh)], [{}], None).plan(
             stages, [StageBudget(None, "none", microbatches=4, under_way=2)] * 2
         )

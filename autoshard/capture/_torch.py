@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,  # a tensor with a device, and no numbers
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor  # what a tensor is while changes are traced away
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta  # where attributes of functions are looked up
 from torch.autograd.function import _SingleLevelFunction as FunctionBase  # whose `apply` all functions end up in
@@ -445,6 +446,25 @@ def traced_node(tensor: torch.Tensor) -> tuple[fx.Node, torch.nn.Module] | None:
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     return None if mode is None or slot is None else (slot.proxy.node, mode.tracer.root)  # type: ignore[union-attr]
+
+
+def traced_value(tensor: torch.Tensor) -> fx.Node | None:
+    """Return the node of a tensor in the functional graph that is being traced; None where nothing is traced."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)  # a view may not have the numbers yet that were written into its memory
+        tensor = torch._from_functional_tensor(tensor.elem)
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node  # type: ignore[union-attr]
+
+
+def traced_nodes() -> Iterator[fx.Node]:
+    """Yield the nodes of the graph that is being traced, the last first."""
+    mode = get_proxy_mode()
+    if mode is not None:
+        yield from reversed(mode.tracer.graph.nodes)
 
 
 def transforms_active() -> bool:

@@ -142,16 +142,14 @@ def describe(
     traced: fx.GraphModule,
     exported: Exported,
     signature: Hashable,
-    mp_policy: MixedPrecisionPolicy | None = None,
     defaults: Mapping[str, TaskGraph] | None = None,
 ) -> JointGraph:
-    """Return the joint graph of a traced graph.
+    """Return the joint graph of a traced graph, not yet simplified, and without a fingerprint.
 
     Args:
         traced: forward and backward in one graph; changed.
         exported: the forward graph that was traced.
         signature: of the call.
-        mp_policy: whose dtype of reductions gradients get.
         defaults: the task graphs of modules that have one, by their paths.
 
     Raises:
@@ -180,34 +178,45 @@ def describe(
         for value, description in zip(node.args[0], node.meta["desc"], strict=True)
         if (output := _joint_output(value, description, exported, tangents)) is not None
     ]
+    check_gradients(exported, outputs, tangents)
     graph.erase_node(node)
     # Tracing left a code generator for nested arguments; the graph is called with flat ones.
     graph.set_codegen(fx.graph.CodeGen())
     graph.output(tuple(output.node for output in outputs))
-    simplify(graph)
-    parameters = {item.node for item in inputs if item.kind == "parameter"}
-    refresh_views(graph, parameters, lambda node: "backward" in node.meta["partitioner_tag"])
-    keep_old_values(graph, inputs, outputs)
-    # The passes above replaced nodes, in the graph's output too, and not in the descriptions.
-    nodes: Any = graph.output_node().args[0]
-    outputs = [replace(output, node=node) for output, node in zip(outputs, nodes, strict=True)]
-    if mp_policy is not None:
-        outputs = reduce_gradients(graph, outputs, mp_policy)
-    check_gradients(exported, outputs, tangents)
-    graph.lint()
-    traced.recompile()
     return JointGraph(
         graph_module=traced,
         inputs=inputs,
         outputs=tuple(outputs),
         aliases=exported.aliases,
         signature=signature,
-        fingerprint=fingerprint(inputs, outputs, graph),
+        fingerprint="",
         call=exported.call,
         result=exported.result,
         dynamic=sizes,
         state=exported.state,
     )
+
+
+def simplified(joint: JointGraph, mp_policy: MixedPrecisionPolicy | None = None) -> JointGraph:
+    """Return a described step without identities, common subexpressions and dead code.
+
+    Args:
+        joint: the step; its graph is changed.
+        mp_policy: whose dtype of reductions gradients get.
+    """
+    graph, outputs = joint.graph, list(joint.outputs)
+    simplify(graph)
+    parameters = {item.node for item in joint.inputs if item.kind == "parameter"}
+    refresh_views(graph, parameters, lambda node: "backward" in node.meta["partitioner_tag"])
+    keep_old_values(graph, joint.inputs, outputs)
+    # The passes above replaced nodes, in the graph's output too, and not in the descriptions.
+    nodes: Any = graph.output_node().args[0]
+    outputs = [replace(output, node=node) for output, node in zip(outputs, nodes, strict=True)]
+    if mp_policy is not None:
+        outputs = reduce_gradients(graph, outputs, mp_policy)
+    graph.lint()
+    joint.graph_module.recompile()
+    return replace(joint, outputs=tuple(outputs), fingerprint=fingerprint(joint.inputs, outputs, graph))
 
 
 def _lift_constants(traced: fx.GraphModule) -> dict[fx.Node, JointInput]:
@@ -385,6 +394,11 @@ def _remove_identities(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def is_identity(node: fx.Node) -> bool:
+    """Return True if the node makes the numbers of its operand again, in the same layout."""
+    return _same_value(node) is not None
+
+
 def _same_value(node: fx.Node) -> fx.Node | None:
     """Return an earlier node with the same numbers in the same layout, if `node` is an identity."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
@@ -515,10 +529,9 @@ def keep_old_values(graph: fx.Graph, inputs: Sequence[JointInput], outputs: Sequ
     # New values are written into buffers and inputs at the end of the forward half, which a functional graph does not
     # show: simplification has removed copies that models make themselves, such as that of a queue of keys.
     changed = {output.name: output.node for output in outputs if output.kind == "mutation"}
-    last = graph.find_nodes(op="placeholder")[-1]
     for source in inputs:
         if source.kind != "tangent" and source.name in changed and _is_read_late(source.node):
-            with graph.inserting_after(last):
+            with graph.inserting_after(inputs[-1].node):
                 copy = graph.call_function(aten.clone.default, (source.node,))
             copy.meta = {key: value for key, value in source.node.meta.items() if key != "desc"}
             for user in [user for user in source.node.users if user is not copy]:

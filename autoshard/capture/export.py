@@ -355,7 +355,7 @@ def _take_inputs(
             name = str(spec.target)
             constant = program.constants[name]
             reader = next(iter(node.users), node)
-            if not _has_storage(constant):
+            if not has_storage(constant):
                 raise _lost_error(reader)
             # Another call would not find it.
             state.mutations.check_constant(constant, node_line(reader))
@@ -380,7 +380,7 @@ def _take_inputs(
     return tuple(inputs)
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
+def has_storage(tensor: torch.Tensor) -> bool:
     """Return False for the tensor of a transform such as vmap."""
     try:
         tensor.untyped_storage()

@@ -17,7 +17,6 @@ from autoshard.capture._torch import (
     GLOBAL_HOOKS,
     TangentAOTInput,
     fake_mode,
-    is_transform,
     outside_modes,
     pytree,
     set_gradients,
@@ -28,13 +27,12 @@ from autoshard.capture._torch import (
 from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
 from autoshard.capture.canonical_order import canonicalize_order
 from autoshard.capture.capture_device import DEVICE
-from autoshard.capture.capture_errors import ModelError, capture_error, known_error, node_line
+from autoshard.capture.capture_errors import ModelError, capture_error, known_error
 from autoshard.capture.changed_parameters import assign_changed_parameters
-from autoshard.capture.describe import check_collectives, check_shapes, check_sizes, describe
+from autoshard.capture.describe import check_collectives, check_shapes, check_sizes, describe, simplified
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.export import Exported, export_forward
-from autoshard.capture.flat_modules import Effects, effects_of, flat_forward, is_flat, with_copies
-from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
+from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
 from autoshard.capture.marks import capturing, defaults_of, keeping_marks
 from autoshard.capture.mixed_precision import LoweredModule, autocast_of_gpus
 from autoshard.capture.output_history import HistoryWatch, OutputHistories, enables_gradients, histories_of
@@ -45,13 +43,13 @@ from autoshard.capture.python.module_hooks import HooksInForward, Key
 from autoshard.capture.python.state import PythonState, StateWatch
 from autoshard.capture.releases import warn_of_untried_release
 from autoshard.capture.replacements import current_replacements
-from autoshard.capture.symbols import with_sizes, with_symbols, without_sizes
+from autoshard.capture.step_marks import MarkedStep, StepMarks
 from autoshard.capture.unread_outputs import without_unread_outputs
-from autoshard.errors import AutoshardError, CaptureError, warn_caller
+from autoshard.errors import AutoshardError, warn_caller
 
 aten = torch.ops.aten
 
-__all__ = ["JointGraph", "JointInput", "JointOutput", "Tangents", "capture", "capture_forward"]
+__all__ = ["JointGraph", "JointInput", "JointOutput", "Tangents", "capture", "capture_marked", "export_call"]
 
 Tangents = Literal["loss", "all"] | tuple[str, ...]
 """The outputs that are differentiated, as `capture` documents it."""
@@ -88,8 +86,7 @@ def capture(
             for these outputs instead of for parameters and inputs.
         dynamic: for inputs by name, the dims whose sizes later calls may change, each with a name (dims of one name
             are of one size) or a `torch.export.Dim`. The graph then holds `DynamicSize`s.
-        mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. A flat module
-            (`capture.flat_modules`) has those of the forward half already.
+        mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph.
         devices: that the step is planned for; losses whose logits would be large on each of them are computed in pieces
             (`loss_in_pieces`). None: no loss is.
         logits_room: bytes of each device for whole logits, in place of a fixed number of logits that are large: zero
@@ -105,41 +102,80 @@ def capture(
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
         InputError: an argument is of a type that cannot be part of a signature.
     """
-    warn_of_untried_release()
     begin = progress or (lambda _: None)
 
     def attempt(counting: Sequence[str], hooks: Collection[Key]) -> JointGraph:
         with _watched_twin(module, grad, counting, hooks) as watch:
             signature = signature_of(module, args, kwargs, grad)
             begin("export of forward")
-            unread = unread_outputs if grad else ()
             exported = _export(
                 *(watch, args, kwargs, dynamic, mp_policy),
                 devices=devices,
                 logits_room=logits_room,
-                unread_outputs=unread,
+                unread_outputs=unread_outputs if grad else (),
             )
             if isinstance(tangents, tuple):
                 exported = with_taps(exported, tangents)
-            everything = tuple(True for _ in exported.outputs)
-            differentiated = _losses(exported) if tangents == "loss" else everything
             begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
             with watch.mutations.refusing():
-                traced, histories = _trace(exported, differentiated, grad)
-                if histories.differentiable and differentiated != everything and not _has_tangents(traced):
-                    # The scalars do not require a gradient: they are no losses.
-                    traced, histories = _trace(exported, everything, grad)
+                traced, histories = _trace_losses(exported, grad, everything=tangents != "loss")
         begin(f"simplification of {len(traced.graph.nodes)} nodes")
-        joint = describe(traced, exported, signature, mp_policy, defaults_of(module))
+        joint = simplified(describe(traced, exported, signature, defaults_of(module)), mp_policy)
         return replace(
             joint,
             histories=histories,
-            model=_class_name(module),
+            model=type(module).__name__,
             twice_in_pieces=exported.twice_in_pieces,
             unread=exported.unread,
         )
 
     return _without_counter_guards(attempt, lambda graph: graph.state, lambda graph: graph.fingerprint)
+
+
+def capture_marked(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    grad: bool = True,
+    dynamic: Dynamic | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    prepare: Callable[[Exported], None],
+) -> MarkedStep:
+    """Capture one call as `capture` does, with marks by which it can be cut, and not yet simplified.
+
+    Args:
+        module, args, kwargs, grad, dynamic, mp_policy: as for `capture`.
+        prepare: called with the forward graph before it is traced.
+
+    Raises:
+        CaptureError, InputError: as for `capture`.
+    """
+
+    def attempt(counting: Sequence[str], hooks: Collection[Key]) -> MarkedStep:
+        marks = StepMarks()
+        with _watched_twin(module, grad, counting, hooks) as watch:
+            signature = signature_of(module, args, kwargs, grad)
+            exported = _export(watch, args, kwargs, dynamic, mp_policy, changes_parameters=False)
+            prepare(exported)
+            with watch.mutations.refusing():
+                traced, histories = _trace_losses(exported, grad, marks=marks)
+        joint = describe(traced, exported, signature, defaults_of(module))
+        return MarkedStep(exported, replace(joint, histories=histories), tuple(marks.makers))
+
+    return _without_counter_guards(
+        attempt, lambda step: step.joint.state, lambda step: fingerprint((), (), step.joint.graph)
+    )
+
+
+def export_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, grad: bool = True) -> Exported:
+    """Return the forward graph of a call that `capture` traces, with the same arguments.
+
+    Raises:
+        CaptureError, InputError: as for `capture`.
+    """
+    with _watched_twin(module, grad, (), frozenset()) as watch:
+        return _export(watch, args, kwargs, None, None)
 
 
 def _without_counter_guards(
@@ -176,67 +212,6 @@ def _without_counter_guards(
     return first
 
 
-def capture_forward(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    grad: bool = True,
-    dynamic: Dynamic | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-) -> tuple[Exported, Effects]:
-    """Capture the forward graph that `capture` differentiates, and the effects of its nodes.
-
-    Args:
-        module, args, kwargs, grad, dynamic, mp_policy: as for `capture`.
-
-    Returns:
-        The exported graph with operators of autoshard in it; and which of its values have a gradient, share memory,
-        and are changed in place.
-
-    Raises:
-        CaptureError, InputError: as for `capture`.
-    """
-
-    warn_of_untried_release()
-
-    def attempt(counting: Sequence[str], traced: Collection[Key]) -> tuple[Exported, Effects]:
-        with _watched_twin(module, grad, counting, traced) as watch:
-            # Raises InputError for arguments that cannot be part of a signature.
-            signature_of(module, args, kwargs, grad)
-            exported = with_copies(_export(watch, args, kwargs, dynamic, mp_policy, changes_parameters=False))
-            _refuse_transforms(exported.graph)
-            if exported.dynamic:
-                exported = _with_sizes(exported)
-            return exported, effects_of(exported, watch.mode)
-
-    return _without_counter_guards(
-        attempt, lambda forward: forward[0].state, lambda forward: forward[0].graph_module.code
-    )
-
-
-def _refuse_transforms(graph: fx.Graph) -> None:
-    """Refuse a graph with a transform of torch.func: effects are found by memory, which wrapped tensors do not have."""
-    for node in graph.nodes:
-        if is_transform(node):
-            raise CaptureError(
-                f"{node_line(node) or 'forward'} uses torch.vmap or a transform of torch.func, which no pipeline does. "
-                "Write it with operators on whole tensors, or use a mesh without a pipeline axis."
-            )
-
-
-def _with_sizes(exported: Exported) -> Exported:
-    """Return the graph with `DynamicSize`s in place of torch's symbols, and inputs of the example's shapes."""
-    placeholders = exported.placeholders
-    named = [(item.name, node) for node, item in placeholders.items() if item.kind == "input"]
-    with_sizes(exported.graph, named, exported.dynamic)
-    inputs = tuple(
-        replace(item, fake=node.meta["val"].requires_grad_(item.fake.requires_grad)) if node.meta.get("sizes") else item
-        for node, item in placeholders.items()
-    )
-    return replace(exported, inputs=inputs)
-
-
 def _export(
     watch: StateWatch,
     real_args: tuple[Any, ...],
@@ -254,11 +229,6 @@ def _export(
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda leaf: fake_like(leaf, watch.mode), (real_args, dict(real_kwargs))
     )
-    if is_flat(module):
-        exported = flat_forward(module, args, kwargs)
-        exported = with_symbols(exported, watch.mode) if dynamic else without_sizes(exported)
-        check_sizes(exported.graph)
-        return canonicalize_order(exported)
     examples = call_tensors(module, real_args, real_kwargs)
     if dynamic:
         dynamic = without_omitted_arguments(module, dynamic, examples)
@@ -288,6 +258,7 @@ def _watched_twin(
     module: nn.Module, grad: bool, counting: Sequence[str], traced: Collection[Key]
 ) -> Iterator[StateWatch]:
     """Context of a capture without the caller's modes, in which errors become `CaptureError`s with the user's line."""
+    warn_of_untried_release()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_garbage_collection())
@@ -328,11 +299,6 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _class_name(module: nn.Module) -> str:
-    # Stages of pipelines are graphs, whose class says nothing.
-    return "" if isinstance(module, fx.GraphModule) else type(module).__name__
-
-
 def _losses(exported: Exported) -> tuple[bool, ...]:
     """Return which outputs to differentiate: floating scalars, or all if there are none."""
     # Beside a loss, models return logits and states, whose gradients no training step asks for.
@@ -341,13 +307,29 @@ def _losses(exported: Exported) -> tuple[bool, ...]:
     return scalars if any(scalars) else tuple(True for _ in values)
 
 
-def _trace(exported: Exported, differentiated: tuple[bool, ...], grad: bool) -> tuple[fx.GraphModule, OutputHistories]:
+def _trace_losses(
+    exported: Exported, grad: bool, *, everything: bool = False, marks: StepMarks | None = None
+) -> tuple[fx.GraphModule, OutputHistories]:
+    """Trace the joint graph, with derivatives of the losses, or of all outputs if there are none, as `_trace` does."""
+    all_outputs = tuple(True for _ in exported.outputs)
+    differentiated = all_outputs if everything else _losses(exported)
+    traced, histories = _trace(exported, differentiated, grad, marks)
+    if histories.differentiable and differentiated != all_outputs and not _has_tangents(traced):
+        # The scalars do not require a gradient: they are no losses.
+        return _trace(exported, all_outputs, grad, marks)
+    return traced, histories
+
+
+def _trace(
+    exported: Exported, differentiated: tuple[bool, ...], grad: bool, marks: StepMarks | None
+) -> tuple[fx.GraphModule, OutputHistories]:
     """Trace the joint graph; outputs that are not differentiated are detached, assigned buffers follow the outputs.
 
     Args:
         exported: the forward graph, which gets other outputs.
         differentiated: the outputs that are differentiated.
         grad: False if gradients are off where the module is called.
+        marks: marks operators and gradients in the graph.
 
     Returns:
         The joint graph, and the histories that the outputs have on one device.
@@ -355,7 +337,7 @@ def _trace(exported: Exported, differentiated: tuple[bool, ...], grad: bool) -> 
     graph = exported.graph
     graph.erase_node(graph.output_node())
     enables = not grad and enables_gradients(exported.graph_module)
-    added = []
+    added = [] if marks is None else marks.insert(graph)
     if enables:
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
             added.append(set_gradients(graph, False))

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from autoshard import operators as operators  # what captures put into graphs
 from autoshard.api import register_forward_method
 from autoshard.capture.call_layout import call_tensors
-from autoshard.capture.joint import capture_forward
+from autoshard.capture.joint import export_call
 from autoshard.errors import InputError
 from autoshard.runtime.module_runtime import Runtime
 from autoshard.runtime.shards import local_of
@@ -206,7 +206,7 @@ def _find_heads(model: nn.Module, make_cache: Callable[[], Any], inputs: dict[st
         inputs: of a call, with such a cache.
     """
     without_cache = {name: value for name, value in inputs.items() if name != _CACHE}
-    forward, _ = capture_forward(_CacheReader(model, make_cache), (), without_cache, grad=False)
+    forward = export_call(_CacheReader(model, make_cache), (), without_cache, grad=False)
     sizes = [(node.meta["val"].shape[1], node.meta["val"].shape[3]) for node in forward.outputs]
     return list(zip(sizes[::2], sizes[1::2], strict=True))
 

@@ -15,7 +15,15 @@ from autoshard.capture import replacements
 from tests.programs import ROOT
 
 PACKAGE = Path(autoshard.__file__).parent
-CAPTURES = {"capture", "capture_forward", "capture_repeated", "export_forward", "record_forward", "survey"}
+CAPTURES = {
+    "capture",
+    "capture_marked",
+    "capture_repeated",
+    "export_call",
+    "export_forward",
+    "record_forward",
+    "survey",
+}
 """Functions of the room `capture` that run a module."""
 
 ALONE = """

@@ -8,7 +8,7 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
+from autoshard.pipeline.graph.microbatch_step import MicrobatchStep, capture_microbatch
 from autoshard.specs.axes import MeshShape
 
 
@@ -17,6 +17,6 @@ def cost_model() -> CostModel:
     return CostModel(Cluster.of("h100"), MeshShape.of({"x": 1}))
 
 
-def export_call(module: nn.Module, kwargs: dict[str, Any]) -> ExportedModule:
+def export_call(module: nn.Module, kwargs: dict[str, Any]) -> MicrobatchStep:
     """The forward graph of a call."""
-    return export_forward(module, (), kwargs)
+    return capture_microbatch(module, (), kwargs)

@@ -19,16 +19,20 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-import autoshard
 from autoshard.options import Hints
-from autoshard.pipeline.graph.forward_export import export_forward
+from autoshard.options.options import collect_options
+from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
-from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.pipeline.graph.microbatch_step import capture_microbatch
+from autoshard.pipeline.graph.stage_slices import StageModule, cut
 from autoshard.pipeline.plan.pipeline_devices import PipelineMesh, forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.plan.planned_stage import input_names
 from autoshard.pipeline.run.pipeline_module import PipelineModule, build_pipeline_module
+from autoshard.pipeline.run.stage_planner import StageStepPlanner
 from autoshard.pipeline.schedule.actions import Schedule
 from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.runtime.arguments import check_examples
 from autoshard.runtime.shards import gather_full_tensor
@@ -52,6 +56,13 @@ def model(name: str, batch: int = 4, **options: Any) -> models.Model:
         return models.ZOO[name](dtype=torch.float64, batch=batch, **options)
 
 
+def plan_stage(stage: StageModule, mesh: Sizes, **options: Any) -> ShardingPlan:
+    """The plan of a stage as that of a module by itself; options as for `autoshard.plan`."""
+    shape = MeshShape.of(mesh)
+    planner = StageStepPlanner(stage, shape, Target.of(collect_options("plan", options), None).on_mesh(shape))
+    return planner.plan(planner.capture())
+
+
 def plan_by_hand(
     module: nn.Module,
     inputs: Mapping[str, Any],
@@ -70,7 +81,7 @@ def plan_by_hand(
     rest = {one.name: one.size for one in PipelineMesh.of(shape, "pp").stage(0).axes}
     with Float64Mode():
         part = BatchCall(module, (), inputs).split(order.microbatches)[0]
-        graph = export_forward(module, part.args, part.kwargs)
+        graph = capture_microbatch(module, part.args, part.kwargs)
         stage_of = (
             {node.name: stage(node.name) for node in graph.operators} if stage else balance_stages(graph, order.stages)
         )
@@ -85,10 +96,10 @@ def plan_by_hand(
             if shards and part.received:
                 whole = (Replicate(),) * len(rest)
                 taken = [plans[-1].output_placements[f"output[{place}]"] for place in range(len(part.received))]
-                names = [node.target for node in part.module.graph.find_nodes(op="placeholder")]
+                names = input_names(part)
                 placed = dict(zip(names, [*taken, *[whole] * (len(names) - len(taken))], strict=True))
                 asked |= {"inputs": "local", "input_placements": placed}
-            plans.append(autoshard.plan(part.module, rest, *part.example, cluster=fast_links(), hints=pins, **asked))
+            plans.append(plan_stage(part, rest, cluster=fast_links(), hints=pins, **asked))
     return PipelinePlan(
         mesh=shape,
         axis="pp",

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard.errors import InputError, PipelineError, PlanError
-from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.microbatch import BatchCall, loss_shares, target_count
+from autoshard.pipeline.graph.microbatch_step import capture_microbatch
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.schedule.actions import schedule
 from tests import models
@@ -281,8 +281,8 @@ def _shares(module: nn.Module, batch: dict[str, Tensor], parts: int) -> tuple[Te
     cut = [
         {name: tensor[place * size : (place + 1) * size] for name, tensor in batch.items()} for place in range(parts)
     ]
-    graph = export_forward(module, (), cut[0])
-    return loss_shares(target_count(graph, graph.forward.outputs[0]), cut), cut
+    step = capture_microbatch(module, (), cut[0])
+    return loss_shares(target_count(step.exported, step.exported.outputs[0]), cut), cut
 
 
 def test_what_is_ignored_does_not_count() -> None:

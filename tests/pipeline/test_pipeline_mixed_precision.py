@@ -9,8 +9,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 
 import autoshard
-from autoshard.pipeline.graph.forward_export import export_forward, is_cast
-from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.pipeline.graph.microbatch_step import capture_microbatch, is_cast
+from autoshard.pipeline.graph.stage_slices import cut
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
 from autoshard.runtime.shards import gather_full_tensor
@@ -59,13 +59,14 @@ def test_bfloat16_is_near_one_device_in_bfloat16(two: Workers) -> None:
 
 
 def test_every_stage_casts_what_it_holds_once() -> None:
-    graph = export_forward(Tied(), (), example(), mp_policy=LOWER)
+    graph = capture_microbatch(Tied(), (), example(), mp_policy=LOWER)
     parts = cut(graph, balance_stages(graph, 3), 3)
     assert any(part.shared for part in parts)
     for part in parts:
-        cast = [node.all_input_nodes[0].target for node in part.module.graph.nodes if is_cast(node)]
-        held = [name for name, _ in part.module.named_parameters()]
-        assert [name for name in cast if name in held] == held
+        forward = [node for node in part.step.graph.nodes if part.step.phase(node) == "forward"]
+        cast = [node.all_input_nodes[0] for node in forward if is_cast(node)]
+        held = [item.node for item in part.step.parameters]
+        assert [node for node in cast if node in held] == held
         assert all(value.like.dtype == BF16 for value in part.passed if value.like.is_floating_point())
 
 

@@ -15,9 +15,9 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, HintError, InputError, MeshError, PipelineError, PlanError
 from autoshard.options.target import Target
-from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.microbatch import BatchCall
-from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.pipeline.graph.microbatch_step import capture_microbatch
+from autoshard.pipeline.graph.stage_slices import cut
 from autoshard.pipeline.plan.pipeline_devices import (
     PipelineMesh,
     forward_fingerprint,
@@ -32,9 +32,9 @@ from autoshard.pipeline.plan.planned_stage import Links, input_names, stage_cost
 from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape, ShapePlanner, Stopping
 from autoshard.pipeline.plan.stage_plans import StageBudget, StagePlanner, StageTarget
 from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
+from autoshard.pipeline.run.stage_planner import StageStepPlanner
 from autoshard.pipeline.schedule.actions import schedule
 from autoshard.pipeline.schedule.costs import simulate
-from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planner import Planner
 from autoshard.runtime.module_runtime import Runtime
 from autoshard.runtime.program_maker import ProgramMaker
@@ -43,7 +43,7 @@ from autoshard.specs.axes import MeshShape
 from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests import models
 from tests.pipeline import small_pipelines
-from tests.pipeline.chain import Chain
+from tests.pipeline.chain import ModuleChain
 from tests.pipeline.small_pipelines import gpt, gpt_plan, quick_target, tower
 from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links
@@ -85,15 +85,15 @@ def test_the_stages_of_a_plan_do_what_the_model_does() -> None:
             alone = copy.deepcopy(module)
             loss = alone(**part)[1]
             loss.backward()
-            graph = export_forward(module, (), part)
+            graph = capture_microbatch(module, (), part)
             plan.check(MeshShape.of({"pp": 2, "x": 2}), forward_fingerprint(graph))
             stages = cut(graph, plan.stage_of, plan.schedule.stages, plan.recomputed)
             for stage, decided in zip(stages, plan.stages, strict=True):
                 cluster = stage_cluster(fast_links(), plan.mesh, plan.axis)
                 own = stage_target(quick_target(), cluster, decided, input_names(stage))
-                planner = ModulePlanner(stage.module, MeshShape.of(mesh), own)
+                planner = StageStepPlanner(stage, MeshShape.of(mesh), own)
                 Runtime(ProgramMaker(stage.module, mesh, planner, decided)).start(*stage.example)
-        chain = Chain(graph, stages, (), part)
+        chain = ModuleChain(graph, stages, (), part)
         with default_float64():
             ours = chain.forward()[1]
             chain.backward()
@@ -322,8 +322,7 @@ def test_what_was_captured_for_one_mesh_serves_others(monkeypatch: pytest.Monkey
     def capture(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the same stages are captured again")
 
-    monkeypatch.setattr("autoshard.pipeline.plan.stage_reuse.capture", capture)
-    monkeypatch.setattr("autoshard.pipeline.plan.stage_reuse.export_forward", capture)
+    monkeypatch.setattr("autoshard.pipeline.plan.stage_reuse.capture_microbatch", capture)
     again = planned({"pp": 2, "x": 2}, captures=captures)
     assert (again.stage_of, again.costs, again.stages[0].decisions) == (
         first.stage_of,
@@ -337,7 +336,7 @@ def test_no_hand_made_cut_in_layers_is_faster_with_one_forward_one_backward() ->
     module, inputs = tower()
     plan = planned({"pp": 2, "x": 2})
     part = BatchCall(module, (), inputs).split(4)[0].kwargs
-    graph = export_forward(module, (), part)
+    graph = capture_microbatch(module, (), part)
     kind = StageTarget(stage_target(quick_target(), fast_links()), MeshShape.of({"x": 2}))
     planner = StagePlanner([kind], [{}], None)
     links = Links.of(fast_links(), plan.mesh, "pp")

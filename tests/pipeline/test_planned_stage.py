@@ -11,8 +11,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.errors import PlanError
-from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.stage_modules import StageModule, cut
+from autoshard.pipeline.graph.microbatch_step import capture_microbatch
+from autoshard.pipeline.graph.stage_slices import StageModule, cut
 from autoshard.pipeline.plan.pipeline_devices import stage_target
 from autoshard.pipeline.plan.planned_stage import Boundaries, Links, PlannedStage, input_names, stage_costs
 from autoshard.pipeline.plan.stage_plans import StageBudget, StagePlanner, StageTarget
@@ -34,10 +34,11 @@ def planned(
     batch: int = 16,
     **mesh: int,
 ) -> list[PlannedStage]:
-    """The stages of a tower, equally many operators each; all parameters lie so `everywhere`, if that is given."""
+    """The stages of a tower, the last of two layers; all parameters lie so `everywhere`, if that is given."""
     module, inputs = tower(batch)
-    graph = export_forward(module, (), inputs)
-    parts = cut(graph, balance_stages(graph, stages), stages)
+    graph = capture_microbatch(module, (), inputs)
+    stage_of = {each.name: place * stages // 16 for place, each in enumerate(graph.operators)}
+    parts = cut(graph, stage_of, stages)
     asked = stage_target(quick_target(), fast_links())
     pins = {} if everywhere is None else {name: (everywhere,) for name, _ in module.named_parameters()}
     return StagePlanner([StageTarget(asked, MeshShape.of(mesh))], [pins], None).plan(parts, [room] * stages)
@@ -132,7 +133,7 @@ def test_recomputed_layers_are_run_again_and_save_less() -> None:
 
 def test_stages_that_are_alike_are_planned_once_and_cost_the_same() -> None:
     module, inputs = tower(512)
-    graph = export_forward(module, (), inputs)
+    graph = capture_microbatch(module, (), inputs)
     stage_of = {node.name: min(place // 2, 5) for place, node in enumerate(graph.operators)}
     replicated = {name: (Replicate(),) for name, _ in module.named_parameters()}
     asked = StageTarget(stage_target(quick_target(), fast_links()), MeshShape.of({"x": 2}))
@@ -170,7 +171,7 @@ def test_modules_are_the_first_and_the_last_with_parameters() -> None:
 
 def test_tied_parameters_are_sharded_where_it_is_dear_to_add_up_their_gradients() -> None:
     module, inputs = gpt()
-    graph = export_forward(module, (), inputs)
+    graph = capture_microbatch(module, (), inputs)
     parts = cut(graph, balance_stages(graph, 2), 2)
     cluster, mesh = Cluster.of("cpu"), MeshShape.of({"pp": 2, "x": 2})
     slow = dataclasses.replace(cluster, inside=Link(bandwidth=1e3, latency=1e-4))
@@ -201,7 +202,7 @@ WHOLE = (Replicate(),)
 
 def stages(batch: int = 4) -> list[StageModule]:
     module, inputs = model("mlp")
-    graph = export_forward(module, (), {name: tensor[:batch] for name, tensor in inputs.items()})
+    graph = capture_microbatch(module, (), {name: tensor[:batch] for name, tensor in inputs.items()})
     return cut(graph, balance_stages(graph, 2), 2)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.graph.forward_export import read_stage_graph
+from autoshard.pipeline.graph.operator_costs import read_stage_graph
 from autoshard.pipeline.graph.stage_problem import StageDevice
 from autoshard.pipeline.graph.stages import assign_stages
 from autoshard.pipeline.plan.planned_stage import Links

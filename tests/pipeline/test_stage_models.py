@@ -1,4 +1,4 @@
-"""Stages of real models: right along the edges of the exported graph, balanced, and cut where little crosses."""
+"""Stages of real models: right along the edges of the step, balanced, and cut where little crosses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from functools import cache
 
 import pytest
 import torch
-from torch import fx
 
-from autoshard.pipeline.graph.forward_export import ExportedModule, read_stage_graph
+from autoshard.pipeline.graph.microbatch_step import MicrobatchStep
+from autoshard.pipeline.graph.operator_costs import read_stage_graph
 from autoshard.pipeline.graph.stage_graph import StageGraph, coarsen
 from autoshard.pipeline.graph.stage_problem import StageDevice, StageProblem
+from autoshard.pipeline.graph.stage_slices import cut
 from autoshard.pipeline.graph.stage_solvers import StageProgram
 from autoshard.pipeline.graph.stages import Stages, assign_stages
 from autoshard.solver.linear import minimise
@@ -21,9 +22,9 @@ from tests.pipeline.random_graphs import held_bytes, imbalance
 
 
 @cache
-def _model(name: str) -> tuple[ExportedModule, StageGraph]:
-    forward = export_call(*ZOO[name]())
-    return forward, read_stage_graph(forward, cost_model())
+def _model(name: str) -> tuple[MicrobatchStep, StageGraph]:
+    step = export_call(*ZOO[name]())
+    return step, read_stage_graph(step, cost_model())
 
 
 @cache
@@ -43,21 +44,22 @@ def _assign(graph: StageGraph, count: int, **options: float) -> Stages:
 @pytest.mark.parametrize(("count", "bandwidth"), [(2, 25e9), (4, 25e9), (3, 1e7)])
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama", "hf_t5", "unet", "resnet18"])
 def test_stages_never_go_back(name: str, count: int, bandwidth: float) -> None:
-    forward, graph = _model(name)
+    step, graph = _model(name)
     devices = [StageDevice(bandwidth)] * count
     stages = assign_stages(graph, devices, [1] * count)
-    nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
-    assert set(stages.stage_of) == {node.name for node in nodes}
+    assert set(stages.stage_of) == {each.name for each in step.operators}
     assert set(stages.stage_of.values()) == set(range(count))
+    placed = [stages.stage_of[each.name] for each in step.operators]
     assert all(
-        stages.stage_of[source.name] <= stages.stage_of[node.name]
-        for node in nodes
+        placed[owner] <= placed[place]
+        for place, each in enumerate(step.operators)
+        for node in each.nodes
         for source in node.all_input_nodes
-        if source.op == "call_function"
+        if (owner := step.owner(source)) is not None
     )
     assert imbalance(graph, devices, stages) <= max(stages.tolerance, 0.1)
     assert stages.totals.objective == pytest.approx(_least_objective(graph, devices, [1] * count, stages), rel=1e-5)
-    assert list(stages.totals.forward_bytes) == _crossing(forward.graph, stages, count, set(forward.forward.outputs))
+    assert list(stages.totals.forward_bytes) == _crossing(step, stages, count)
 
 
 def _least_objective(
@@ -69,21 +71,10 @@ def _least_objective(
     return minimise(program.program, time_limit=60).bound / program.scale
 
 
-def _crossing(graph: fx.Graph, stages: Stages, count: int, outputs: set[fx.Node]) -> list[int]:
-    """Bytes over every boundary, node by node of the exported graph."""
-    crossing = [0] * (count - 1)
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(value, torch.Tensor):
-            continue
-        reading = {stages.stage_of[user.name] for user in node.users if user.op == "call_function"}
-        reading |= {count - 1} if node in outputs else set()
-        again = stages.recomputed.get(node.name, ())
-        for stage in range(stages.stage_of[node.name] + 1, count):
-            until = min((later for later in again if later > stage), default=count)
-            if stage not in again and any(stage <= reader < until for reader in reading):
-                crossing[stage - 1] += value.numel() * value.element_size()
-    return crossing
+def _crossing(step: MicrobatchStep, stages: Stages, count: int) -> list[int]:
+    """Bytes over every boundary, as the step is cut."""
+    parts = cut(step, stages.stage_of, count, stages.recomputed)
+    return [sum(value.like.nbytes for value in part.passed) for part in parts[:-1]]
 
 
 @pytest.mark.parametrize("count", [2, 4])

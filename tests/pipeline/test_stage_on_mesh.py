@@ -8,12 +8,18 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.options.options import collect_options
+from autoshard.options.target import Target
+from autoshard.pipeline.graph.microbatch_step import capture_microbatch
+from autoshard.pipeline.graph.stage_slices import cut
+from autoshard.pipeline.run.stage_planner import StageStepPlanner
+from autoshard.runtime.module_runtime import Runtime
+from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.shards import gather_full_tensor
+from autoshard.specs.axes import MeshShape
 from autoshard.tools.verify.float64 import Float64Mode, default_float64
 from tests import models
-from tests.pipeline.chain import Chain, balance_stages
+from tests.pipeline.chain import ModuleChain, balance_stages
 from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links
 
@@ -30,11 +36,13 @@ def test_stages_on_meshes_do_what_the_model_does(name: str) -> None:
             alone = copy.deepcopy(module)
             loss = _loss(alone(**inputs))
             loss.backward()
-            graph = export_forward(module, (), inputs)
+            graph = capture_microbatch(module, (), inputs)
             stages = cut(graph, balance_stages(graph, 2), 2)
             for stage in stages:
-                autoshard.parallelize(stage.module, mesh, *stage.example, cluster=fast_links(), search=quickly)
-        chain = Chain(graph, stages, (), inputs)
+                own = Target.of(collect_options("plan", {"cluster": fast_links(), "search": quickly}), "cpu")
+                planner = StageStepPlanner(stage, MeshShape.of(mesh), own.on_mesh(MeshShape.of(mesh)))
+                Runtime(ProgramMaker(stage.module, mesh, planner, None)).start(*stage.example)
+        chain = ModuleChain(graph, stages, (), inputs)
         with default_float64():
             ours = _loss(chain.forward())
             chain.backward()

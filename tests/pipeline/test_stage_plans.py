@@ -13,8 +13,8 @@ import pytest
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Link
 from autoshard.errors import BudgetError
-from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.pipeline.graph.microbatch_step import capture_microbatch
+from autoshard.pipeline.graph.stage_slices import cut
 from autoshard.pipeline.plan.pipeline_devices import stage_target
 from autoshard.pipeline.plan.planned_stage import stage_costs
 from autoshard.pipeline.plan.stage_plans import (
@@ -39,7 +39,7 @@ TOO_LITTLE = StageBudget(1000, "none")
 @pytest.fixture
 def stages() -> list[Any]:
     module, inputs = tower()
-    graph = export_forward(module, (), inputs)
+    graph = capture_microbatch(module, (), inputs)
     return cut(graph, balance_stages(graph, 2), 2)
 
 

@@ -1,4 +1,4 @@
-"""Stages that are alike but for names: one is captured, and its graph serves the others under their own names."""
+"""Stages that are alike but for names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture.joint import JointGraph, capture
 from autoshard.errors import PlanError
-from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
 from autoshard.pipeline.graph.microbatch import BatchCall
-from autoshard.pipeline.graph.stage_modules import StageModule, cut
-from autoshard.pipeline.plan.stage_reuse import StageCaptures, export_microbatch, structural_text
+from autoshard.pipeline.graph.microbatch_step import MicrobatchStep, capture_microbatch
+from autoshard.pipeline.graph.stage_slices import StageModule, cut
+from autoshard.pipeline.plan.stage_reuse import captured_microbatch, structural_fingerprint, task_graph_marks
+from autoshard.planner.regions import with_regions
 from tests.targets import target as target_of
 
 STAGES = 4
@@ -50,52 +50,36 @@ class Deep(nn.Module):
 
 def parts(module: nn.Module) -> list[StageModule]:
     """A layer on every stage."""
-    return parts_of(export_forward(module, (torch.empty(4, 8),), {}))
+    return parts_of(capture_microbatch(module, (torch.empty(4, 8),), {}))
 
 
-def parts_of(graph: ExportedModule) -> list[StageModule]:
+def parts_of(step: MicrobatchStep) -> list[StageModule]:
     """A layer on every stage."""
     stage_of, stage = {}, 0
-    for node in graph.operators:
-        paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-        stage = next((int(path.split(".")[1]) for path in reversed(paths) if path.startswith("layers.")), stage)
-        stage_of[node.name] = stage
-    return cut(graph, stage_of, STAGES)
+    for each in step.operators:
+        path = step.joint.module_path(each.nodes[0])
+        stage = int(path.split(".")[1]) if path.startswith("layers.") else stage
+        stage_of[each.name] = stage
+    return cut(step, stage_of, STAGES)
 
 
-def described(graph: JointGraph) -> list[object]:
-    nodes = [
-        (node.name, node.op, str(node.target), graph.module_path(node), graph.phase(node)) for node in graph.graph.nodes
-    ]
-    inputs = [(one.kind, one.name, one.node.name) for one in graph.inputs]
-    outputs = [(one.kind, one.name, one.node and one.node.name, one.tangent) for one in graph.outputs]
-    return [nodes, inputs, outputs, graph.aliases, graph.call, graph.result, graph.signature, graph.fingerprint]
+def text(stage: StageModule) -> object:
+    """Equal for stages that are alike but for names."""
+    return structural_fingerprint(stage.step), task_graph_marks(stage.step)
 
 
-def test_the_graph_of_a_stage_that_is_alike_is_what_its_own_capture_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = parts(Deep())
-    alone = [capture(stage.module, *stage.example) for stage in stages]
-    captured: list[int] = []
-
-    def watched(*args: object, **kwargs: object) -> JointGraph:
-        captured.append(1)
-        return capture(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("autoshard.pipeline.plan.stage_reuse.capture", watched)
-    captures = StageCaptures()
-    shared = [captures.joint_graph(stage) for stage in stages]
-    assert len(captured) == 3  # the first takes the batch and the last makes the loss; those between are alike
-    assert [described(graph) for graph in shared] == [described(graph) for graph in alone]
-    assert captures.joint_graph(stages[2]) is shared[2]
+def test_equal_stages_of_two_cuts_are_one() -> None:
+    step = capture_microbatch(Deep(), (torch.empty(4, 8),), {})
+    assert [one.step is other.step for one, other in zip(parts_of(step), parts_of(step), strict=True)] == [True] * 4
 
 
 def test_stages_that_do_something_else_are_not_alike() -> None:
     one, other = parts(Deep()), parts(Deep(dropout=True))
-    assert structural_text(one[1]) == structural_text(one[2]) == structural_text(other[1])
-    assert structural_text(other[2]) != structural_text(one[2])
+    assert text(one[1]) == text(one[2]) == text(other[1])
+    assert text(other[2]) != text(one[2])
     frozen = Deep()
     frozen.layers[2].up.weight.requires_grad_(False)
-    assert structural_text(parts(frozen)[2]) != structural_text(one[2])
+    assert text(parts(frozen)[2]) != text(one[2])
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -107,25 +91,21 @@ def test_regions_are_in_the_steps_of_stages_that_are_alike(marked: bool) -> None
         hints = {"layers.1.up": autoshard.keep()}
     target = target_of(hints=hints)
     call = BatchCall(module, (torch.empty(8, 8),), {})
-    stages = parts_of(export_microbatch(call, 2, target, dynamic=False))
-    texts = [structural_text(stage) for stage in stages]
-    assert texts[1] != texts[2]
-    captures = StageCaptures()
-    steps = [captures.joint_graph(stage) for stage in stages]
+    stages = parts_of(captured_microbatch(call, 2, target, dynamic=False))
+    steps = [with_regions(stage.step, None, ()) for stage in stages]
     assert [bool(step.recomputed) for step in steps] == ([True] * 4 if marked else [False, False, False, True])
     assert {step.module_path(node) for step in steps for node in step.graph.nodes if node.name in step.kept} == (
         {"layers.1.up"} if marked else {"layers.1", "layers.1.up", "layers.1.norm"}
     )
-    assert captures.joint_graph(stages[2]) is steps[2]
 
 
 def test_regions_by_themselves_keep_no_stages_apart() -> None:
     call = BatchCall(Deep(mark=autoshard.recompute), (torch.empty(8, 8),), {})
-    stages = parts_of(export_microbatch(call, 2, target_of(), dynamic=False))
-    assert structural_text(stages[1]) == structural_text(stages[2])
+    stages = parts_of(captured_microbatch(call, 2, target_of(), dynamic=False))
+    assert text(stages[1]) == text(stages[2])
 
 
 def test_stages_move_nothing() -> None:
     call = BatchCall(Deep(mark=autoshard.offload), (torch.empty(8, 8),), {})
     with pytest.raises(PlanError, match=r"can not have autoshard.offload\(\) around .*test_stage_reuse.py:\d+ .*: its"):
-        export_microbatch(call, 2, target_of(), dynamic=False)
+        captured_microbatch(call, 2, target_of(), dynamic=False)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import prune
 
 from autoshard.errors import PipelineError, PlanError
-from autoshard.pipeline.graph.forward_export import export_forward
-from autoshard.pipeline.graph.stage_modules import StageModule, cut
+from autoshard.pipeline.graph.microbatch_step import capture_microbatch
+from autoshard.pipeline.graph.stage_slices import StageModule, cut
 from autoshard.pipeline.run.stage_state import (
     Holders,
     TiedParameters,
@@ -54,10 +54,10 @@ def test_stages_become_one_module() -> None:
     """One submodule is parted: its weight is on the one, its bias on the other."""
     stages = [stage("layers.0.weight", "scale"), stage("layers.0.bias", "layers.1.weight")]
     whole = nn.Module()
-    register_stage_state(whole, stages, constants={"scale_buffer"})
+    register_stage_state(whole, stages)
     names = ["layers.0.weight", "scale", "layers.0.bias", "layers.1.weight"]
     assert set(whole.state_dict()) == set(names)
-    assert {name for name, _ in whole.named_buffers()} == {f"{name}_buffer" for name in names if name != "scale"}
+    assert {name for name, _ in whole.named_buffers()} == {f"{name}_buffer" for name in names}
     for one in stages:
         for name, parameter in one.named_parameters():
             assert whole.get_parameter(name) is parameter
@@ -66,8 +66,8 @@ def test_stages_become_one_module() -> None:
 def test_what_is_replaced_in_the_whole_is_replaced_in_its_stage() -> None:
     one = stage("layers.0.weight", "scale")
     whole = nn.Module()
-    register_stage_state(whole, [one], constants=())
-    found = state_entries(one, whole, constants=())
+    register_stage_state(whole, [one])
+    found = state_entries(one, whole)
     whole.load_state_dict({"layers.0.weight": torch.ones(2), "scale": torch.ones(2)}, assign=True)
     relink_entries(found)
     for name in ("layers.0.weight", "scale"):
@@ -102,8 +102,8 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 def test_what_no_stage_can_take_is_refused(name: str) -> None:
     change, message = CHANGES[name]
     one, whole = stage("scale", "layers.0.weight"), nn.Module()
-    register_stage_state(whole, [one], constants=())
-    holders, entries = Holders(nn.Module(), whole), state_entries(one, whole, constants=())
+    register_stage_state(whole, [one])
+    holders, entries = Holders(nn.Module(), whole), state_entries(one, whole)
     former = one.get_parameter("scale")
     whole.scale = nn.Parameter(torch.ones(2))
 
@@ -123,19 +123,19 @@ def test_names_that_are_taken() -> None:
         def train_step(self) -> None: ...
 
     with pytest.raises(PipelineError, match="the model has something called 'train_step', and so has Standing"):
-        register_stage_state(Standing(), [stage("train_step.weight")], constants=())
+        register_stage_state(Standing(), [stage("train_step.weight")])
 
 
 def test_a_stage_that_reads_what_is_elsewhere() -> None:
     with pytest.raises(
         PipelineError, match=r"this call reads layers\.0\.weight on a stage whose rank does not hold it"
     ):
-        state_entries(stage("layers.0.weight"), nn.Module(), constants=())
+        state_entries(stage("layers.0.weight"), nn.Module())
 
 
 def stages() -> list[StageModule]:
     module, inputs = model("gpt", layers=1, tied=True)
-    graph = export_forward(module, (), inputs)
+    graph = capture_microbatch(module, (), inputs)
     return cut(graph, balance_stages(graph, 3), 3)
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.graph.forward_export import export_forward, read_stage_graph
+from autoshard.pipeline.graph.microbatch_step import capture_microbatch
+from autoshard.pipeline.graph.operator_costs import read_stage_graph
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_problem import StageDevice
 from autoshard.pipeline.graph.stages import assign_layers
@@ -67,5 +68,5 @@ def test_what_is_saved_counts_unless_it_may_be_computed_again() -> None:
 def test_operators_know_their_layers() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
     cost = CostModel(Cluster.of("h100"), MeshShape.of({"x": 1}))
-    graph = read_stage_graph(export_forward(module, (torch.empty(4, 8),), {}), cost)
+    graph = read_stage_graph(capture_microbatch(module, (torch.empty(4, 8),), {}), cost)
     assert list(dict.fromkeys(node.layer for node in graph.nodes)) == ["0", "1", "2", "3"]

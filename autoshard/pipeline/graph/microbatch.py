@@ -11,10 +11,11 @@ from torch import fx, nn
 
 from autoshard.capture._torch import pytree
 from autoshard.capture.call_layout import call_layout
-from autoshard.capture.export import ExportedInput
+from autoshard.capture.export import Exported, ExportedInput
+from autoshard.capture.nodes import closure, is_random
 from autoshard.capture.python.state import PythonState
 from autoshard.errors import InputError, PipelineError
-from autoshard.pipeline.graph.forward_export import ExportedModule, ancestors
+from autoshard.pipeline.graph.microbatch_step import MicrobatchStep
 
 # Name of the dynamic size of the samples in a microbatch.
 BATCH = "batch"
@@ -147,11 +148,11 @@ class Loss:
         return torch.where(part == 0, value.new_zeros(()), value * part)
 
 
-def target_count(graph: ExportedModule, loss: fx.Node) -> Count | None:
+def target_count(exported: Exported, loss: fx.Node) -> Count | None:
     """Return a function that counts the targets of a microbatch's loss, where the loss is their mean.
 
     Args:
-        graph: of one microbatch.
+        exported: the forward graph of one microbatch.
         loss: the output that is differentiated.
 
     Returns:
@@ -167,11 +168,11 @@ def target_count(graph: ExportedModule, loss: fx.Node) -> Count | None:
     target = arguments["target"]
     if arguments["weight"] is not None or arguments["reduction"] != _MEAN or target.meta["val"].is_floating_point():
         return None
-    program = _count_program(graph, target, arguments["ignore_index"])
+    program = _count_program(exported, target, arguments["ignore_index"])
     if program is None:
         return None
     read = {node.target for node in program.graph.find_nodes(op="placeholder")}
-    names = {source.name: str(node.target) for node, source in graph.sources.items() if node.target in read}
+    names = {source.name: str(node.target) for node, source in exported.placeholders.items() if node.target in read}
 
     def count(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return program(**{node: inputs[name] for name, node in names.items()})
@@ -188,16 +189,16 @@ def loss_shares(count: Count | None, microbatches: Sequence[Mapping[str, torch.T
     return counts / counts.sum()
 
 
-def _count_program(graph: ExportedModule, target: fx.Node, ignored: int) -> fx.GraphModule | None:
+def _count_program(exported: Exported, target: fx.Node, ignored: int) -> fx.GraphModule | None:
     """Return a program that computes targets from inputs and counts them; None where they depend on anything else."""
     # A count that is drawn, or depends on parameters, could not be known before the step.
-    needed, sources = ancestors([target]), graph.sources
+    needed, sources = closure([target], lambda node: node.all_input_nodes), exported.placeholders
     fixed = any(node.op == "get_attr" or (node in sources and sources[node].kind != "input") for node in needed)
-    if fixed or not graph.random.isdisjoint(node.name for node in needed):
+    if fixed or any(map(is_random, needed)):
         return None
     program = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.graph.nodes:
+    for node in exported.graph.nodes:
         if node in needed:
             copies[node] = program.node_copy(node, copies.__getitem__)
     counts = program.call_function(aten.ne.Scalar, (copies[target], ignored))
@@ -211,25 +212,20 @@ class CallFormat:
 
     Attributes:
         model: the model; its `forward` names the arguments.
-        graph: of one microbatch.
+        step: of one microbatch.
         number: of microbatches.
         batch_dims: as of `BatchCall`.
     """
 
     model: nn.Module
-    graph: ExportedModule
+    step: MicrobatchStep
     number: int
     batch_dims: Mapping[str, int | None] | None = None
 
     @property
-    def constants(self) -> frozenset[str]:
-        """Names of tensors that stages hold, and that are neither parameters nor buffers of the model."""
-        return frozenset(source.name for source in self.graph.forward.inputs if source.kind == "constant")
-
-    @property
     def state(self) -> PythonState:
         """The Python state of the model that the graph depends on, and its effects on that state."""
-        return self.graph.forward.state
+        return self.step.exported.state
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Inputs]:
         """Return the inputs of every microbatch of a call of this kind.
@@ -237,7 +233,7 @@ class CallFormat:
         Raises:
             InputError: the batch does not divide.
         """
-        layout = self.graph.forward.call
+        layout = self.step.exported.call
         names = [leaf for leaf in layout.leaves if isinstance(leaf, str)]
         read = [source.name for source in self._inputs]
         batch: list[Inputs] = []
@@ -257,17 +253,18 @@ class CallFormat:
 
     @property
     def _inputs(self) -> list[ExportedInput]:
-        return [source for source in self.graph.forward.inputs if source.kind == "input"]
+        return [source for source in self.step.exported.inputs if source.kind == "input"]
 
     def join_outputs(self, outputs: Sequence[Sequence[torch.Tensor]], loss: torch.Tensor | None) -> Any:
         """Return the result of the model for a batch: the outputs of all microbatches joined, and its loss."""
-        sizes = {source.fake.shape[0] for source in self._inputs if source.fake.ndim}
+        inputs = (node.meta["val"] for node, item in self.step.sources.items() if item.kind == "input")
+        sizes = {value.shape[0] for value in inputs if value.ndim}
         joined = [_join_chunks(tensors, sizes) for tensors in zip(*outputs, strict=True)]
         # The loss weighs microbatches by their targets, so it is not the mean of theirs.
         output = self.loss()
         if output is not None and loss is not None:
             joined[output.place] = loss
-        return self.graph.forward.result.unflatten(joined)
+        return self.step.exported.result.unflatten(joined)
 
     def loss(self) -> Loss | None:
         """Return the output that training differentiates: the one called `loss`, or the only floating scalar.
@@ -275,11 +272,11 @@ class CallFormat:
         Raises:
             PipelineError: there are several floating scalars, and none is called `loss`.
         """
-        forward = self.graph.forward
+        exported, differentiable = self.step.exported, self.step.joint.histories.differentiable
         scalars = {
-            name: Loss(place, node.meta["val"].dtype, target_count(self.graph, node))
-            for place, (name, node) in enumerate(zip(forward.result.names, forward.outputs, strict=True))
-            if node.name in self.graph.differentiable and node.meta["val"].ndim == 0
+            name: Loss(place, node.meta["val"].dtype, target_count(exported, node))
+            for place, (name, node) in enumerate(zip(exported.result.names, exported.outputs, strict=True))
+            if name in differentiable and node.meta["val"].ndim == 0
         }
         if len(scalars) > 1 and "loss" not in scalars:
             raise PipelineError(

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.joint_graph import fingerprint
 from autoshard.capture.marks import Saving
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.measurements import Grouping
 from autoshard.cluster.worker_shares import Worker, apportion, shares
 from autoshard.errors import MeshError, PlanError
 from autoshard.options.target import Target
-from autoshard.pipeline.graph.forward_export import ExportedModule
+from autoshard.pipeline.graph.microbatch_step import MicrobatchStep
 from autoshard.pipeline.graph.stage_problem import StageDevice
 from autoshard.pipeline.plan.planned_stage import PlannedStage
 from autoshard.pipeline.schedule.costs import StageCosts
@@ -167,9 +166,9 @@ def stage_clusters(cluster: Cluster, mesh: PipelineMesh) -> tuple[Cluster, ...]:
     return tuple(whole.of_ranks(mesh.members(rank)) for rank in range(mesh.ranks))
 
 
-def forward_fingerprint(exported: ExportedModule) -> str:
+def forward_fingerprint(step: MicrobatchStep) -> str:
     """Return a hash of a forward graph that is the same on all ranks and in all runs."""
-    return fingerprint(exported.forward.inputs, (), exported.graph)
+    return step.forward_fingerprint
 
 
 def check_pipeline_options(target: Target) -> None:

@@ -445,7 +445,7 @@ class _PipelinePlanner:
             table=table,
             cluster=self.target.cluster.name,
             contention=self.target.cluster.contention,
-            fingerprint=forward_fingerprint(chosen.microbatch_graph.exported),
+            fingerprint=forward_fingerprint(chosen.microbatch_graph.step),
             timings={**self.shape_planner.seconds, "all": time.perf_counter() - self.start},
             versions={"autoshard": __version__, "torch": torch.__version__},
         )

@@ -99,14 +99,14 @@ class PipelineReplanner:
         title = f"planning of {type(module).__name__} as a pipeline"
         with torch.set_grad_enabled(self.grad), show_progress(target.options.search.verbose, title):
             captures = self.captures or PipelineCaptures(call, self.target)
-            exported = (captures.with_dynamic_batch if plan.in_shares else captures).export(plan.microbatches)
-            plan.check(self.mesh, forward_fingerprint(exported))
+            step = (captures.with_dynamic_batch if plan.in_shares else captures).step(plan.microbatches)
+            plan.check(self.mesh, forward_fingerprint(step))
             try:
                 # Only primitives are part of the graphs, as marks.
                 if _marks(module, target) != _marks(module, self.target):
                     captures = PipelineCaptures(call, target)
                     wanted = replace(wanted, captures=self.captures and captures)
-                elif wanted._is_met_by(plan, module, exported.forward.aliases):
+                elif wanted._is_met_by(plan, module, step.joint.aliases):
                     return Alternative.same(plan)
                 other = plan_pipeline(captures, self.mesh, pipeline, target)
             except (InfeasibleHintError, PipelineError, PlanError) as error:

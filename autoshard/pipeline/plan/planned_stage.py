@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.call_layout import call_layout
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.nodes import closure
 from autoshard.capture.recomputation import graph_of_plan
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
@@ -20,9 +21,8 @@ from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import PlanError
 from autoshard.memory.footprint import Allocation, peak
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.pipeline.graph.forward_export import ancestors
 from autoshard.pipeline.graph.microbatch import BATCH
-from autoshard.pipeline.graph.stage_modules import BoundaryTensor, StageModule
+from autoshard.pipeline.graph.stage_slices import BoundaryTensor, StageModule
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.planner.planner import Planner
 from autoshard.planner.program_memory import allocations
@@ -216,7 +216,8 @@ def _backward_halves(planner: Planner, program: PredictedProgram, inputs: set[st
         The share of the first half in the seconds of both, and the bytes that are kept for the second.
     """
     graph, saved = program.backward.graph, program.backward.saved
-    first = ancestors(node for (kind, name), node in program.outputs.items() if kind == "gradient" and name in inputs)
+    wanted = [node for (kind, name), node in program.outputs.items() if kind == "gradient" and name in inputs]
+    first = closure(wanted, lambda node: node.all_input_nodes)
     issued = operations([graph], planner.mesh.names, planner.prices)
     names = {node.name for node in first}
     total = sum(operation.seconds for operation in issued)

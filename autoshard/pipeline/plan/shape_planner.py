@@ -14,10 +14,10 @@ from autoshard.capture.marks import task_graphs_with_counts
 from autoshard.errors import BudgetError, HintError
 from autoshard.options.options import ALWAYS_RECOMPUTE
 from autoshard.options.target import Target
-from autoshard.pipeline.graph.forward_export import ExportedModule
+from autoshard.pipeline.graph.microbatch_step import MicrobatchStep
 from autoshard.pipeline.graph.stage_graph import StageGraph
-from autoshard.pipeline.graph.stage_modules import cut
 from autoshard.pipeline.graph.stage_problem import StageDevice
+from autoshard.pipeline.graph.stage_slices import cut
 from autoshard.pipeline.graph.stages import Stages, assign_layers, assign_stages, marked_stages
 from autoshard.pipeline.plan.pipeline_devices import (
     PipelineMesh,
@@ -37,7 +37,7 @@ from autoshard.pipeline.plan.stage_plans import (
     merge_limits,
     relaxations,
 )
-from autoshard.pipeline.plan.stage_reuse import PipelineCaptures, structural_text
+from autoshard.pipeline.plan.stage_reuse import PipelineCaptures, structural_fingerprint
 from autoshard.pipeline.schedule.actions import placement
 from autoshard.pipeline.schedule.costs import StageCosts, least_bytes
 from autoshard.planner import hints as hint_rules
@@ -80,13 +80,13 @@ class MicrobatchGraph:
 
     Attributes:
         microbatches: the number of microbatches of the batch.
-        exported: the graph that is cut.
+        step: that is cut.
         graph: the graph that is assigned to stages, priced for the slowest device.
         speeds: the speed of every pipeline rank's devices, relative to the slowest device.
     """
 
     microbatches: int
-    exported: ExportedModule
+    step: MicrobatchStep
     graph: StageGraph
     speeds: tuple[float, ...]
 
@@ -178,8 +178,8 @@ class ShapePlanner:
     def microbatch_graph(self, number: int) -> MicrobatchGraph:
         """Return the forward graph of one of `number` microbatches."""
         start = time.perf_counter()
-        exported, graph = self.captures.export(number), self.captures.stage_graph(number, self.cluster)
-        forward = MicrobatchGraph(number, exported, graph, self._speeds(number, graph))
+        step, graph = self.captures.step(number), self.captures.stage_graph(number, self.cluster)
+        forward = MicrobatchGraph(number, step, graph, self._speeds(number, graph))
         self.seconds["capture"] += time.perf_counter() - start
         return forward
 
@@ -201,7 +201,7 @@ class ShapePlanner:
 
     def stage_marks(self, forward: MicrobatchGraph) -> dict[str, int]:
         """Return the stage of every operator in a marked context with a number of devices; empty for one context."""
-        counted_in = task_graphs_with_counts(forward.exported.graph)
+        counted_in = task_graphs_with_counts(forward.step.exported.graph)
         order = sorted({int(task_graph.place) for task_graph in counted_in.values()})
         if len(order) < 2:
             return {}
@@ -209,7 +209,7 @@ class ShapePlanner:
 
     def device_counts(self, forward: MicrobatchGraph) -> tuple[int, ...]:
         """Return the numbers of devices that marked contexts of `forward` ask for, in order."""
-        task_graphs = task_graphs_with_counts(forward.exported.graph).values()
+        task_graphs = task_graphs_with_counts(forward.step.exported.graph).values()
         counts = {int(task_graph.place): task_graph.primitives[0].devices for task_graph in task_graphs}
         return tuple(devices for _, devices in sorted(counts.items()) if isinstance(devices, int))
 
@@ -293,7 +293,7 @@ class ShapePlanner:
         """Return the marks; raise `HintError` if they are of another number of stages."""
         marked = max(marks.values(), default=-1) + 1
         if marked not in (0, stages):
-            task_graphs = task_graphs_with_counts(forward.exported.graph).values()
+            task_graphs = task_graphs_with_counts(forward.step.exported.graph).values()
             primitives = dict.fromkeys(str(task_graph.primitives[0]) for task_graph in task_graphs)
             per_rank = stages // self.ranks
             raise HintError(
@@ -334,9 +334,9 @@ class ShapePlanner:
         start = time.perf_counter()
         forward = self.microbatch_graph(shape.microbatches)
         cutting = time.perf_counter()
-        parts = cut(forward.exported, stages.stage_of, len(stages.totals.seconds), stages.recomputed)
+        parts = cut(forward.step, stages.stage_of, len(stages.totals.seconds), stages.recomputed)
         self.seconds["stages"] += time.perf_counter() - cutting
-        planner = self._stage_planner(forward.exported)
+        planner = self._stage_planner(forward.step)
         recompute = self.target.settings.recompute if self.target.settings.recompute in ALWAYS_RECOMPUTE else "none"
         ranks = placement(self.ranks, shape.virtual)
         budgets = [StageBudget(None, recompute, self.target_of[rank], shape.microbatches) for rank in ranks]
@@ -354,7 +354,7 @@ class ShapePlanner:
         took = time.perf_counter() - start
         free, least = self.seconds_of(shape, best.costs, False), self._merit(shape, best.costs)
         memories = [device.memory for device in self.devices]
-        texts = [structural_text(part) for part in parts]
+        texts = [structural_fingerprint(part.step) for part in parts]
         for relax in relaxations(self.target.settings.recompute):
             # Once something fits, the time limit ends the search; else only the deadline does.
             late = self.is_over or (self.seconds_left <= 0 and least[0] < math.inf)
@@ -400,7 +400,7 @@ class ShapePlanner:
         )
         return scale_to_shares(costs, self.shares[rank], self.memory_shares[rank])
 
-    def _stage_planner(self, exported: ExportedModule) -> StagePlanner:
+    def _stage_planner(self, step: MicrobatchStep) -> StagePlanner:
         if self._planner is None:
             # One for all shapes: it reuses the plans of stages that are equal.
             hints, module = self.target.hints, self.captures.call.module
@@ -408,8 +408,8 @@ class ShapePlanner:
             names = [name for name, _ in module.named_modules()]
             # Hints are resolved in the whole model: in a single stage most of them would match nothing.
             pinned = [
-                hint_rules.resolve(hints, shapes, exported.forward.aliases, names, stage.mesh) for stage in self.targets
+                hint_rules.resolve(hints, shapes, step.joint.aliases, names, stage.mesh) for stage in self.targets
             ]
-            self._planner = StagePlanner(self.targets, pinned, hints, self.captures.stage_captures, self.links)
+            self._planner = StagePlanner(self.targets, pinned, hints, self.links)
             self.seconds = self._planner.seconds = {**self._planner.seconds, **self.seconds}
         return self._planner

@@ -21,10 +21,9 @@ from autoshard.options import Hints
 from autoshard.options.options import ALWAYS_RECOMPUTE
 from autoshard.options.target import Target
 from autoshard.patterns.decisions import Decisions
-from autoshard.pipeline.graph.stage_modules import StageModule
+from autoshard.pipeline.graph.stage_slices import StageModule
 from autoshard.pipeline.plan.planned_stage import Links, PlannedStage, parts_are_equal
 from autoshard.pipeline.plan.stage_reuse import (
-    StageCaptures,
     rename_decisions,
     structural_fingerprint,
     task_graph_marks,
@@ -33,6 +32,7 @@ from autoshard.pipeline.schedule.actions import placement
 from autoshard.pipeline.schedule.costs import StageCosts, rest_bytes
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, recomputing_planner, run_planner, with_provenance
+from autoshard.planner.regions import with_regions
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
@@ -85,7 +85,6 @@ class StagePlanner:
         targets: for every kind of devices.
         pinned: for every target, the placements that hints pin.
         hints: of the user, as the plans of stages record them.
-        captures: of stages of the same model that were planned before.
         links: along the pipeline, over which gradients of tied parameters are summed; free by default.
 
     Attributes:
@@ -98,7 +97,6 @@ class StagePlanner:
         targets: Sequence[StageTarget],
         pinned: Sequence[Pins],
         hints: Hints | None,
-        captures: StageCaptures | None = None,
         links: Links | None = None,
     ) -> None:
         self.links = links
@@ -107,9 +105,9 @@ class StagePlanner:
         self.pinned = tuple(pinned)
         self.hints = hints
         self.seconds: dict[str, float] = {"capture": 0.0, "plan": 0.0}
-        self._captures = captures or StageCaptures()
         # A planner's operators and reshards serve later planners of the same devices and price of reductions.
         self._planner_by_target: dict[tuple[int, int], Planner] = {}
+        self._steps: dict[JointGraph, JointGraph] = {}
         self._known_stages: dict[Any, PlannedStage] = {}
         # Planners of the same stage with another limit or no limit: what they know of it holds under every limit.
         self._earlier_planners: dict[Any, Planner] = {}
@@ -319,10 +317,10 @@ class StagePlanner:
         return with_provenance(planner.describe(candidate), planner, 0.0, target)
 
     def _graph(self, stage: StageModule, target: Target) -> JointGraph:
-        start = time.perf_counter()
-        graph = self._captures.joint_graph(stage, dynamic=target.shares is not None)
-        self.seconds["capture"] += time.perf_counter() - start
-        return graph
+        """Return the step of a stage, with what hints and the model's code say is run again or kept."""
+        if stage.step not in self._steps:
+            self._steps[stage.step] = with_regions(stage.step, None, ())
+        return self._steps[stage.step]
 
 
 # The most limits among stages that are alike: each takes another plan.

@@ -156,7 +156,7 @@ class PipelineModule(nn.Module):
         plan = call_cache.plan
         held = call_cache.own_stages(first.stages)
         order = [name for name, _ in call_cache.model.named_parameters(remove_duplicate=False)]
-        register_stage_state(self, [stage.module for stage in held], first.call_format.constants, order)
+        register_stage_state(self, [stage.module for stage in held], order)
         self.sharding_plan = plan
         self.training = call_cache.model.training
         self._call_cache = call_cache
@@ -410,7 +410,7 @@ def build_pipeline_module(
     Raises:
         PlanError: the plan is of another model or mesh, or places a tied parameter in two ways; or a pipeline can not
             have an option.
-        CaptureError, InputError: as for `export_forward` and `BatchCall.split`.
+        CaptureError, InputError: as for `capture_microbatch` and `BatchCall.split`.
         PipelineError: the schedule can't be run.
     """
     check_pipeline_options(target)
@@ -418,7 +418,7 @@ def build_pipeline_module(
     call_cache.compare_calls(call.args, call.kwargs)
     Holders(call.module, nn.Module()).check_hooks()
     prepared = call_cache.cut(call.args, call.kwargs)
-    plan.check(MeshShape.of(device_mesh), forward_fingerprint(prepared.call_format.graph))
+    plan.check(MeshShape.of(device_mesh), forward_fingerprint(prepared.call_format.step))
     check_same_placements(prepared.stages, plan.stages)
     call_cache.parallelize(prepared)
     # Only now, since parallelizing gives each stage parameters of its own.

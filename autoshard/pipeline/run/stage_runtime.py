@@ -22,14 +22,14 @@ from autoshard.errors import AutoshardError, PipelineError, summary_of
 from autoshard.options.target import Target
 from autoshard.pipeline._torch import ActionsRuntime, MultiPeerStage, check_messages, make_group
 from autoshard.pipeline.graph.microbatch import BatchCall, CallFormat, Inputs, Loss, loss_shares
-from autoshard.pipeline.graph.stage_modules import StageModule, cut
+from autoshard.pipeline.graph.stage_slices import StageModule, cut
 from autoshard.pipeline.plan.pipeline_devices import PipelineMesh, stage_clusters, stage_target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.planned_stage import Boundaries, Tensors, input_names
-from autoshard.pipeline.plan.stage_reuse import export_microbatch
+from autoshard.pipeline.plan.stage_reuse import captured_microbatch
+from autoshard.pipeline.run.stage_planner import StageStepPlanner
 from autoshard.pipeline.run.stage_state import StateEntry, relink_entries, state_entries
 from autoshard.pipeline.schedule.actions import Action, ActionKind, Schedule, runtime_actions
-from autoshard.planner.module_planner import ModulePlanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.calls import describe_call
 from autoshard.runtime.gradient_sums import GradientSums
@@ -390,10 +390,11 @@ class CallCache:
         """
         plan, number = self.plan, self.plan.schedule.microbatches
         call = BatchCall(self.model, args, kwargs, self._batch_dims)
-        graph = export_microbatch(call, number, self._target, dynamic=plan.in_shares)
-        call_format = CallFormat(self.model, graph, number, self._batch_dims)
+        # With gradients, which tell what is the loss; without them, the stages have forward halves alone.
+        step = captured_microbatch(call, number, self._target, dynamic=plan.in_shares)
+        call_format = CallFormat(self.model, step, number, self._batch_dims)
         call_format.check()
-        names = {node.name for node in graph.operators}
+        names = {each.name for each in step.operators}
         unknown = names - plan.stage_of.keys()
         if unknown:
             raise PipelineError(
@@ -401,8 +402,9 @@ class CallCache:
                 f"plan was made for another kind of call. Make the pipeline with an example of this one."
             )
         stage_of = {name: stage for name, stage in plan.stage_of.items() if name in names}
-        recomputed = {name: stages for name, stages in plan.recomputed.items() if name in names}
-        stages = tuple(cut(graph, stage_of, plan.schedule.stages, recomputed))
+        recomputed = {name: stages for name, stages in plan.recomputed.items() if name in step.tensors}
+        stages = tuple(cut(step, stage_of, plan.schedule.stages, recomputed, grad=torch.is_grad_enabled()))
+        step.slices.clear()  # the parameters of other ranks are freed
         held = [(stage, self._boundaries.messages(stage)) for stage in self.own_stages(stages)]
         device = torch.device(self.device_mesh.device_type)
         if device.type != "cpu":
@@ -454,7 +456,7 @@ class CallCache:
         return ProgramMaker(
             stage.module,
             self._mesh,
-            ModulePlanner(stage.module, MeshShape.of(self._mesh), target),
+            StageStepPlanner(stage, MeshShape.of(self._mesh), target),
             plan,
             index,
             later=runtime.second_halves.get(index),
@@ -476,9 +478,6 @@ class CallCache:
 
     def state_entries(self, prepared: PreparedCall, whole: nn.Module) -> tuple[StateEntry, ...]:
         """Return the entries in `whole` of the parameters and buffers of this rank's stages."""
-        constants = prepared.call_format.constants
         return tuple(
-            entry
-            for stage in self.own_stages(prepared.stages)
-            for entry in state_entries(stage.module, whole, constants)
+            entry for stage in self.own_stages(prepared.stages) for entry in state_entries(stage.module, whole)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PipelineError, PlanError
-from autoshard.pipeline.graph.stage_modules import StageModule, owner_of
+from autoshard.pipeline.graph.stage_slices import StageModule, owner_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.shards import local_of, set_tensor
 from autoshard.specs.spec import Spec
@@ -37,15 +37,12 @@ class StateEntry(NamedTuple):
     text: str
 
 
-def register_stage_state(
-    whole: nn.Module, stages: Sequence[nn.Module], constants: Collection[str], order: Sequence[str] = ()
-) -> None:
+def register_stage_state(whole: nn.Module, stages: Sequence[nn.Module], order: Sequence[str] = ()) -> None:
     """Register the parameters and buffers of stages in `whole`, under the same paths.
 
     Args:
         whole: a module without any of them.
         stages: modules whose parameters and buffers have the names of the model.
-        constants: names of buffers of stages that are no buffers of the model.
         order: names of parameters as the model lists them. The first name of a tied parameter is then the model's first
             on all ranks, by which checkpoints of optimizers know it.
 
@@ -59,12 +56,11 @@ def register_stage_state(
         owner.register_parameter(key, parameter)
     for stage in stages:
         for name, buffer in stage.named_buffers(remove_duplicate=False):
-            if name not in constants:
-                owner, key = _owner(whole, name)
-                owner.register_buffer(key, buffer, key not in _holder(stage, name)._non_persistent_buffers_set)
+            owner, key = _owner(whole, name)
+            owner.register_buffer(key, buffer, key not in _holder(stage, name)._non_persistent_buffers_set)
 
 
-def state_entries(stage: nn.Module, whole: nn.Module, constants: Collection[str]) -> list[StateEntry]:
+def state_entries(stage: nn.Module, whole: nn.Module) -> list[StateEntry]:
     """Return the entries of the parameters and buffers of a stage in the whole.
 
     Raises:
@@ -72,7 +68,7 @@ def state_entries(stage: nn.Module, whole: nn.Module, constants: Collection[str]
     """
     entries: list[StateEntry] = []
     names = [("_parameters", name) for name, _ in stage.named_parameters(remove_duplicate=False)]
-    names += [("_buffers", name) for name, _ in stage.named_buffers(remove_duplicate=False) if name not in constants]
+    names += [("_buffers", name) for name, _ in stage.named_buffers(remove_duplicate=False)]
     for kind, name in names:
         key = name.rpartition(".")[2]
         # The whole may lack the submodule, or have it without this tensor.

@@ -1,23 +1,22 @@
-"""The forward graph of a module, ready to be cut.
-
-Reading exported graphs: gradients, saved bytes, what cannot be parted, and what can be made once more.
-"""
+"""The step of a microbatch, ready to be cut; its stage graph: seconds, saved bytes, and what can be computed anew."""
 
 from __future__ import annotations
-
-import operator
 
 import pytest
 import torch
 from torch import nn
 
+from autoshard.capture.step_marks import GRADIENT_OF, tensor_name
 from autoshard.errors import CaptureError
 from autoshard.memory.optimizer import optimizer_memory
-from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward, read_stage_graph
+from autoshard.pipeline.graph.microbatch_step import MicrobatchStep, capture_microbatch
+from autoshard.pipeline.graph.operator_costs import read_stage_graph
 from autoshard.pipeline.graph.stage_graph import StageGraph, StageNode, StageValue
 from tests import models
 from tests.models.basic import mlp
+from tests.pipeline.chain import balance_stages
 from tests.pipeline.exporting import cost_model, export_call
+from tests.pipeline.test_stage_slices import check
 from tests.releases import skip_without
 
 
@@ -41,51 +40,50 @@ class _Model(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def graph() -> ExportedModule:
-    return export_forward(_Model(), (torch.randn(2, 4),), {})
+def step() -> MicrobatchStep:
+    return capture_microbatch(_Model(), (torch.randn(2, 4),), {})
 
 
-def test_what_is_changed_in_place_stays_together_up_to_its_last_change(graph: ExportedModule) -> None:
-    (group,) = graph.together
-    targets = {node.name: str(node.target) for node in graph.operators}
-    assert [targets[name].split(".")[1] for name in group] == ["zeros", "select", "copy_", "cos", "add_"]
+def test_changes_in_place_of_what_forward_makes_keep_nothing_together(step: MicrobatchStep) -> None:
+    assert not step.together
+    names = [each.name for each in step.operators]
+    assert {"zeros", "cos", "linear", "dropout", "split", "cat"} <= {*names}
+    assert "exp" not in names  # nothing reads it
 
 
-def test_only_live_operators_that_compute_are_left(graph: ExportedModule) -> None:
-    targets = {str(node.target) for node in graph.operators}
-    assert not targets & {"aten.exp.default", "aten._assert_tensor_metadata.default"}
+def test_every_node_of_the_step_belongs_to_an_operator_or_adds_up_gradients(step: MicrobatchStep) -> None:
+    for node in step.joint.graph.nodes:
+        if node.op == "call_function" and step.joint.phase(node) == "backward":
+            assert (node in step.owners) == (node.target is not GRADIENT_OF and node not in step.sums)
+    by_name = {each.name: each for each in step.operators}
+    assert {str(node.target).split(".")[1] for node in by_name["dropout"].backward} == {"native_dropout_backward"}
+    assert not by_name["cos"].backward
 
 
-def test_no_operator_takes_a_result_of_several_tensors_whole(graph: ExportedModule) -> None:
-    for node in graph.operators:
-        if not isinstance(node.meta["val"], torch.Tensor):
-            assert {user.target for user in node.users} == {operator.getitem}
-    (joined,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
-    assert {one.name for one in joined.all_input_nodes} <= graph.differentiable
+def test_gradients_and_chance_are_known(step: MicrobatchStep) -> None:
+    assert step.random == {"dropout"}
+    differentiated = {tensor_name(node) for node in step.gradients if node.op == "call_function"}
+    assert {"linear", "dropout", "cat"} <= differentiated
+    assert not {"zeros", "cos"} & differentiated
+    without = capture_microbatch(step.module, (torch.randn(2, 4),), {}, grad=False)
+    assert not without.gradients
+    assert [each.name for each in without.operators] == [each.name for each in step.operators]
 
 
-def test_gradients_and_chance_are_known(graph: ExportedModule) -> None:
-    assert graph.random == {"dropout"}
-    assert {"linear", "dropout", "cat"} <= graph.differentiable
-    assert not {"zeros", "cos", "x"} & graph.differentiable
-    without = export_forward(graph.module, (torch.randn(2, 4),), {}, grad=False)
-    assert not any(node.name in without.differentiable for node in without.operators)
-
-
-def test_inputs_and_outputs_have_the_names_of_the_module(graph: ExportedModule) -> None:
-    assert {(source.kind, source.name) for source in graph.sources.values()} >= {
+def test_inputs_and_outputs_have_the_names_of_the_module(step: MicrobatchStep) -> None:
+    assert {(source.kind, source.name) for source in step.sources.values()} >= {
         ("parameter", "linear.weight"),
         ("parameter", "linear.bias"),
         ("input", "x"),
     }
-    assert graph.forward.result.names == ("y", "early")
-    assert graph.forward.result.unflatten([1, 2]) == {"y": 1, "early": 2, "number": 3}
+    assert step.joint.result.names == ("y", "early")
+    assert step.joint.result.unflatten([1, 2]) == {"y": 1, "early": 2, "number": 3}
 
 
 def test_real_weights_are_not_touched() -> None:
     module, inputs = models.resnet18(batch=2)
     before = {name: (tensor, tensor.clone()) for name, tensor in module.state_dict(keep_vars=True).items()}
-    export_forward(module, (), inputs)
+    capture_microbatch(module, (), inputs)
     after = module.state_dict(keep_vars=True)
     assert all(after[name] is tensor and torch.equal(tensor, copy) for name, (tensor, copy) in before.items())
 
@@ -96,8 +94,8 @@ class _Branching(nn.Module):
 
 
 def test_what_cannot_be_captured_is_refused_with_the_line() -> None:
-    with pytest.raises(CaptureError, match=r"test_forward_export.py:\d+ \(return x if x.sum"):
-        export_forward(_Branching(), (torch.randn(2, 4),), {})
+    with pytest.raises(CaptureError, match=r"test_microbatch_step.py:\d+ \(return x if x.sum"):
+        capture_microbatch(_Branching(), (torch.randn(2, 4),), {})
 
 
 class _Mapping(nn.Linear):
@@ -111,11 +109,22 @@ class _Tangent(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [_Mapping, _Tangent])
-def test_transforms_are_refused_with_the_line(kind: type[nn.Module]) -> None:
+def test_transforms_are_cut(kind: type[nn.Module]) -> None:
     if kind is _Tangent:
         skip_without("export of torch.func.jvp")
-    with pytest.raises(CaptureError, match=r"test_forward_export.py:\d+ \(return torch.* no pipeline does"):
-        export_forward(kind(4, 4), (torch.randn(2, 4),), {})
+    torch.manual_seed(0)
+    module, x = _Around(kind(4, 4)).double(), torch.randn(2, 4, dtype=torch.float64)
+    step = capture_microbatch(module, (), {"x": x})
+    check(step, {"x": x}, balance_stages(step, 2), 2)
+
+
+class _Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(4, 4), inner, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.inner(self.before(x).tanh())).square().mean()
 
 
 class _Keeping(nn.Linear):
@@ -136,21 +145,21 @@ class _Noting(nn.Module):
 
 
 def test_tensors_set_as_attributes_are_refused_with_the_line() -> None:
-    with pytest.raises(CaptureError, match=r"forward_export.py:\d+ \(self.first.mean = .*tensor \(self.first.mean\)"):
-        export_forward(_Noting(), (torch.randn(2, 4),), {})
+    with pytest.raises(CaptureError, match=r"microbatch_step.py:\d+ \(self.first.mean = .*tensor \(self.first.mean\)"):
+        capture_microbatch(_Noting(), (torch.randn(2, 4),), {})
 
 
 def test_tensors_kept_in_containers_are_refused_with_the_line() -> None:
     with pytest.raises(
-        CaptureError, match=r"test_forward_export.py:\d+ \(self.kept = .*keeps a tensor \(self.kept\['mean'\]\)"
+        CaptureError, match=r"test_microbatch_step.py:\d+ \(self.kept = .*keeps a tensor \(self.kept\['mean'\]\)"
     ):
-        export_forward(_Keeping(4, 4), (torch.randn(2, 4),), {})
+        capture_microbatch(_Keeping(4, 4), (torch.randn(2, 4),), {})
 
 
-def test_recurrent_layers_are_exported() -> None:
+def test_recurrent_layers_are_captured() -> None:
     layer = nn.Sequential(nn.Linear(4, 6), nn.LSTM(6, 8))
-    graph = export_forward(layer, (torch.randn(5, 2, 4),), {})
-    assert list(graph.forward.result.names) == ["output[0]", "output[1][0]", "output[1][1]"]
+    step = capture_microbatch(layer, (torch.randn(5, 2, 4),), {})
+    assert list(step.joint.result.names) == ["output[0]", "output[1][0]", "output[1][1]"]
 
 
 class Tied(nn.Module):
@@ -204,11 +213,9 @@ def test_tied_frozen_and_constant() -> None:
     assert _of(graph, "linear").backward_seconds < _of(graph, "linear_1").backward_seconds
 
 
-def test_what_is_changed_in_place_stays_together_up_to_the_change() -> None:
+def test_what_changes_a_buffer_stays_with_what_reads_it() -> None:
     graph = read_stage_graph(export_call(InPlace(), {"x": torch.randn(6, 4)}), cost_model())
-    changed = next(node for node in graph.nodes if any("_" in name and len(node.members) > 2 for name in node.members))
-    assert {"add", "exp"} <= set(changed.members)
-    assert "sin" not in changed.members
+    assert "sin" not in _of(graph, "exp").members
     norm = next(node for node in graph.nodes if "norm.running_mean" in node.at_rest)
     assert "norm.num_batches_tracked" in norm.at_rest
 

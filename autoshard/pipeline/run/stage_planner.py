@@ -1,0 +1,34 @@
+"""The planner of a stage, whose step is a slice of that of the whole module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.options.target import Target
+from autoshard.pipeline.graph.stage_slices import StageModule
+from autoshard.planner.module_planner import ModulePlanner
+from autoshard.planner.planning import CapturedCall
+from autoshard.planner.regions import with_regions
+from autoshard.planner.target_constraints import PinsByName, PlacementsByName
+from autoshard.specs.axes import MeshShape
+
+
+class StageStepPlanner(ModulePlanner):
+    """Plans the one call of a stage.
+
+    Args:
+        stage: the stage.
+        mesh: the mesh axes of its ranks.
+        target: the options of the user.
+    """
+
+    def __init__(self, stage: StageModule, mesh: MeshShape, target: Target) -> None:
+        super().__init__(stage.module, mesh, target)
+        # With what hints and the model's code say is run again or kept.
+        self._step = with_regions(stage.step, None, ())
+
+    def capture(
+        self, *_: Any, placed: PlacementsByName | None = None, input_pins: PinsByName | None = None, **options: Any
+    ) -> CapturedCall:
+        """Return the call of the stage; the other arguments of a capture are those that the stage was cut with."""
+        return CapturedCall(self._step, 0.0, self.mesh, self.requested, self._planners, placed, input_pins or {})
