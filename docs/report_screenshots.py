@@ -1,8 +1,8 @@
 """Write docs/images/report_*.png: python docs/report_screenshots.py [--plans FOLDER]
 
 Plans Llama-3-8B on 64 H100s within a memory limit, the same model as a pipeline, and a small GPT as a frontier and as a
-search, which takes some minutes; then takes pictures of their pages in Chromium. Needs plotly, transformers, playwright
-and a Chromium (`apt-get install chromium`).
+search, which takes some minutes; then takes pictures of their pages in Chromium. Needs transformers, playwright and a
+Chromium (`apt-get install chromium`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def take_pictures(folder: Path) -> None:
     """Write the pictures of the pages in a folder."""
     IMAGES.mkdir(exist_ok=True)
     for scheme in ("light", "dark"):
-        with opened(folder / "plan.html", scheme, 1330) as page:
+        with opened(folder / "plan.html", scheme, 1420) as page:
             page.screenshot(path=IMAGES / f"report_plan_{scheme}.png")
         with opened(folder / "pipeline.html", scheme, 1120) as page:
             page.screenshot(path=IMAGES / f"report_pipeline_{scheme}.png")
@@ -142,7 +142,6 @@ def opened(file: Path, scheme: str, height: int) -> Iterator[Page]:
 def section(page: Page, anchor: str, name: str) -> None:
     """Write the picture of one section, without the links that stay on top of the page."""
     page.add_style_tag(content="nav { display: none }")
-    page.wait_for_timeout(800)  # plotly.js moves the boxes of a tree for half a second
     page.locator(f"#{anchor}").screenshot(path=IMAGES / f"{name}.png")
 
 

@@ -94,7 +94,7 @@ def test_the_tests_that_a_page_names_exist() -> None:
 
 def test_every_extra_that_a_page_names_exists() -> None:
     named = extras("\n".join(map(_text, [ROOT / "README.md", *DOCS.rglob("*.md")])))
-    assert named >= {"html", "lightning", "plot", "torchtitan", "transformers"}
+    assert named >= {"lightning", "plot", "torchtitan", "transformers"}
     assert named <= set(project()["optional-dependencies"])
 
 

@@ -69,7 +69,7 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
-HEAVY = ("numba", "sympy", "ortools", "networkx", "pandas", "plotly", "scipy", "matplotlib", "torch._dynamo")
+HEAVY = ("numba", "sympy", "ortools", "networkx", "pandas", "scipy", "matplotlib", "torch._dynamo")
 
 
 def test_the_import_loads_no_heavy_package() -> None:
@@ -79,7 +79,7 @@ def test_the_import_loads_no_heavy_package() -> None:
 
 def test_the_names_of_a_planner_load_no_compiler_or_solver() -> None:
     code = f"import sys, autoshard; autoshard.parallelize; print([name for name in {HEAVY!r} if name in sys.modules])"
-    assert not {"numba", "ortools", "pandas", "plotly", "matplotlib"} & set(ast.literal_eval(_output(code)))
+    assert not {"numba", "ortools", "pandas", "matplotlib"} & set(ast.literal_eval(_output(code)))
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rich.console import Group
 
-from autoshard import display
 from autoshard.cluster import cluster_file
-from autoshard.cluster.cluster_text import collective_table, facts_table, hosts_lines
+from autoshard.cluster.cluster_text import collective_table, hosts_lines
 from autoshard.cluster.device import Device, Hosts, Link, RankPlace, place_of, stretches_of
 from autoshard.cluster.measurements import Measurements, scaled_curves
 from autoshard.errors import BudgetError, MeshError, file_problem, reason_of
+from autoshard.report import Facts, HasReport, Report
 from autoshard.units import format_bytes, parse_bytes
 
 _PRESETS = resources.files("autoshard.cluster") / "presets"
@@ -57,7 +56,7 @@ Learning" (2025), see compute slowed by 19 %, and 10 % of the time gained, on H1
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(HasReport):
     """Hosts of devices, joined inside a host by one kind of link and between hosts by another.
 
     Devices are equal, and as many as a mesh asks for, unless `stretches` lists them. Then `device`, `inside` and
@@ -95,14 +94,8 @@ class Cluster:
         memory = format_bytes(self.device.memory)
         return f"Cluster({self.name}: {count}{kind} {memory}, {self.devices_per_host} on a host; print it to see more)"
 
-    def __str__(self) -> str:
-        return display.plain([self.table()], display.WIDTH)
-
-    def _repr_html_(self) -> str:
-        return display.html(self.table())
-
-    def table(self) -> Group:
-        """Return the figures as a table, and the measured collectives at a few sizes as another."""
+    def report(self) -> Report:
+        """Return the figures, and the measured collectives at a few sizes as a table."""
         lines = [
             line
             for hosts in self.stretches or (self,)
@@ -111,7 +104,7 @@ class Cluster:
         lines.append(("overlap", f"a second of communication behind compute costs {self.contention:.2f} s"))
         lines.append(("source", self.source))
         measured = [] if self.measured is None else [collective_table(self.measured)]
-        return Group(facts_table(f"Cluster {self.name}", lines), *measured)
+        return Report.of(f"Cluster {self.name}", (Facts.of(lines), *measured))
 
     @staticmethod
     def of(cluster: str | os.PathLike[str] | Cluster) -> Cluster:

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from autoshard.cluster.device import Device, Link
 from autoshard.cluster.measurements import Measurements
+from autoshard.report import Table, numbers, texts
 from autoshard.units import format_bytes, format_seconds
-
-
-def facts_table(title: str, lines: Iterable[tuple[str, str]]) -> Table:
-    """Return labels and values, a row each."""
-    # As Text, for brackets in a name are markup to rich.
-    table = Table(box=None, show_header=False, title=Text(title), title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for label, value in lines:
-        table.add_row(Text(label), Text(value))
-    return table
 
 
 def hosts_lines(
@@ -50,12 +34,11 @@ def _link_text(link: Link) -> str:
 
 def collective_table(measured: Measurements) -> Table:
     """Return seconds at the smallest, the middle and the largest size, a row for each kind and grouping."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("collective", "groups of", "ranks apart", "smallest", "middle", "largest"):
-        table.add_column(title, justify="left" if title == "collective" else "right")
+    rows = []
     for (kind, grouping), curve in measured.collectives.items():
         points = list(zip(curve.amounts, curve.seconds, strict=True))
         shown = (points[0], points[len(points) // 2], points[-1])
-        cells = [f"{format_bytes(int(amount))} {format_seconds(seconds)}" for amount, seconds in shown]
-        table.add_row(kind, str(grouping.size), str(grouping.stride), *cells)
-    return table
+        cells = (f"{format_bytes(int(amount))} {format_seconds(seconds)}" for amount, seconds in shown)
+        rows.append((kind, str(grouping.size), str(grouping.stride), *cells))
+    columns = (*texts("collective"), *numbers("groups of", "ranks apart", "smallest", "middle", "largest"))
+    return Table.of(columns, rows, most=100)

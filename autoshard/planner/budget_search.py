@@ -22,7 +22,7 @@ from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.recompute_option import names_by_option
-from autoshard.plans.plan_text import memory_parts
+from autoshard.plans.plan_summary import memory_parts
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_placeable
 from autoshard.specs.spec import Spec

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from rich.table import Table
-from rich.text import Text
-
-from autoshard import display
 from autoshard.errors import PlanError
 from autoshard.plans.expenses import HasExpenses
 from autoshard.plans.plan_difference import PlanDifference
+from autoshard.report import HasReport, Note, Report
 from autoshard.units import format_bytes
 
 Plan = TypeVar("Plan", bound=HasExpenses)
@@ -40,7 +37,7 @@ class Replans(Protocol):
 
 
 @dataclass(frozen=True)
-class Alternative(Generic[Plan]):
+class Alternative(HasReport, Generic[Plan]):
     """The best plan that has what was asked for, beside the plan that was made without it; prints as an answer.
 
     Attributes:
@@ -85,15 +82,8 @@ class Alternative(Generic[Plan]):
         """Return the answer where no plan can have what was asked for."""
         return Alternative("impossible", f"It cannot be: {reason}")
 
-    def __str__(self) -> str:
-        return display.plain(self.tables(), display.WIDTH)
-
-    def _repr_html_(self) -> str:
-        return display.html(*self.tables())
-
-    def tables(self) -> list[Table | Text]:
+    def report(self) -> Report:
         """Return the sentence, and the tables of the difference if there is one."""
-        sentence = Text(self.sentence)
         if self.verdict != "possible" or self.difference is None:
-            return [sentence]
-        return [sentence, Text(), *self.difference.tables()]
+            return Report.of("", (Note(self.sentence),))
+        return Report.of("", (Note(self.sentence), *self.difference.report().parts))

@@ -15,6 +15,7 @@ from autoshard.capture.recomputation import group_by_list_element
 from autoshard.memory.footprint import SOURCES
 from autoshard.names import group_names
 from autoshard.plans.plan_data import Decision, PlanContents
+from autoshard.report import Note, Table, names, numbers, texts
 from autoshard.units import format_bytes, format_seconds
 
 _MOST_LISTED = 4  # operators of a row that have a name
@@ -118,35 +119,32 @@ def _sum(parts: Iterable[BackwardSources]) -> BackwardSources:
     return total
 
 
-def source_labels(rows: Sequence[LayerRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the labels of the columns of text and of numbers for some rows, without those that would be empty."""
-    again = bool(_total(rows).operators)
-    sizes = (_COLUMNS[source][0] for source in _shown_sources(rows))
-    return ("module", *(("runs again",) if again else ())), ("count", *sizes, *(("time",) if again else ()))
-
-
-def sources_legend(rows: Sequence[LayerRow]) -> str:
-    """Return what the columns mean."""
-    meanings = " ".join(
-        f"{label.capitalize()}: {text}." for label, text in map(_COLUMNS.__getitem__, _shown_sources(rows))
-    )
-    return f"Bytes of one device that the backward half reads of the forward half. {meanings}"
-
-
-def source_cells(rows: Sequence[LayerRow]) -> list[list[str]]:
-    """Return the texts of the columns of `source_labels` for every row, and last for the sum of several rows."""
+def sources_parts(rows: Sequence[LayerRow]) -> tuple[Table | Note, ...]:
+    """Return a table of these rows and of their sum, and what its columns mean; nothing without rows."""
+    if not rows:
+        return ()
     total, shown = _total(rows), _shown_sources(rows)
-    summed = [LayerRow("together", sum(row.count for row in rows), total)] if len(rows) > 1 else []
-    cells = []
-    for row in (*rows, *summed):
-        one = row.sources
-        sizes = [format_bytes(one.bytes[source]) if one.bytes[source] else "" for source in shown]
-        again, seconds = _operators_text(one.operators), format_seconds(one.seconds) if one.operators else ""
-        if total.operators:
-            cells.append([row.text, again, str(row.count), *sizes, seconds])
-        else:
-            cells.append([row.text, str(row.count), *sizes])
-    return cells
+    sums = [LayerRow("together", sum(row.count for row in rows), total)] if len(rows) > 1 else []
+    again = bool(total.operators)
+    labels = (_COLUMNS[source][0] for source in shown)
+    columns = (
+        *names("module"),
+        *(texts("runs again") if again else ()),
+        *numbers("count", *labels, *(("time",) if again else ())),
+    )
+    meanings = " ".join(f"{label.capitalize()}: {text}." for label, text in map(_COLUMNS.__getitem__, shown))
+    legend = f"Bytes of one device that the backward half reads of the forward half. {meanings}"
+    return Table.of(columns, (_cells(row, shown, again) for row in (*rows, *sums)), most=100), Note(legend, "dim")
+
+
+def _cells(row: LayerRow, shown: Sequence[str], again: bool) -> list[str]:
+    """Return the texts of a row, with operators that run again where any row has them."""
+    one = row.sources
+    sizes = [format_bytes(one.bytes[source]) if one.bytes[source] else "" for source in shown]
+    if not again:
+        return [row.text, str(row.count), *sizes]
+    seconds = format_seconds(one.seconds) if one.operators else ""
+    return [row.text, _operators_text(one.operators), str(row.count), *sizes, seconds]
 
 
 def _total(rows: Iterable[LayerRow]) -> BackwardSources:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from rich.table import Table
-from rich.text import Text
-
-from autoshard.display import WIDTH, html, plain
 from autoshard.names import group_names
 from autoshard.plans.plan_data import PlanContents
-from autoshard.plans.plan_text import KIND_NAMES, memory_parts, memory_text, number_table, summary_table
+from autoshard.plans.plan_summary import KIND_NAMES, memory_fact, memory_parts
+from autoshard.report import Fact, Facts, HasReport, Report, Table, names, numbers
 from autoshard.units import format_bytes, format_seconds
 
 COMPUTE = "compute"
@@ -70,7 +67,7 @@ def count_rerun(plans: Sequence[PlanContents]) -> str:
     return " and ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "0 layers"
 
 
-class StepExpenses(ABC):
+class StepExpenses(HasReport):
     """What the step of a plan spends on one device.
 
     The predicted seconds of the step are `compute + sum(communication.values()) - overlap + bubble + other`.
@@ -182,25 +179,21 @@ class StepExpenses(ABC):
             modules.setdefault(term.module, {})[term] = amount
         return modules | {path: {} for path in self.held if path not in modules}
 
-    def __str__(self) -> str:
-        return plain(self.tables(), WIDTH)
-
-    def _repr_html_(self) -> str:
-        return html(*self.tables())
-
-    def tables(self) -> list[Table | Text]:
+    def report(self) -> Report:
         """Return the sums, and the expenses by module, those that take most time first; equal layers are one row."""
         slowdown = f"; slows compute down by {format_seconds(self.slowdown)}" if self.slowdown else ""
-        facts = [
-            ("step", format_seconds(self.step_seconds)),
-            (COMPUTE, format_seconds(self.compute)),
-            ("communication", self._communication_text()),
-            ("overlap", f"{format_seconds(self.overlap)}; exposed {format_seconds(self.exposed)}{slowdown}"),
-            *([("bubble", f"{format_seconds(self.bubble)} (waits for other ranks)")] if self.bubble else []),
-            ("other", f"{format_seconds(self.other)} (waits for the host, copies)"),
-            ("memory", self.memory_text()),
-        ]
-        return [summary_table(self.title, facts), self._module_table()]
+        facts = Facts.of(
+            [
+                ("step", format_seconds(self.step_seconds)),
+                (COMPUTE, format_seconds(self.compute)),
+                ("communication", self._communication_text()),
+                ("overlap", f"{format_seconds(self.overlap)}; exposed {format_seconds(self.exposed)}{slowdown}"),
+                Fact("bubble", format_seconds(self.bubble) if self.bubble else "", "waits for other ranks"),
+                Fact("other", format_seconds(self.other), "waits for the host, copies"),
+                self.memory_fact(),
+            ]
+        )
+        return Report.of(self.title, (facts, self._module_table()))
 
     @property
     def title(self) -> str:
@@ -208,7 +201,7 @@ class StepExpenses(ABC):
         return "Expenses of a step on one device"
 
     @abstractmethod
-    def memory_text(self) -> str:
+    def memory_fact(self) -> Fact:
         """Return the peak with its parts, and the bytes that there are."""
 
     def _communication_text(self) -> str:
@@ -224,13 +217,14 @@ class StepExpenses(ABC):
             for group in group_names({path: self._key(path) for path in self.modules})
         ]
         rows.sort(key=lambda row: -row.seconds)
-        if len(rows) > _ROWS:
-            rows[_ROWS:] = [_ModuleRow.sum_of(f"{len(rows) - _ROWS} more", rows[_ROWS:])]
         axes = [axis for axis, amount in self._by_axis.items() if amount.count]
         labels = ["modules", COMPUTE, *(f"{axis} {unit}" for axis in axes for unit in ("time", "bytes"))]
         if self.held:
             labels.append("held at the peak")
-        return number_table(["module"], labels, [row.cells(axes, held=bool(self.held)) for row in rows])
+        others = [_ModuleRow.sum_of(f"{len(rows) - _ROWS} more", rows[_ROWS:])] if len(rows) > _ROWS else []
+        cells = [row.cells(axes, held=bool(self.held)) for row in (*rows, *others)]
+        listed, rest = cells[: len(rows)], cells[len(rows) :]
+        return Table.of((*names("module"), *numbers(*labels)), listed, rest=rest[0] if rest else (), most=_ROWS)
 
     def _key(self, path: str) -> tuple[object, int]:
         """Return what is equal for modules that may be one row: their work, and the bytes that they hold."""
@@ -322,8 +316,8 @@ class Expenses(StepExpenses):
         modules = self.plan.memory.modules
         return {path: {KIND_NAMES[kind]: held for kind, held in kinds.items()} for path, kinds in modules.items()}
 
-    def memory_text(self) -> str:
-        return memory_text(self.plan)
+    def memory_fact(self) -> Fact:
+        return memory_fact(self.plan)
 
 
 @dataclass(frozen=True, slots=True)

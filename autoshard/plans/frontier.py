@@ -7,28 +7,22 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
-from rich import box
-from rich.table import Table
-
-from autoshard import display, finite_json
+from autoshard import finite_json
 from autoshard.errors import AutoshardError, BudgetError, PlanError
-from autoshard.plans import frontier_page, plan_data
-from autoshard.plans.frontier_page import DEVICES
-from autoshard.plans.html import HasPage, write_page
+from autoshard.plans import picture, plan_data
+from autoshard.plans.frontier_report import frontier_report, tradeoff_plot
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.units import byte_unit, format_bytes, format_seconds, parse_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from autoshard.report import HasReport, Report
+from autoshard.units import format_bytes, format_seconds, parse_bytes
 
 Item = TypeVar("Item")
 
 FORMAT = "autoshard frontier"
 
 
-class Frontier(Sequence[ShardingPlan], HasPage):
+class Frontier(Sequence[ShardingPlan], HasReport):
     """Plans from the smallest peak of memory to the shortest step; none has both more memory and a longer step.
 
     Both are the planner's predictions: `plan.memory.peak` in bytes per device, `plan.step_seconds`. Selecting costs
@@ -70,12 +64,6 @@ class Frontier(Sequence[ShardingPlan], HasPage):
             f"{format_seconds(first.step_seconds)} to {format_bytes(last.memory.peak)} at "
             f"{format_seconds(last.step_seconds)})"
         )
-
-    def __str__(self) -> str:
-        return display.plain([self.table()], display.WIDTH)
-
-    def _repr_html_(self) -> str:
-        return display.html(self.table())
 
     # Selecting
 
@@ -154,51 +142,35 @@ class Frontier(Sequence[ShardingPlan], HasPage):
 
     # For the eye
 
-    def _page(self) -> str:
-        return frontier_page.page(self.plans, self.turning_point, self.turning_point)
+    def report(self, chosen: ShardingPlan | None = None) -> Report:
+        """Return the plans by memory and time, and all about one of them.
+
+        Args:
+            chosen: the plan that is marked and that the page has all charts of, such as `frontier.at(memory="24GiB")`;
+                by default the turning point.
+
+        Raises:
+            PlanError: `chosen` is not a plan of this frontier.
+        """
+        turning = self.turning_point
+        return frontier_report(self.plans, turning, turning if chosen is None else self._own(chosen))
+
+    def _own(self, chosen: ShardingPlan) -> ShardingPlan:
+        """Return the plan of this frontier that was selected as `chosen`."""
+        # By identity of a part, as plans compare by value, which takes long for large ones. No two have one peak.
+        peak, decisions = chosen.memory.peak, chosen.decisions
+        own = next((plan for plan in self.plans if plan.memory.peak == peak and plan.decisions is decisions), None)
+        if own is None:
+            raise PlanError("chosen= is not a plan of this frontier: select one by its number, or with at(...).")
+        return own
 
     @overload
     def to_html(self, path: None = None, *, chosen: ShardingPlan | None = None) -> str: ...
     @overload
     def to_html(self, path: str | os.PathLike[str], *, chosen: ShardingPlan | None = None) -> None: ...
     def to_html(self, path: str | os.PathLike[str] | None = None, *, chosen: ShardingPlan | None = None) -> str | None:
-        """Write a web page that loads nothing else, with charts where plotly is installed (`autoshard[html]`).
-
-        Args:
-            path: the file to write, of about 5 MB with charts; None to return the text.
-            chosen: the plan that is marked and has all its charts, such as `frontier.at(memory="24GiB")`; by default
-                the turning point.
-
-        Raises:
-            PlanError: `chosen` is not a plan of this frontier.
-        """
-        if chosen is None:
-            return write_page(self._page(), path)
-        # By identity of a part, as plans compare by value, which takes long for large ones. No two have one peak.
-        peak, decisions = chosen.memory.peak, chosen.decisions
-        own = next((plan for plan in self.plans if plan.memory.peak == peak and plan.decisions is decisions), None)
-        if own is None:
-            raise PlanError("chosen= is not a plan of this frontier: select one by its number, or with at(...).")
-        return write_page(frontier_page.page(self.plans, self.turning_point, own), path)
-
-    def table(self) -> Table:
-        """Return a rich table of the plans: peak, its parts, and the step beside the fastest plan's."""
-        table = Table(title=f"{len(self)} plans on {self.plans[0].mesh}", box=box.SIMPLE_HEAD, title_justify="left")
-        parts = ("parameters", "gradients", "optimizer", "activations")
-        for title in ("", "peak per device", *parts, "step", "slower by"):
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True)
-        turning, fastest = self.turning_point, self.plans[-1]
-        # One unit for the whole column, so that plans compare at a glance.
-        unit, size = byte_unit(fastest.memory.peak)
-        for number in frontier_page.distinct_plans(self.plans, (turning,)):
-            plan = self.plans[number]
-            peak = f"{plan.memory.peak / size:.3f} {unit}"
-            parts_held = [format_bytes(getattr(plan.memory, part)) for part in parts]
-            slower = f"{plan.step_seconds / fastest.step_seconds - 1.0:.1%}"
-            note = "turning point" if plan is turning else ""
-            table.add_row(str(number), peak, *parts_held, format_seconds(plan.step_seconds), slower, note)
-        return table
+        """Write the page of `report(chosen)` to a file, or return its text where there is no path."""
+        return self.report(chosen).write_page(path)
 
     def plot(self, path: str | os.PathLike[str], *, scale: Literal["linear", "log"] = "linear") -> None:
         """Draw the frontier to a file: the step that each amount of memory allows, the turning point, usual devices.
@@ -212,38 +184,10 @@ class Frontier(Sequence[ShardingPlan], HasPage):
         """
         if scale not in ("linear", "log"):
             raise PlanError(f'scale={scale!r}: choose "linear" or "log".')
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise PlanError(
-                "drawing a frontier needs matplotlib, which is not installed: pip install 'autoshard[plot]', or print "
-                "frontier.table()."
-            ) from error
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.add_subplot()
-        axes.set(xscale=scale, yscale=scale)
-        self._draw(axes)
-        figure.savefig(path, dpi=150)
-
-    def _draw(self, axes: Axes) -> None:
-        unit, size = byte_unit(self.plans[-1].memory.peak)
-        memory = [plan.memory.peak / size for plan in self.plans]
-        step = [1e3 * plan.step_seconds for plan in self.plans]
-        # Memory between the peaks of two plans allows the first one only, hence steps and not straight lines.
-        axes.step([*memory, 1.03 * memory[-1]], [*step, step[-1]], where="post", color="tab:blue", linewidth=1)
-        axes.plot(memory, step, "o", color="tab:blue", label="plans", markersize=4)
-        turning = self.turning_point
-        axes.plot(turning.memory.peak / size, 1e3 * turning.step_seconds, "o", color="tab:red", label="turning point")
-        for device in DEVICES:
-            at = device * 1e9 / size
-            if memory[0] <= at <= memory[-1]:
-                axes.axvline(at, color="grey", linestyle=":", linewidth=1)
-                axes.annotate(f"{device} GB", (at, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top")
-        axes.set_xlabel(f"peak memory per device [{unit}]")
-        axes.set_ylabel("predicted step [ms]")
-        axes.set_title(f"mesh {self.plans[0].mesh} on cluster {self.plans[0].cluster}")
-        axes.grid(alpha=0.3)
-        axes.legend()
+        turning, is_log = self.turning_point, scale == "log"
+        plot = tradeoff_plot(self.plans, turning, turning)
+        scaled = replace(plot, x=replace(plot.x, is_log=is_log), y=replace(plot.y, is_log=is_log))
+        picture.save(scaled, path, f"mesh {turning.mesh} on cluster {turning.cluster}")
 
     # Files
 

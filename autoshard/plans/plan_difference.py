@@ -6,13 +6,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rich.table import Table
-from rich.text import Text
-
-from autoshard.display import WIDTH, html, plain
 from autoshard.names import group_names
 from autoshard.plans.expenses import COMPUTE, Amount, HasExpenses, StepExpenses, Term
-from autoshard.plans.plan_text import number_table
+from autoshard.report import HasReport, Report, Table, names, numbers, texts
 from autoshard.units import format_bytes, format_seconds
 
 _ROWS = 30  # changes that a table lists; the others are summed up in one row
@@ -71,7 +67,7 @@ class MemoryChange:
 
 
 @dataclass(frozen=True)
-class PlanDifference:
+class PlanDifference(HasReport):
     """What a plan spends more or less than another plan of the same model.
 
     The difference of the predicted steps is the sum of the `changes`, less the gain in overlap, and the differences of
@@ -197,13 +193,7 @@ class PlanDifference:
             if moved > least >= abs(main.seconds):
                 yield f"{format_seconds(moved)} {_text(main)} in the {max(halves, key=halves.__getitem__)} half instead"
 
-    def __str__(self) -> str:
-        return plain(self.tables(), WIDTH)
-
-    def _repr_html_(self) -> str:
-        return html(*self.tables())
-
-    def tables(self) -> list[Table | Text]:
+    def report(self) -> Report:
         """Return the sums of both plans, and the changes by kind, axis and module."""
         both = self.before, self.after
         seconds = {"step": [side.step_seconds for side in both], COMPUTE: [side.compute for side in both]}
@@ -219,12 +209,12 @@ class PlanDifference:
             (f"  {kind}", *_cells([side.memory.get(kind, 0) for side in both], format_bytes))
             for kind in dict.fromkeys((*self.before.memory, *self.after.memory))
         ]
-        tables: list[Table | Text] = [number_table(["of a step"], ["before", "after", "change"], rows)]
+        tables = [Table.of((*texts("of a step"), *numbers("before", "after", "change")), rows)]
         if self.changes:
             tables.append(_work_table(self.changes))
         if self.memory_changes:
             tables.append(_memory_table(self.memory_changes))
-        return tables
+        return Report.of("", tables)
 
 
 def signed_text(amount: float, text: Callable[[float], str]) -> str:
@@ -286,13 +276,15 @@ def _work_table(changes: Sequence[Change]) -> Table:
             f"{format_bytes(change.before.bytes)} -> {format_bytes(change.after.bytes)}" if change.axis else "",
             signed_text(change.seconds, format_seconds),
         )
-        for change in changes[:_ROWS]
+        for change in changes
     ]
-    rest = changes[_ROWS:]
-    if rest:
-        seconds = signed_text(sum(change.seconds for change in rest), format_seconds)
-        rows.append(("...", "", f"{len(rest)} more", str(sum(change.modules for change in rest)), "", "", seconds))
-    return number_table(("work", "phase", "module"), ("modules", "count", "bytes", "time"), rows)
+    rest: tuple[str, ...] = ()
+    others = changes[_ROWS:]
+    if others:
+        seconds = signed_text(sum(change.seconds for change in others), format_seconds)
+        rest = ("...", "", f"{len(others)} more", str(sum(change.modules for change in others)), "", "", seconds)
+    columns = (*texts("work", "phase"), *names("module"), *numbers("modules", "count", "bytes", "time"))
+    return Table.of(columns, rows, rest=rest, most=_ROWS)
 
 
 def _memory_table(changes: Sequence[MemoryChange]) -> Table:
@@ -304,10 +296,12 @@ def _memory_table(changes: Sequence[MemoryChange]) -> Table:
             f"{format_bytes(change.before)} -> {format_bytes(change.after)}",
             signed_text(change.after - change.before, format_bytes),
         )
-        for change in changes[:_ROWS]
+        for change in changes
     ]
-    rest = changes[_ROWS:]
-    if rest:
-        more = signed_text(sum(change.after - change.before for change in rest), format_bytes)
-        rows.append(("...", f"{len(rest)} more", str(sum(change.modules for change in rest)), "", more))
-    return number_table(("held at the peak", "module"), ("modules", "bytes", "change"), rows)
+    rest: tuple[str, ...] = ()
+    others = changes[_ROWS:]
+    if others:
+        more = signed_text(sum(change.after - change.before for change in others), format_bytes)
+        rest = ("...", f"{len(others)} more", str(sum(change.modules for change in others)), "", more)
+    columns = (*texts("held at the peak"), *names("module"), *numbers("modules", "bytes", "change"))
+    return Table.of(columns, rows, rest=rest, most=_ROWS)

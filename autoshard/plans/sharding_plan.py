@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from autoshard import display
 from autoshard.errors import PlanError
-from autoshard.plans import plan_data, plan_page, plan_text
+from autoshard.plans import plan_data
 from autoshard.plans.alternative import Alternative, Replans, forgotten_error
 from autoshard.plans.expenses import Expenses
-from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import PlanContents
-from autoshard.plans.step_picture import trace
-from autoshard.plans.step_tasks import StepTasks
+from autoshard.plans.plan_explanation import explanation
+from autoshard.plans.plan_report import plan_report
+from autoshard.plans.step_trace import StepTasks, trace
+from autoshard.report import HasReport, Report
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingPlan(PlanContents, HasPage):
+class ShardingPlan(PlanContents, HasReport):
     """The placements of all parameters, inputs and outputs of a model on a mesh, and the strategies of its operators.
 
     A plan is data: it holds no tensor and no process group, compares by value, and round-trips through JSON.
@@ -74,18 +74,9 @@ class ShardingPlan(PlanContents, HasPage):
         late = "; the time limit ended the search" if self.ended_early else ""
         return f"ShardingPlan({tensors} on {self.mesh}, {peak} at {step} per step{late}; print it to see more)"
 
-    def __str__(self) -> str:
-        return plan_text.render(self)
-
-    def _repr_html_(self) -> str:
-        return display.html(plan_text.plan_table(self))
-
-    def _page(self) -> str:
-        return plan_page.page(self)
-
-    def page_sections(self) -> list[Section]:
-        """Return the sections of the page, for a page that shows more than the plan."""
-        return plan_page.plan_sections(self)
+    def report(self) -> Report:
+        """Return the plan as a tree: key figures, charts, and tables of all that it decides."""
+        return plan_report(self)
 
     def __deepcopy__(self, memo: object) -> ShardingPlan:
         # A plan never changes: a copy of a module shares it.
@@ -103,7 +94,11 @@ class ShardingPlan(PlanContents, HasPage):
         Raises:
             PlanError: nothing in the plan matches.
         """
-        return plan_text.explain(self, path_glob)
+        return str(self.explanation(path_glob))
+
+    def explanation(self, path_glob: str) -> Report:
+        """Return the report whose text is that of `explain`."""
+        return explanation(self, path_glob)
 
     def expenses(self) -> Expenses:
         """Return what a step spends: seconds and bytes by mesh axis, kind and module; it prints as tables."""

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Literal
 
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
-from autoshard import display
 from autoshard.errors import BudgetError, PlanError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape
 from autoshard.planner.planner import Planner
-from autoshard.plans.candidate_figures import CandidateRow, candidates_figure, speed_up_figure
-from autoshard.plans.html import HasPage, Section, cards, document, text_table
+from autoshard.plans import picture
+from autoshard.plans.candidate_chart import CandidateRow, candidates_chart, speed_up_plot
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.report import Chart, Fact, Facts, HasReport, Note, Plot, Report, Section, Table, numbers, texts
 from autoshard.search.shapes import Shape
 from autoshard.solver.candidate_search import Candidate
 from autoshard.specs.axes import MeshShape
@@ -29,7 +23,6 @@ from autoshard.units import format_bytes, format_seconds
 Option = Literal["mini-time", "mini-parallelism", "profiling"]
 
 BEST = "best"
-_LABELS = ("devices", "mesh", "step", "at least", "peak", "at least", "verdict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +59,7 @@ class MeshCandidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult(HasPage):
+class SearchResult(HasReport):
     """The result of `autoshard.search`.
 
     Attributes:
@@ -120,38 +113,25 @@ class SearchResult(HasPage):
             f"step)"
         )
 
-    def __str__(self) -> str:
-        return display.plain([self.table()], display.WIDTH)
-
-    def _repr_html_(self) -> str:
-        return display.html(self.table())
-
-    def _page(self) -> str:
-        plan, counts = self.plan, sorted({candidate.devices for candidate in self.candidates})
-        lead = cards(
-            [
-                ("Best mesh", str(self.mesh), f"pipeline {self.pipeline_axis}" if self.pipeline_axis else ""),
-                ("Predicted step", format_seconds(_seconds(self.best)), f"on cluster {self.cluster}"),
-                ("Peak of one device", _bytes(self.best.peak), f"of {format_bytes(self.memory_limit)}"),
-                ("Meshes", str(len(self.candidates)), f"of {', '.join(map(str, counts))} devices"),
-            ]
-        )
-        lines = list(map(self._texts, self.candidates))
-        meshes = [*candidates_figure([self._candidate_row(candidate) for candidate in self.candidates], "mesh-")]
-        sections = [
-            Section(
-                "Meshes",
-                [
-                    *meshes,
-                    text_table(_LABELS, lines, texts=("mesh", "verdict")),
-                    *(f"<p>{escape(note)}</p>" for note in self.notes),
-                ],
+    def report(self) -> Report:
+        """Return the best mesh, the best of every number of devices, all meshes, and the best plan."""
+        counts = sorted({candidate.devices for candidate in self.candidates})
+        best = self.best
+        facts = Facts(
+            (
+                Fact("best mesh", best.text, f"on cluster {self.cluster}", is_key=True),
+                Fact("predicted step", _time(best.seconds), is_key=True),
+                Fact("peak per device", _bytes(best.peak), f"of {format_bytes(self.memory_limit)}", is_key=True),
+                Fact("meshes", str(len(self.candidates)), f"of {', '.join(map(str, counts))} devices", is_key=True),
             )
-        ]
+        )
+        by_devices: list[Section] = []
         if len(counts) > 1:
-            points = [(count, _seconds(line), str(line.shape)) for count, line in self.by_devices.items()]
-            sections.append(Section("Devices", [speed_up_figure(points)]))
-        return document(f"Search: {self.mesh}", lead, [*sections, *plan.page_sections()])
+            chart = Chart("devices", "Shortest step of every number of devices", (self._speed_up(),), 400)
+            by_devices.append(Section("By number of devices", (chart, self._devices_table(counts))))
+        charts = candidates_chart([self._candidate_row(candidate) for candidate in self.candidates], "mesh-")
+        meshes = Section("Meshes", (*charts, self._mesh_table(), *map(Note, self.notes)))
+        return Report.of(f"Search: {self.mesh}", (facts, *by_devices, meshes, *self.plan.report().details()))
 
     def _candidate_row(self, candidate: MeshCandidate) -> CandidateRow:
         name = candidate.text
@@ -167,46 +147,35 @@ class SearchResult(HasPage):
             candidate is self.best,
         )
 
-    @staticmethod
-    def _texts(line: MeshCandidate) -> tuple[str, ...]:
-        """Return the texts of `_LABELS` for a mesh."""
-        amounts = (_time(line.seconds), _time(line.least_seconds), _bytes(line.peak), _bytes(line.least_bytes))
-        return (str(line.devices), line.text, *amounts, line.verdict)
+    def _mesh_table(self) -> Table:
+        rows = (
+            (
+                str(line.devices),
+                line.text,
+                *(_time(line.seconds), _time(line.least_seconds), _bytes(line.peak), _bytes(line.least_bytes)),
+                line.verdict,
+            )
+            for line in self.candidates
+        )
+        amounts = numbers("step", "at least", "peak", "at least")
+        return Table.of((*numbers("devices"), *texts("mesh"), *amounts, *texts("verdict")), rows, most=100)
 
-    def table(self) -> Group:
-        """Return a table per number of devices, if there are several, a table of all meshes, and the notes."""
-        counts = sorted({candidate.devices for candidate in self.candidates})
-        parts: list[Table | Text] = []
-        if len(counts) > 1:
-            parts.append(self._devices_table(counts))
-        best = f"the best of {len(self.candidates)} meshes on cluster {self.cluster} is {self.best.shape}"
-        table = Table(title=best, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-        for title in _LABELS[:-1]:
-            table.add_column(title, justify="left" if title == "mesh" else "right", no_wrap=True)
-        table.add_column("", overflow="fold")
-        for line in self.candidates:
-            table.add_row(*map(Text, self._texts(line)))
-        return Group(*parts, table, *map(Text, self.notes))
-
-    def _devices_table(self, counts: Iterable[int]) -> Table:
-        """Return a table of the step, the speed-up and the device seconds of every number of devices."""
+    def _devices_table(self, counts: Sequence[int]) -> Table:
+        """Return the step, the speed-up and the device seconds of every number of devices."""
         best = self.by_devices
         # Speed-ups are over the fewest devices that have a plan: one device may be too small.
         fewest = next(iter(best.values()))
-        table = Table(title="by number of devices", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-        for title in ("devices", "step", "speed-up", "device seconds"):
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("peak", justify="right", no_wrap=True)
-        table.add_column("mesh", overflow="fold")
+        rows = []
         for count in counts:
             if count in best:
                 line = best[count]
                 speed_up = f"{_seconds(fewest) / _seconds(line):.2f}"
                 amounts = (_time(line.seconds), speed_up, _time(_seconds(line) * count), _bytes(line.peak))
-                table.add_row(*map(Text, (str(count), *amounts, str(line.shape))))
+                rows.append((str(count), *amounts, str(line.shape)))
             else:
-                table.add_row(str(count), "", "", "", "", "nothing fits")
-        return table
+                rows.append((str(count), "", "", "", "", "nothing fits"))
+        labels = ("devices", "step", "speed-up", "device seconds", "peak")
+        return Table.of((*numbers(*labels), *texts("mesh")), rows)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the shortest step of every number of devices to a file, beside that of perfect speed-up.
@@ -223,28 +192,10 @@ class SearchResult(HasPage):
             raise PlanError(
                 f'a search with option={self.option!r} has no step for every number of devices: use option="profiling".'
             )
-        # Imported here, as it is an optional dependency.
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise PlanError(
-                "drawing a search needs matplotlib, which is not installed: pip install 'autoshard[plot]', or print "
-                "the result."
-            ) from error
-        best = tuple(self.by_devices.values())
-        counts, steps = [line.devices for line in best], [1e3 * _seconds(line) for line in best]
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.add_subplot()
-        axes.set(xscale="log", yscale="log", xticks=counts, xticklabels=list(map(str, counts)))
-        axes.minorticks_off()
-        axes.plot(counts, steps, "o-", color="tab:blue", label="fastest plan")
-        axes.plot(counts, [steps[0] * counts[0] / n for n in counts], ":", color="grey", label="perfect speed-up")
-        for line, step in zip(best, steps, strict=True):
-            axes.annotate(str(line.shape), (line.devices, step), textcoords="offset points", xytext=(4, 6), fontsize=8)
-        axes.set(xlabel="devices", ylabel="predicted step [ms]", title=f"on cluster {self.cluster}")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(path, dpi=150)
+        picture.save(self._speed_up(), path, f"on cluster {self.cluster}")
+
+    def _speed_up(self) -> Plot:
+        return speed_up_plot([(count, _seconds(line), str(line.shape)) for count, line in self.by_devices.items()])
 
 
 def _seconds(candidate: MeshCandidate) -> float:

@@ -97,9 +97,9 @@ def test_a_plan_needs_an_order_for_every_rank_and_a_plan_for_every_stage() -> No
 def test_the_text_tells_stages_ranks_and_schedules() -> None:
     text = str(plan_of())
     for said in (
-        "pp=2, dp=2, tp=4 (16 devices) on cluster h100, pipeline axis pp",
+        "pp=2, dp=2, tp=4 (16 devices on cluster h100, pipeline axis pp)",
         "1F1B, 4 microbatches, 1 stage per rank",
-        "12.3 ms, of which ranks do not compute 20.0%",
+        "12.3 ms (ranks do not compute 20.0%)",
         "peak 3.0 GiB of 8.0 GiB on rank 0",
         "embed to h.2.mlp",
         "h.3.attn to head",

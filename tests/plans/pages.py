@@ -1,45 +1,53 @@
-"""Pages of plans, read again: their text, and the figures that they hold as data."""
+"""Pages of reports, read again: their words and charts, from the tree that they hold."""
 
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
+import re
+from collections.abc import Iterator
 from typing import Any
 
 
-class Page(HTMLParser):
-    """Text, attributes and figures of a page, whose tags must close in the order in which they open.
+class Page:
+    """The report of a page.
 
     Attributes:
-        words: pieces of text.
-        links: values of `href` and `src`.
-        figures: name of a figure -> its data.
+        words: texts of the report.
+        links: addresses that it links to.
+        tables: with their rows.
+        charts: name of a chart -> its data.
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        self.links: list[str] = []
-        self.figures: dict[str, dict[str, Any]] = {}
-        self._open: list[str] = []
-        self._figure = ""
-        self.feed(text)
-        self.close()
-        assert self._open == []
+        (data,) = re.findall(r'<script type="application/json" id="report">(.*?)</script>', text, re.DOTALL)
+        assert not re.search(r"\b(src|href)=", text)
+        self.report: dict[str, Any] = json.loads(data)
+        parts = list(_objects(self.report))
+        self.words = [value for part in parts for value in _texts(part)]
+        self.links = [part["link"] for part in parts if "link" in part]
+        self.tables = [part for part in parts if part["type"] == "Table"]
+        self.charts = {part["name"]: part for part in parts if part["type"] == "Chart"}
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag == "figure":
-            self._figure = (values["id"] or "").removeprefix("chart-")
-        if tag != "meta":
-            self._open.append(tag)
+    def series(self, chart: str, view: int = 0) -> list[dict[str, Any]]:
+        """Return the series of a view of a chart."""
+        found: list[dict[str, Any]] = self.charts[chart]["views"][view]["series"]
+        return found
 
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
-        if "figure" in self._open and self._open[-1] == "script":
-            self.figures[self._figure] = json.loads(data)
-        elif self._open[-1:] != ["script"]:
-            self.words.append(data)
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for item in value.values():
+            yield from _objects(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _objects(item)
+
+
+def _texts(part: dict[str, Any]) -> Iterator[str]:
+    for name, value in part.items():
+        if isinstance(value, str) and name not in ("type", "link"):
+            yield value
+        elif name == "rows" and part["type"] == "Table":
+            for row in value:
+                yield from row

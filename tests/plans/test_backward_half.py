@@ -14,14 +14,12 @@ from autoshard.plans.backward_half import (
     layer_rows,
     module_rows,
     rerun_decisions,
-    source_cells,
-    source_labels,
-    sources_legend,
     sources_of,
+    sources_parts,
 )
-from autoshard.plans.plan_page import page
-from autoshard.plans.plan_text import limited_sources
+from autoshard.plans.plan_report import sources_section
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.report import Note, Table
 from tests.planner.steps import joint_graph, planner_of
 from tests.plans.pages import Page
 from tests.plans.planned_gpt import planned_gpt
@@ -37,6 +35,13 @@ def _limited() -> ShardingPlan:
     graph = joint_graph("gpt", layers=LAYERS)
     peak = planner_of(graph, {"x": 1}).plan().memory.peak
     return plan_with_recompute(planner_of(graph, {"x": 1}, memory_limit=peak * 7 // 10))
+
+
+def _cells(plan: ShardingPlan) -> tuple[tuple[str, ...], ...]:
+    """Return the rows of the table of a plan."""
+    table, _ = sources_parts(layer_rows(sources_of([plan])))
+    assert isinstance(table, Table)
+    return table.rows
 
 
 def test_rows_add_up_to_the_plan() -> None:
@@ -81,8 +86,8 @@ def test_a_plan_within_a_limit_shows_them_and_so_does_its_file() -> None:
     plan = _limited()
     for shown in (str(plan), str(ShardingPlan.from_json(plan.to_json()))):
         _, table = shown.split(TITLE)
-        for row in source_cells(layer_rows(sources_of([plan]))):
-            assert any(line.split()[:1] == row[:1] and row[-1] in line for line in table.splitlines())
+        for row in _cells(plan):
+            assert any(line.split()[:1] == [row[0]] and row[-1] in line for line in table.splitlines())
     unlimited = planned_gpt()
     assert TITLE not in str(unlimited)
     assert TITLE in str(dataclasses.replace(unlimited, options={"memory_limit": 2**30}))
@@ -100,9 +105,9 @@ def test_a_part_of_a_plan_is_explained_by_modules() -> None:
 
 def test_the_page_has_a_row_for_every_layer() -> None:
     plan = _limited()
-    words = Page(page(plan)).words
+    words = Page(plan.to_html()).words
     assert TITLE in words
-    for row in source_cells(layer_rows(sources_of([plan]))):
+    for row in _cells(plan):
         assert {cell for cell in row if cell} <= {*words}
 
 
@@ -110,18 +115,21 @@ def test_a_table_has_the_columns_that_hold_something() -> None:
     sources = {f"h.{layer}.mlp": {"saved": 1024, "host": 2048} for layer in range(6)} | {"": {"saved": 512}}
     plan = sample_plan(offloaded=("mm_0",), memory=Memory(sources=sources))
     rows = layer_rows(sources_of([plan]))
-    assert source_labels(rows) == (("module",), ("count", "kept", "on the host"))
-    assert source_cells(rows) == [
-        ["h.*", "6", "6.0 KiB", "12.0 KiB"],
-        ["(root)", "1", "512 B", ""],
-        ["together", "7", "6.5 KiB", "12.0 KiB"],
-    ]
-    assert sources_legend(rows).endswith("On the host: moved there, and back.")
-    assert "again" not in sources_legend(rows)
+    table, legend = sources_parts(rows)
+    assert isinstance(table, Table)
+    assert [column.label for column in table.columns] == ["module", "count", "kept", "on the host"]
+    assert table.rows == (
+        ("h.*", "6", "6.0 KiB", "12.0 KiB"),
+        ("(root)", "1", "512 B", ""),
+        ("together", "7", "6.5 KiB", "12.0 KiB"),
+    )
+    assert isinstance(legend, Note)
+    assert legend.text.endswith("On the host: moved there, and back.")
+    assert "again" not in legend.text
 
 
 def test_nothing_is_said_of_a_plan_of_an_older_version() -> None:
     old = sample_plan(options={"memory_limit": 2**30})
     assert not old.memory.sources
-    assert limited_sources([old]) == []
-    assert TITLE not in Page(page(old)).words
+    assert sources_section([old]).parts == ()
+    assert TITLE not in Page(old.to_html()).words

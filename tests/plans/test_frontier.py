@@ -22,7 +22,6 @@ from autoshard.units import format_bytes
 from tests import models
 from tests.notebooks import check_repr, shown
 from tests.plans.pages import Page
-from tests.plans.test_step_figures import check_data
 from tests.runtime.meshes import simulated_mesh
 from tests.sample_plan import sample_plan
 from tests.training import TOLERANCE, fast_links, relative_difference
@@ -46,7 +45,7 @@ def bent() -> Frontier:
 def test_plans_that_hardly_differ_are_one_line() -> None:
     frontier = Frontier([plan_at(10, 1.0), plan_at(10.05, 0.999), plan_at(20, 0.5)])
     assert len(frontier) == 3
-    assert frontier.table().row_count == 2
+    assert len(shown(frontier).rows) == 4 + 1 + 2
     assert "Plan 1:" not in frontier.to_html()
     # A plan that was asked for is listed.
     assert "Plan 1:" in frontier.to_html(chosen=frontier[1])
@@ -69,21 +68,17 @@ def test_beaten_plans_are_left_out_and_the_others_sorted() -> None:
 def test_the_page_has_every_plan_and_the_chosen_one(tmp_path: Path) -> None:
     frontier = bent()
     page = Page(frontier.to_html())
-    points, chosen = page.figures["tradeoff"]["views"][0]["data"]
-    assert points["x"][:-1] == [plan.memory.peak / 2**30 for plan in frontier]
-    # Seconds are the unit of a step of one second.
-    assert points["y"][:-1] == [plan.step_seconds for plan in frontier]
-    assert (chosen["x"], chosen["y"]) == ([20 * GB / 2**30], [1.5])
-    parts = page.figures["parts"]["views"][0]["data"]
-    assert [sum(heights) for heights in zip(*(trace["y"] for trace in parts), strict=True)] == points["x"][:-1]
-    assert "chosen: the turning point" in page.words
+    points, turning = page.series("tradeoff")
+    assert points["x"] == [plan.memory.peak for plan in frontier]
+    assert points["y"] == [plan.step_seconds for plan in frontier]
+    assert (turning["x"], turning["y"]) == ([20 * GB], [1.5])
+    parts = page.series("parts")
+    assert [sum(heights) for heights in zip(*(one["y"] for one in parts), strict=True)] == points["x"]
+    assert {"turning point", "plan 2"} <= set(page.words)
     assert "Plan 4: 55.9 GiB, 1 s" in page.words
-    for figure in page.figures.values():
-        for view in figure["views"]:
-            check_data(view["data"], view["layout"])
     frontier.to_html(tmp_path / "page.html", chosen=frontier.at(memory=16 * GB))
     page = Page((tmp_path / "page.html").read_text("utf-8"))
-    _, chosen, turning = page.figures["tradeoff"]["views"][0]["data"]
+    _, turning, chosen = page.series("tradeoff")
     assert (chosen["y"], turning["y"]) == ([3.0], [1.5])
     with pytest.raises(PlanError, match="not a plan of this frontier"):
         frontier.to_html(chosen=sample_plan())
@@ -91,8 +86,8 @@ def test_the_page_has_every_plan_and_the_chosen_one(tmp_path: Path) -> None:
 
 def test_a_notebook_shows_the_table() -> None:
     page = shown(bent())
-    assert page.tags["table"] == 1
-    assert len(page.rows) == 1 + 5
+    assert page.tags["table"] == 2
+    assert len(page.rows) == 4 + 1 + 5
 
 
 def test_no_plans_and_plans_of_different_models_are_refused() -> None:
@@ -143,8 +138,9 @@ def test_the_turning_point_is_where_the_curve_bends() -> None:
 
 def test_the_table_lists_every_plan_and_marks_the_turning_point() -> None:
     lines = str(bent()).splitlines()
-    assert lines[0].strip() == "5 plans on dp=2, tp=4"
-    [marked] = [line for line in lines if "turning point" in line]
+    assert lines[0].strip() == "Frontier on dp=2, tp=4"
+    [fact, marked] = [line for line in lines if "turning point" in line]
+    assert fact.split()[2:4] == ["plan", "2"]
     assert marked.split()[:3] == ["2", "18.626", "GiB"]
     assert "50.0%" in marked
 
@@ -156,7 +152,7 @@ def test_the_picture_is_labelled_and_marks_devices_within_its_range(tmp_path: Pa
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         bent().plot(path, scale=scale)
     text = path.read_text("utf-8")
-    for label in ("peak memory per device [GiB]", "predicted step [ms]", "turning point", "24 GB", "48 GB"):
+    for label in ("peak memory per device [GiB]", "predicted step [s]", "turning point", "24 GB", "48 GB"):
         assert f">{label}</text>" in text, label
     assert ">80 GB</text>" not in text
 

@@ -39,7 +39,7 @@ def test_a_notebook_shows_the_tables_of_a_plan() -> None:
     page = shown(sample_plan(hints={"<b>": "a & b"}))
     assert ["h.*.attn.qkv.weight", "6", "192x64", "R", "S(0,f=3)", "never"] in page.rows
     # Sharded placements stand out, as on a terminal.
-    assert any(style.startswith("color: ") for style in page.styles)
+    assert any("color: #" in style for style in page.styles)
     assert page.tags["b"] == 0
 
 
@@ -93,4 +93,3 @@ def test_the_representation_says_that_time_ended_the_search() -> None:
         sample_plan(), method="messages, ended by time_limit=3 s: a longer search may find a faster plan"
     )
     assert "; the time limit ended the search; print it to see more)" in repr(ended)
-    assert "<div class=alarm><dt>Search</dt><dd>ended by time</dd>" in ended.to_html()

@@ -10,7 +10,6 @@ from autoshard.search.result import BEST, MeshCandidate, Row, SearchResult
 from autoshard.search.shapes import Shape
 from autoshard.specs.axes import MeshShape
 from tests.plans.pages import Page
-from tests.plans.test_step_figures import check_data
 from tests.sample_plan import sample_plan
 
 GIB = 2**30
@@ -38,23 +37,19 @@ def result_of(*more: MeshCandidate) -> SearchResult:
 def test_the_page_has_the_meshes_and_the_best_plan() -> None:
     page = Page(result_of().to_html())
     assert {"pp=2, x=4 (pipeline pp)", "1.6% slower", "a < b", "h.*.attn.qkv.weight"} <= set(page.words)
-    assert {"mesh-candidates", "modules"} <= set(page.figures)
-    assert "devices" not in page.figures
+    assert {"mesh-candidates", "modules"} <= set(page.charts)
+    assert "devices" not in page.charts
 
 
 def test_the_page_of_several_numbers_of_devices_shows_the_speed_up() -> None:
     plan = sample_plan(mesh=MeshShape.of({"dp": 4, "tp": 4}))
     more = candidate({"dp": 4, "tp": 4}, 0.005, seconds=0.008, peak=GIB, plan=plan, verdict=BEST)
     page = Page(result_of(more).to_html())
-    (view,) = page.figures["devices"]["views"]
-    check_data(view["data"], view["layout"])
-    fastest, perfect = view["data"]
+    fastest, perfect = page.series("devices")
     assert fastest["x"] == [8, 16]
-    assert fastest["y"] == [12.3, 8.0]
-    assert perfect["y"] == [12.3, 6.15]
-    assert "16: dp=4, tp=4" in {
-        name for trace in page.figures["mesh-candidates"]["views"][0]["data"] for name in trace["y"]
-    }
+    assert fastest["y"] == [0.0123, 0.008]
+    assert perfect["y"] == [0.0123, 0.00615]
+    assert "16: dp=4, tp=4" in {name for one in page.series("mesh-candidates") for name in one["y"]}
 
 
 def test_another_size_of_a_pipeline_takes_what_those_took_that_were_planned_with_this_effort() -> None:

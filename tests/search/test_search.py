@@ -132,7 +132,7 @@ def test_it_prints_every_mesh_with_its_verdict(profile: SearchResult) -> None:
     for one in profile.candidates:
         assert f" {one.shape} " in text
     assert "best" in text
-    assert "by number of devices" in text
+    assert "By number of devices" in text
     assert "nothing fits" in text
     assert max(map(len, text.splitlines())) <= 120
     assert repr(profile).startswith(f"SearchResult({len(profile.candidates)} meshes, best ")

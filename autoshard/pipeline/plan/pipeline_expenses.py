@@ -13,6 +13,7 @@ from autoshard.pipeline.schedule.costs import LINK, REDUCTION, Simulation, Stage
 from autoshard.plans.expenses import COMPUTE, Amount, StepExpenses, Term, count_rerun
 from autoshard.plans.plan_data import Collective
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.report import Fact
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.simulate.events import covered_seconds
 from autoshard.specs.axes import MeshShape
@@ -205,7 +206,7 @@ class PipelineExpenses(StepExpenses):
     def title(self) -> str:
         return f"Expenses of a step on one device, the mean of the ranks along {self.axis}"
 
-    def memory_text(self) -> str:
+    def memory_fact(self) -> Fact:
         peaks = ", ".join(f"{rank} {format_bytes(peak)}" for rank, peak in self.memory.items())
         of = f" of {format_bytes(self.capacity)}" if self.capacity else ""
-        return f"peak {format_bytes(self.peak)}{of} ({peaks})"
+        return Fact("memory", f"peak {format_bytes(self.peak)}{of}", peaks)

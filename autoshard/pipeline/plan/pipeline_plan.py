@@ -9,26 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from autoshard import display
 from autoshard.errors import PlanError
-from autoshard.pipeline.plan import pipeline_page
 from autoshard.pipeline.plan.pipeline_devices import PipelineMesh
 from autoshard.pipeline.plan.pipeline_expenses import PipelineExpenses, StageWork
-from autoshard.pipeline.plan.pipeline_page import PipelineParts
-from autoshard.pipeline.plan.pipeline_tables import choice_table, rank_table, stage_table, summary_table
+from autoshard.pipeline.plan.pipeline_report import schedules_section, stages_section, step_sections
 from autoshard.pipeline.schedule.actions import Action, Schedule
 from autoshard.pipeline.schedule.costs import Simulation, StageCosts, simulate
 from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
-from autoshard.plans import plan_data, plan_text
+from autoshard.plans import plan_data, plan_explanation
 from autoshard.plans.alternative import Alternative, forgotten_error
-from autoshard.plans.html import HasPage, Section
 from autoshard.plans.plan_data import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
-from autoshard.plans.plan_text import limited_sources, made_text, shares_text
+from autoshard.plans.plan_report import sources_section
+from autoshard.plans.plan_summary import made_text, shares_text
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.plans.step_picture import trace
+from autoshard.plans.step_trace import trace
+from autoshard.report import Fact, Facts, HasReport, Part, Report, Section
 from autoshard.reshard.reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
@@ -82,7 +77,7 @@ FORMAT = Format("autoshard pipeline plan", 2, "a pipeline's plan", _SCHEMA, _che
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelinePlan(HasPage):
+class PipelinePlan(HasReport):
     """A model as a pipeline on a mesh.
 
     A plan is data: it holds no tensor and no process group, compares by value, and round-trips through JSON.
@@ -263,86 +258,58 @@ class PipelinePlan(HasPage):
             f"{format_seconds(self.step_seconds)} per step; print it to see more)"
         )
 
-    def __str__(self) -> str:
-        return display.plain(self.tables(), display.WIDTH)
-
-    def _repr_html_(self) -> str:
-        return display.html(*self.tables())
-
-    def _page(self) -> str:
-        return pipeline_page.page(f"Pipeline plan: {self.mesh}", self._page_parts())
-
-    def page_sections(self) -> list[Section]:
-        """Return the sections of the page, for a page that shows more than the plan."""
-        return pipeline_page.pipeline_sections(self._page_parts())
-
-    def _page_parts(self) -> PipelineParts:
-        return PipelineParts(
-            summary=self.summary(),
-            stages=self.stages,
-            modules=self.stage_modules,
-            costs=self.costs,
-            step=self.simulation if self.costs else None,
-            capacities=self.capacities,
-            candidates=self.table,
-            schedule=self.schedule,
-            step_seconds=self.step_seconds,
-            bubble=self.bubble,
-            peaks=self.peaks,
-        )
-
-    def tables(self) -> list[Table | Text]:
-        """Return rich tables of the plan: its summary, stages, ranks, what the backward half reads, and schedules."""
-        tables: list[Table | Text] = [summary_table(self.summary())]
+    def report(self) -> Report:
+        """Return the plan as a tree: key figures, its step, stages, ranks, schedules, and all stage plans."""
+        parts: list[Part] = [self._facts()]
+        # Plans that are built by hand may have no costs, and then no predicted step.
         if self.costs:
-            tables.append(stage_table(self.schedule.placement, self.stage_modules, self.costs))
-            tables.append(rank_table(self.simulation))
-        tables += limited_sources(self.stages)
-        if self.table:
-            tables.append(choice_table(self.table))
-        return tables
+            parts += step_sections(self.simulation, self.capacities, self.stage_modules, self.costs)
+        parts.append(sources_section(list(self.stages)))
+        parts.append(schedules_section(self.schedule, self.table, self.capacities))
+        parts.append(stages_section(self.stages, self.stage_modules))
+        return Report.of(f"PipelinePlan on {self.mesh}", parts)
 
     @property
     def stage_modules(self) -> tuple[tuple[str, str], ...]:
         """For every stage, its first and last module; the root for plans that were built without `modules`."""
         return self.modules or (("", ""),) * len(self.stages)
 
-    def summary(self) -> list[tuple[str, str]]:
-        """Labels and values of the head of the plan."""
+    def _facts(self) -> Facts:
+        """Return the facts at the head of the plan."""
         cluster = f" on cluster {self.cluster}" if self.cluster else ""
         ranks = f", ranks of {', '.join(map(str, self.devices))} devices" if self.devices else ""
         subject = self.stages[0].subject if self.stages else {}
-        lines = [
-            *((label, subject[label]) for label in ("precision", "optimizer", "device") if label in subject),
-            ("mesh", f"{self.mesh} ({self.mesh.size} devices){cluster}, pipeline axis {self.axis}{ranks}"),
-            ("schedule", self._schedule_text()),
-            ("gradients", self._gradients_text()),
-        ]
         # Stages with equal shares share a line.
         stages_by_shares: dict[str, list[int]] = {}
         for index, stage in enumerate(self.stages):
             stages_by_shares.setdefault(shares_text(stage), []).append(index)
-        lines += [
-            ("shares", f"stages {', '.join(map(str, stages))}: {text}")
-            for text, stages in stages_by_shares.items()
-            if text
-        ]
-        lines += [("predicted step", self._step_text()), ("memory per device", self._memory_text())]
-        if "made on" in subject:
-            lines.append(("made on", made_text(subject["made on"], self.versions)))
-        if self.timings:
-            spent = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.timings.items())
-            lines.append(("planned in", spent))
-        return lines
+        spent = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.timings.items())
+        return Facts.of(
+            [
+                *((label, subject[label]) for label in ("precision", "optimizer", "device") if label in subject),
+                Fact(
+                    "mesh", str(self.mesh), f"{self.mesh.size} devices{cluster}, pipeline axis {self.axis}{ranks}", True
+                ),
+                Fact("schedule", self._schedule_text(), f"{self.schedule.stages} stages", is_key=True),
+                ("gradients", self._gradients_text()),
+                *(
+                    ("shares", f"stages {', '.join(map(str, stages))}: {text}" if text else "")
+                    for text, stages in stages_by_shares.items()
+                ),
+                Fact(
+                    "predicted step", format_seconds(self.step_seconds), f"ranks do not compute {self.bubble:.1%}", True
+                ),
+                self._memory_fact(),
+                ("made on", made_text(subject["made on"], self.versions) if "made on" in subject else ""),
+                ("planned in", spent),
+            ]
+        )
 
     def _schedule_text(self) -> str:
         """Return `"1F1B, 8 microbatches, 1 stage per rank"`."""
         stages = "1 stage" if self.virtual == 1 else f"{self.virtual} stages"
         batches = "1 microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
         return f"{self.schedule.name}, {batches}, {stages} per rank"
-
-    def _step_text(self) -> str:
-        return f"{format_seconds(self.step_seconds)}, of which ranks do not compute {self.bubble:.1%}"
 
     def _gradients_text(self) -> str:
         if self.microbatches == 1:
@@ -351,13 +318,14 @@ class PipelinePlan(HasPage):
         often = f"; with every microbatch those that are smaller then, of stages {', '.join(stages)}" if stages else ""
         return f"added up over the microbatches, reduced once per step{often}"
 
-    def _memory_text(self) -> str:
+    def _memory_fact(self) -> Fact:
         if not self.peaks:
-            return "not known"
+            return Fact("memory per device", "not known")
         rank = max(range(len(self.peaks)), key=self.peaks.__getitem__)
         capacity = self.capacities[rank] if self.capacities else 0
         of = f" of {format_bytes(capacity)}" if capacity else ""
-        return f"peak {format_bytes(self.peaks[rank])}{of} on rank {rank}{'' if self.fits else ': does not fit'}"
+        value = f"peak {format_bytes(self.peaks[rank])}{of} on rank {rank}{'' if self.fits else ': does not fit'}"
+        return Fact("memory per device", value, is_key=True, is_alarm=not self.fits)
 
     def explain(self, path_glob: str) -> str:
         """Explain the placements of the parameters and modules that a glob matches, stage by stage.
@@ -371,14 +339,19 @@ class PipelinePlan(HasPage):
         Raises:
             PlanError: nothing in any stage matches.
         """
-        texts = [
-            f"stage {index}\n{stage.explain(path_glob)}"
+        return str(self.explanation(path_glob))
+
+    def explanation(self, path_glob: str) -> Report:
+        """Return the report whose text is that of `explain`."""
+        sections = tuple(
+            Section(f"stage {index}", stage.explanation(path_glob).parts)
             for index, stage in enumerate(self.stages)
-            if plan_text.matches(stage, path_glob)
-        ]
-        if not texts:
-            raise plan_text.no_match_error(path_glob, set().union(*map(plan_text.paths, self.stages)))
-        return "\n\n".join(texts)
+            if plan_explanation.matches(stage, path_glob)
+        )
+        if not sections:
+            known = set().union(*map(plan_explanation.paths, self.stages))
+            raise plan_explanation.no_match_error(path_glob, known)
+        return Report.of("", sections)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted step as a trace that Perfetto and chrome://tracing load."""

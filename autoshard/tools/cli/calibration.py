@@ -60,7 +60,7 @@ def _calibrate(options: argparse.Namespace) -> None:
         cluster = calibrate(mesh, name=stem, largest=largest, dtypes=dtypes, progress=_print_progress)
         if dist.get_rank() == 0:
             cluster.save(options.output)
-            console().print(cluster.table())
+            console().print(cluster)
             print_line(f"wrote {options.output}")
     finally:
         dist.destroy_process_group()

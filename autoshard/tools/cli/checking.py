@@ -7,7 +7,7 @@ import argparse
 from autoshard.cluster.cluster import Cluster
 from autoshard.tools.cli.arguments import Verbs, add_verb, console, usage_errors
 from autoshard.tools.cli.targets import TARGETS, add_target, load_target
-from autoshard.tools.doctor.doctor import doctor, report_page
+from autoshard.tools.doctor.doctor import doctor
 from autoshard.tools.selfcheck.__main__ import add_arguments, run_command
 
 
@@ -45,5 +45,5 @@ def _doctor(options: argparse.Namespace) -> int:
     with usage_errors():
         cluster = Cluster.of(options.cluster)
     report = doctor(*load_target(options), cluster=cluster)
-    console().print(report_page(report))
+    console().print(report)
     return 0 if report.captured else 1

@@ -1,17 +1,13 @@
-"""Saved plans of every kind: reading them, and their tables, explanations and pages."""
+"""Saved plans of every kind."""
 
 from __future__ import annotations
 
 import re
 
-from rich.console import RenderableType
-from rich.text import Text
-
 from autoshard.pipeline.plan.pipeline_plan import FORMAT as PIPELINE
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.plans import frontier, plan_data
 from autoshard.plans.frontier import Frontier
-from autoshard.plans.plan_text import explanation_table, plan_table
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.tools.cli.arguments import UsageError
 
@@ -51,16 +47,3 @@ def read_plan(path: str) -> Plan:
             "show, and save one from Python with autoshard.Frontier.load(...)[number].save(...)."
         )
     return saved
-
-
-def plan_tables(saved: Plan | Frontier) -> list[RenderableType]:
-    """Return the tables of a plan or a frontier."""
-    if isinstance(saved, Frontier):
-        return [saved.table()]
-    return [*saved.tables()] if isinstance(saved, PipelinePlan) else [plan_table(saved)]
-
-
-def explanation(plan: Plan, glob: str) -> RenderableType:
-    """Return the explanation of the parts of a plan that a glob matches; `PlanError` where nothing matches."""
-    # As Text, for brackets in a string are markup to rich.
-    return Text(plan.explain(glob)) if isinstance(plan, PipelinePlan) else explanation_table(plan, glob)

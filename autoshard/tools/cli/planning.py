@@ -20,7 +20,7 @@ from autoshard.pipeline.run.pipeline_module import resolve_pipeline
 from autoshard.pipeline.schedule.actions import SCHEDULES
 from autoshard.pipeline.schedule.schedule_search import CUSTOM
 from autoshard.planner.layouts.standard_layouts import NAMES
-from autoshard.plans.html import HasPage
+from autoshard.report import HasReport
 from autoshard.search.result import Option
 from autoshard.search.search import SearchOptions, search
 from autoshard.specs.axes import MeshShape
@@ -36,7 +36,7 @@ from autoshard.tools.cli.arguments import (
     print_line,
     usage_errors,
 )
-from autoshard.tools.cli.plan_files import Plan, plan_tables
+from autoshard.tools.cli.plan_files import Plan
 from autoshard.tools.cli.targets import TARGETS, add_target, load_target
 from autoshard.tools.compare.compare import compare
 from autoshard.units import format_bytes, format_seconds
@@ -375,10 +375,10 @@ def _compare(options: argparse.Namespace) -> None:
     keywords = planning_keywords("compare", options)
     module, args, kwargs = load_target(options)
     comparison = compare(module, parse_mesh(options.mesh), args, kwargs, baselines=options.baseline, **keywords)
-    console().print(comparison.table())
+    console().print(comparison)
     for layout in comparison if options.details else ():
         if layout.plan is not None:
-            console().print(f"\n{layout.name}", *layout.expenses.tables(), highlight=False)
+            console().print(f"\n{layout.name}", layout.expenses, highlight=False)
     if options.output is not None:
         options.output.write_text(comparison.to_json(), "utf-8")
         print_line(f"wrote {options.output}")
@@ -396,7 +396,7 @@ def _search(options: argparse.Namespace) -> None:
         Cluster.of(options.cluster).first(options.devices)
     module, args, kwargs = load_target(options)
     result = search(module, options.devices, args, kwargs, option=options.option, pipelines=pipelines, **keywords)
-    console().print(result.table())
+    console().print(result)
     _print_and_save(result.plan, options)
     _write_page(result, options)
 
@@ -410,7 +410,7 @@ def _frontier(options: argparse.Namespace) -> None:
     keywords = planning_keywords("frontier", options)
     module, args, kwargs = load_target(options)
     frontier = autoshard.frontier(module, parse_mesh(options.mesh), args, kwargs, gaps=options.gaps, **keywords)
-    console().print(*plan_tables(frontier))
+    console().print(frontier)
     print_outputs_left(frontier[0], options)
     if options.output is not None:
         frontier.save(options.output)
@@ -436,14 +436,14 @@ def _check_plot(path: Path | None) -> None:
 
 
 def _print_and_save(plan: Plan, options: argparse.Namespace) -> None:
-    console().print(*plan_tables(plan))
+    console().print(plan)
     print_outputs_left(plan, options)
     if options.output is not None:
         plan.save(options.output)
         print_line(f"wrote {options.output}")
 
 
-def _write_page(result: HasPage, options: argparse.Namespace) -> None:
+def _write_page(result: HasReport, options: argparse.Namespace) -> None:
     if options.html is not None:
         result.to_html(options.html)
         print_line(f"wrote {options.html}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autoshard.plans.frontier import Frontier
 from autoshard.tools.cli.arguments import UsageError, Verbs, add_verb, check_output, console, print_line
-from autoshard.tools.cli.plan_files import explanation, plan_tables, read_plan, read_saved
+from autoshard.tools.cli.plan_files import read_plan, read_saved
 
 
 def add_show(verbs: Verbs) -> None:
@@ -41,8 +41,7 @@ def add_html(verbs: Verbs) -> None:
         verbs,
         "html",
         _html,
-        details="Write a saved plan, plan of a pipeline, or frontier as a web page that loads nothing else.\n"
-        "Its charts need plotly: pip install 'autoshard[html]'.",
+        details="Write a saved plan, plan of a pipeline, or frontier as a web page that loads nothing else.",
         example="autoshard html plan.json plan.html",
     )
     _add_file(html)
@@ -57,11 +56,11 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    console().print(*plan_tables(read_saved(options.plan)))
+    console().print(read_saved(options.plan))
 
 
 def _explain(options: argparse.Namespace) -> None:
-    console().print(explanation(read_plan(options.plan), options.glob))
+    console().print(read_plan(options.plan).explanation(options.glob))
 
 
 def _html(options: argparse.Namespace) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import RenderableType
-
 import autoshard
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.tools.cli.arguments import UsageError, Verbs, add_verb, check_output, console, parse_mesh, print_line
-from autoshard.tools.cli.plan_files import Plan, plan_tables, read_plan
+from autoshard.tools.cli.plan_files import Plan, read_plan
 from autoshard.tools.cli.planning import add_dtypes, add_memory, add_options, planning_keywords, print_outputs_left
 from autoshard.tools.cli.targets import TARGETS, add_target, load_target
 
@@ -41,7 +39,11 @@ def _simulate(options: argparse.Namespace) -> None:
     """Print the expenses of a step, and write its trace."""
     check_output("--trace", options.trace)
     plan = _plan_of(options)
-    console().print(*_tables(plan))
+    if isinstance(plan, PipelinePlan):
+        console().print(plan)
+    # A pipeline's plan that was built by hand may have no costs.
+    if not isinstance(plan, PipelinePlan) or plan.costs:
+        console().print(plan.expenses())
     print_outputs_left(plan, options)
     # Written last: what is printed is of use even where a plan has no calls to draw.
     if options.trace is not None:
@@ -64,10 +66,3 @@ def _plan_of(options: argparse.Namespace) -> Plan:
     keywords = planning_keywords("plan", options)
     module, args, kwargs = load_target(options)
     return autoshard.plan(module, parse_mesh(options.mesh), args, kwargs, **keywords)
-
-
-def _tables(plan: Plan) -> list[RenderableType]:
-    if not isinstance(plan, PipelinePlan):
-        return [*plan.expenses().tables()]
-    # A plan that was built by hand may have no costs.
-    return [*plan_tables(plan), *(plan.expenses().tables() if plan.costs else ())]

@@ -9,7 +9,6 @@ from autoshard.tools.cli.arguments import UsageError, Verbs, add_verb, console, 
 from autoshard.tools.cli.plan_files import read_saved
 from autoshard.tools.cli.planning import add_memory, add_mesh, add_options, planning_keywords
 from autoshard.tools.cli.targets import TARGETS, add_target, load_target
-from autoshard.tools.verify.report import report_page
 from autoshard.tools.verify.verify import verify
 
 
@@ -43,7 +42,7 @@ def _verify(options: argparse.Namespace) -> int:
     plan = None if options.plan is None else _read_sharding_plan(options.plan)
     model, args, kwargs = load_target(options, "cpu")
     report = verify(model, parse_mesh(options.mesh), args, kwargs, plan=plan, steps=options.steps, **keywords)
-    console().print(report_page(report))
+    console().print(report)
     return 0 if report.ok else 1
 
 

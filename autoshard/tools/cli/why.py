@@ -100,7 +100,7 @@ def _why(options: argparse.Namespace) -> int:
             alternative = made.why_not(asked) if isinstance(made, ShardingPlan) else made.why_not(asked, **requests)
     except HintError as error:
         raise UsageError(str(error)) from error
-    console().print(*alternative.tables())
+    console().print(alternative)
     return _write(alternative, options.output)
 
 

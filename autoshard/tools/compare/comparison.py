@@ -5,24 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any, Literal
 
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
-from autoshard import display
 from autoshard.errors import PlanError
 from autoshard.names import suggestion
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.layouts.standard_layouts import Hints
-from autoshard.plans import plan_page
 from autoshard.plans.expenses import Expenses, count_rerun
-from autoshard.plans.html import Fold, HasPage, Part, text_table
 from autoshard.plans.plan_difference import PlanDifference
+from autoshard.plans.plan_report import plan_report
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.report import Fact, Facts, HasReport, Note, Part, Report, Section, Table, numbers, texts
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
@@ -70,7 +63,7 @@ class ComparedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class NearestLayout:
+class NearestLayout(HasReport):
     """The standard layout with the shortest step of all that fit; of equal ones, that of the smallest peak.
 
     Attributes:
@@ -91,28 +84,20 @@ class NearestLayout:
     megatron: str = field(repr=False)
     fsdp2: str = field(repr=False)
 
-    def __str__(self) -> str:
-        return display.plain([self.table()], display.WIDTH)
-
-    def table(self) -> Group:
+    def report(self) -> Report:
         """Return the loss and the flags."""
         if self.seconds_lost >= 0:
             loss = f"it loses {format_seconds(self.seconds_lost)} a step, {self.percent_lost:.1f} %"
         else:
             loss = f"it is {format_seconds(-self.seconds_lost)} a step faster, {-self.percent_lost:.1f} %"
         fit = "" if self.fits else "; no standard layout fits, and it has the smallest peak"
-        parts = [Text(f"nearest standard layout: {self.name}; beside the plan {loss}{fit}", style="bold")]
-        for title, text in (
-            ("torchtitan", self.torchtitan),
-            ("Megatron-LM", self.megatron),
-            ("torch", self.fsdp2),
-        ):
-            parts += [Text(f"\n{title}", style="bold"), Text(text)]
-        return Group(*parts)
+        flags = (("torchtitan", self.torchtitan), ("Megatron-LM", self.megatron), ("torch", self.fsdp2))
+        sections = (Section(title, (Note(text, "code"),)) for title, text in flags)
+        return Report.of(f"Nearest standard layout: {self.name}", [Note(f"beside the plan {loss}{fit}"), *sections])
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison(HasPage):
+class Comparison(HasReport):
     """The result of `autoshard.compare`. `to_html` writes the page of the plan, with the layouts in it.
 
     Attributes:
@@ -164,50 +149,29 @@ class Comparison(HasPage):
         near = f", nearest {self.nearest.name} at {self.nearest.percent_lost:+.1f} %" if self.nearest else ""
         return f"Comparison({len(self.layouts)} layouts on {self.mesh}{near}; print it to see more)"
 
-    def __str__(self) -> str:
-        return display.plain([self.table()], display.WIDTH)
-
-    def _repr_html_(self) -> str:
-        return display.html(self.table())
-
-    def table(self) -> Group:
-        """Return the layouts as a table, what cannot be had and why, and the nearest standard layout."""
-        table = Table(title=self._title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-        first, *amounts, last = self._labels
-        table.add_column(first, no_wrap=True)
-        for label in amounts:
-            table.add_column(Text(label), justify="right", no_wrap=True)
-        table.add_column(last, overflow="fold")
-        for row in self._rows():
-            table.add_row(*map(Text, row))
-        near: list[Text | Group] = [] if self.nearest is None else [Text(), self.nearest.table()]
-        return Group(table, *map(Text, self._left_out()), *near)
-
-    def _page(self) -> str:
-        lines = "".join(f"<p>{escape(text)}</p>" for text in (self._title, *self._left_out()))
-        rows: list[Part] = [text_table(self._labels, self._rows(), texts=(self._labels[0], "")), lines]
+    def report(self) -> Report:
+        """Return the layouts as a table, what cannot be had and why, the nearest standard layout, and the plan."""
+        sent = (f"{axis} bytes" for axis in self._axes)
+        amounts = numbers("step", "to plan", "compute", "exposed", *sent, "peak")
+        rows = [list(self._cells(layout.name, layout.plan)) for layout in self.layouts if layout.plan is not None]
+        table = Table.of((*texts("layout"), *amounts, *texts("")), rows, most=100)
+        layouts = Section("Layouts", (table, *map(Note, self._left_out())))
+        near: list[Part] = []
         if self.nearest is not None:
-            rows.append(Fold(f"Nearest: {self.nearest.name}", [f"<pre>{escape(str(self.nearest))}</pre>"]))
-        return plan_page.page(self.plan, layouts=rows)
+            flags = self.nearest.report()
+            near.append(Section(flags.title, flags.parts, is_folded=True))
+        plan = plan_report(self.plan, is_compared=True)
+        head = Facts((Fact("mesh", str(self.mesh), self._devices, is_key=True),))
+        return Report.of(f"Comparison on {self.mesh}", (head, layouts, *near, *plan.details()))
 
     @property
-    def _title(self) -> str:
-        title = f"on {self.mesh} ({self.mesh.size} devices) on cluster {self.cluster}, "
-        return f"{title}{format_bytes(self.memory_limit)} per device"
+    def _devices(self) -> str:
+        limit = format_bytes(self.memory_limit)
+        return f"{self.mesh.size} devices on cluster {self.cluster}, {limit} per device"
 
     @property
     def _axes(self) -> list[str]:
         return [axis.name for axis in self.mesh.axes if axis.size > 1]
-
-    @property
-    def _labels(self) -> list[str]:
-        """The titles of the columns: a layout, amounts, and a note."""
-        sent = [f"{axis} bytes" for axis in self._axes]
-        return ["layout", "step", "to plan", "compute", "exposed", *sent, "peak", ""]
-
-    def _rows(self) -> list[list[str]]:
-        """Return the cells of every layout that can be had."""
-        return [list(self._cells(layout.name, layout.plan)) for layout in self.layouts if layout.plan is not None]
 
     def _left_out(self) -> list[str]:
         """Return a line for every reason why layouts cannot be had."""

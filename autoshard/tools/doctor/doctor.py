@@ -13,15 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard import display
 from autoshard import operators as operators  # what captures put into graphs
 from autoshard.capture.capture_errors import advice_for
 from autoshard.capture.joint import JointGraph, capture
@@ -38,6 +32,7 @@ from autoshard.patterns.registry import is_borrowed, rule_for
 from autoshard.patterns.rule import OpCall
 from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.strategy_tables import StrategyTables
+from autoshard.report import HasReport, Note, Part, Report, Section, Table, names, numbers, texts
 from autoshard.runtime.arguments import check_examples, check_module
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_seconds
@@ -89,8 +84,8 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """The findings of `doctor`; `str(report)` is a page of tables.
+class DoctorReport(HasReport):
+    """The findings of `doctor`, which print as tables.
 
     Attributes:
         model: class of the module.
@@ -140,39 +135,17 @@ class Report:
 
     def __repr__(self) -> str:
         operators = f"operators {len(self.operators)}, replicated {len(self.replicated)}"
-        return f"Report({self.model}: {operators}, problems {len(self.problems)}; print it to see more)"
+        return f"DoctorReport({self.model}: {operators}, problems {len(self.problems)}; print it to see more)"
 
-    def __str__(self) -> str:
-        return display.plain([report_page(self)], display.WIDTH)
-
-    def _repr_html_(self) -> str:
-        return display.html(report_page(self))
-
-
-def report_page(report: Report) -> Group:
-    """Return the report for a terminal: a verdict, the problems, the notes, and the operators."""
-    parts: list[RenderableType] = [Text(report.model, style="bold"), Text(_verdict(report)), Text("")]
-    if report.problems:
-        parts.append(Text(f"What stops the capture ({len(report.problems)})", style="bold"))
-        parts += [Padding(_problem_text(problem), (0, 0, 0, 2)) for problem in report.problems]
-        parts.append(Text(""))
-    if report.notes:
-        parts.append(Text("What will differ from one device", style="bold"))
-        parts += [Padding(Text(note), (0, 0, 0, 2)) for note in report.notes]
-        parts.append(Text(""))
-    if report.operators:
-        # Replicated ones are shown in full: each is something that a rule would improve.
-        with_rule = [operator for operator in report.operators if operator.source != "replicated"]
-        parts.append(_operator_table([*report.replicated, *with_rule[:_ROWS]]))
-        if with_rule[_ROWS:]:
-            omitted_seconds = format_seconds(sum(operator.seconds for operator in with_rule[_ROWS:]))
-            parts.append(Text(f"and {len(with_rule) - _ROWS} more operators with a rule, {omitted_seconds} together"))
-        # Below the table, since advice is a sentence and would break its columns.
-        parts += [Text(f"{operator.name}: no sharding rule. {operator.advice}") for operator in report.replicated]
-    return Group(*parts)
+    def report(self) -> Report:
+        """Return a verdict, the problems, the notes, and the operators."""
+        problems = Section(f"What stops the capture ({len(self.problems)})", tuple(map(_problem_note, self.problems)))
+        notes = Section("What will differ from one device", tuple(map(Note, self.notes)))
+        operators = Section("Operators", tuple(_operator_parts(self)))
+        return Report.of(self.model, (Note(_verdict(self)), problems, notes, operators))
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: DoctorReport) -> str:
     lines = []
     if report.captured:
         lines.append("captured as one graph")
@@ -196,28 +169,35 @@ def _verdict(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _problem_text(problem: CaptureProblem) -> Text:
-    text = Text(f"{problem.module or 'the root module'}: ", style="bold")
-    text.append(problem.what, style="")
-    if problem.where:
-        text.append(f"\n    at {problem.where}", style="")
-    if problem.advice:
-        text.append(f"\n    {problem.advice}", style="")
-    return text
+def _problem_note(problem: CaptureProblem) -> Note:
+    at = f"\n    at {problem.where}" if problem.where else ""
+    advice = f"\n    {problem.advice}" if problem.advice else ""
+    return Note(f"{problem.module or 'the root module'}: {problem.what}{at}{advice}")
 
 
-def _operator_table(operators: Iterable[Operator]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("operator", "sharded by", "modules"):
-        table.add_column(title, overflow="fold")
-    for title in ("calls", "time"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for operator in operators:
-        modules = _patterns(operator.modules)
-        cells = (operator.name, operator.source, modules, str(operator.count), format_seconds(operator.seconds))
-        style = "bold" if operator.source == "replicated" else ""
-        table.add_row(*(Text(cell, style=style) for cell in cells))
-    return table
+def _operator_parts(report: DoctorReport) -> Iterator[Part]:
+    """Yield the operators, those without a rule first and all, and what to do about these."""
+    # Replicated ones are shown in full: each is something that a rule would improve.
+    with_rule = [operator for operator in report.operators if operator.source != "replicated"]
+    rows = [
+        (
+            operator.name,
+            operator.source,
+            _patterns(operator.modules),
+            str(operator.count),
+            format_seconds(operator.seconds),
+        )
+        for operator in (*report.replicated, *with_rule)
+    ]
+    others = with_rule[_ROWS:]
+    seconds = format_seconds(sum(operator.seconds for operator in others))
+    count = str(sum(operator.count for operator in others))
+    rest = ("...", "", f"{len(others)} more with a rule", count, seconds) if others else ()
+    if rows:
+        columns = (*names("operator"), *texts("sharded by"), *names("modules"), *numbers("calls", "time"))
+        yield Table.of(columns, rows, rest=rest, most=len(rows) - len(others))
+    # Below the table, since advice is a sentence and would break its columns.
+    yield from (Note(f"{operator.name}: no sharding rule. {operator.advice}") for operator in report.replicated)
 
 
 def _patterns(modules: Iterable[str]) -> str:
@@ -244,7 +224,7 @@ def doctor(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     cluster: str | Cluster = "h100",
-) -> Report:
+) -> DoctorReport:
     """Examine a model: find everything that stops its capture, and the source of the sharding of each operator.
 
     Where the model cannot be captured as a whole, a dry run on fake tensors finds all lines that ask for the numbers in
@@ -312,7 +292,7 @@ class _Examination:
         if failure is not None and not self._is_reported(failure):
             self._add(_problem("", failure))
 
-    def report(self, model: str) -> Report:
+    def report(self, model: str) -> DoctorReport:
         """Return the findings, for a model of this class name."""
         operators = [
             Operator(name, source, calls.count, tuple(calls.modules), calls.seconds, calls.advice)
@@ -321,7 +301,9 @@ class _Examination:
         # Replicated ones first: they are the reason to read the table.
         operators.sort(key=lambda operator: (operator.source != "replicated", -operator.seconds))
         cluster = self.tables.cost.cluster.name
-        return Report(model, cluster, tuple(self.problems), tuple(self.notes), tuple(operators), tuple(self.parts))
+        return DoctorReport(
+            model, cluster, tuple(self.problems), tuple(self.notes), tuple(operators), tuple(self.parts)
+        )
 
     def _add(self, *problems: CaptureProblem) -> None:
         self.problems |= dict.fromkeys(problems)

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from autoshard.display import WIDTH, plain
 from autoshard.errors import VerifyError
 from autoshard.patterns.soundness import Finding
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.report import HasReport, Note, Part, Report, Section, Table, numbers, texts
 
 TOLERANCE = 1e-9
 """The relative difference up to which two numbers in float64 count as equal: rounding explains it."""
@@ -66,7 +61,7 @@ class OperatorFault:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(HasReport):
     """The findings of `verify`; `str(report)` is a page of tables.
 
     Attributes:
@@ -125,34 +120,27 @@ class VerifyReport:
         if not self.ok:
             raise VerifyError(str(self))
 
-    def __str__(self) -> str:
-        return plain([report_page(self)], WIDTH)
-
-
-def report_page(report: VerifyReport) -> Group:
-    """Return the report for a terminal: a verdict, the differences by kind, and everything that is wrong."""
-    parts: list[RenderableType] = [Text(report.model, style="bold"), Text(_verdict(report)), Text(_coverage(report))]
-    parts.append(Text(""))
-    if report.differences:
-        parts.append(_kind_table(report))
-    if report.wrong:
-        parts += [Text("What differs", style="bold"), _difference_table(report.wrong[:_ROWS])]
-        parts += _more(report.wrong)
-    if report.operators:
-        parts.append(Text("Operators that compute something else on shards", style="bold"))
-        parts += [*(Text(f"  {fault}") for fault in report.operators[:_ROWS]), *_more(report.operators), Text("")]
-    if report.rules:
-        parts.append(Text("Rules of register_rule that are wrong (autoshard.patterns.check)", style="bold"))
-        parts += [*(Text(f"  {finding}") for finding in report.rules[:_FINDINGS]), *_more(report.rules, _FINDINGS)]
-    if (report.wrong or report.failure) and not (report.operators or report.rules):
-        parts.append(
-            Text(
-                "Every operator alone computes on shards what it computes on one device. The difference arises between "
-                "operators: please report it, with the plan."
+    def report(self) -> Report:
+        """Return a verdict, the differences by kind, and everything that is wrong."""
+        differs: list[Part] = [_difference_table(self.wrong[:_ROWS]), *_more(self.wrong)] if self.wrong else []
+        operators = [*(Note(str(fault)) for fault in self.operators[:_ROWS]), *_more(self.operators)]
+        rules = [*(Note(str(finding)) for finding in self.rules[:_FINDINGS]), *_more(self.rules, _FINDINGS)]
+        parts: list[Part] = [
+            Note(_verdict(self)),
+            Note(_coverage(self)),
+            *([_kind_table(self)] if self.differences else []),
+            Section("What differs", tuple(differs)),
+            Section("Operators that compute something else on shards", tuple(operators)),
+            Section("Rules of register_rule that are wrong (autoshard.patterns.check)", tuple(rules)),
+        ]
+        if (self.wrong or self.failure) and not (self.operators or self.rules):
+            parts.append(
+                Note(
+                    "Every operator alone computes on shards what it computes on one device. The difference arises "
+                    "between operators: please report it, with the plan."
+                )
             )
-        )
-    parts += [Text(note) for note in report.notes]
-    return Group(*parts)
+        return Report.of(self.model, (*parts, *map(Note, self.notes)))
 
 
 def _verdict(report: VerifyReport) -> str:
@@ -181,29 +169,19 @@ def _coverage(report: VerifyReport) -> str:
 
 
 def _kind_table(report: VerifyReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("compared")
-    table.add_column("tensors", justify="right")
-    table.add_column("largest difference", justify="right")
-    table.add_column("of", overflow="fold")
+    rows = []
     for kind in KINDS:
         differences = [difference for difference in report.differences if difference.kind == kind]
         if differences:
             worst = differences[0]
-            style = "bold" if worst.relative > TOLERANCE else ""
-            table.add_row(kind, str(len(differences)), f"{worst.relative:.1e}", Text(worst.name), style=style)
-    return table
+            rows.append((kind, str(len(differences)), f"{worst.relative:.1e}", worst.name))
+    return Table.of((*texts("compared"), *numbers("tensors", "largest difference"), *texts("of")), rows)
 
 
 def _difference_table(differences: Iterable[Difference]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("kind")
-    table.add_column("name", overflow="fold")
-    table.add_column("difference", justify="right")
-    for difference in differences:
-        table.add_row(difference.kind, Text(difference.name), f"{difference.relative:.1e}")
-    return table
+    rows = ((difference.kind, difference.name, f"{difference.relative:.1e}") for difference in differences)
+    return Table.of((*texts("kind", "name"), *numbers("difference")), rows)
 
 
-def _more(findings: Sequence[object], shown: int = _ROWS) -> list[Text]:
-    return [Text(f"  and {len(findings) - shown} more")] if len(findings) > shown else []
+def _more(findings: Sequence[object], shown: int = _ROWS) -> list[Note]:
+    return [Note(f"and {len(findings) - shown} more")] if len(findings) > shown else []

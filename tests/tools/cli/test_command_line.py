@@ -115,7 +115,7 @@ def test_html_writes_the_page_of_a_frontier(file: str, tmp_path: Path, capsys: p
     Frontier([sample_plan()]).save(path)
     assert main(["html", path, output]) == 0
     assert main(["html", path, output, "--memory", "24GiB"]) == 0
-    assert "chosen: the turning point" in Path(output).read_text("utf-8")
+    assert "turning point" in Path(output).read_text("utf-8")
     assert main(["html", path, output, "--memory", "1GiB"]) == 1
     assert "no plan of this frontier fits" in capsys.readouterr().err
     assert main(["html", file, output, "--memory", "24GiB"]) == 2
@@ -221,7 +221,7 @@ def test_ctrl_c_is_one_line(file: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autoshard.tools.cli.saved_plans.plan_tables", interrupt)
+    monkeypatch.setattr("autoshard.tools.cli.saved_plans.read_saved", interrupt)
     assert main(["show", file]) == 130
     assert capsys.readouterr().err == "autoshard: interrupted\n"
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard import Frontier, PipelinePlan, ShardingPlan
 from autoshard.tools.cli import main
+from tests.plans.pages import Page
 from tests.tools.cli.test_targets import LLAMA
 
 SOURCE = """
@@ -92,7 +93,7 @@ def test_plan_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (plan.axis, plan.schedule.name, plan.schedule.microbatches) == ("stage", "GPipe", 4)
     assert capsys.readouterr().out.split()[:-4] == str(plan).split()
     text = (folder / "plan.html").read_text("utf-8")
-    assert "Pipeline plan: stage=2" in text
+    assert "PipelinePlan on stage=2" in text
 
 
 def test_plan_of_a_config(folder: Path) -> None:
@@ -119,7 +120,7 @@ def test_mixed_precision_and_what_a_plan_was_made_for_are_printed(capsys: pytest
     assert f"autoshard {autoshard.__version__}, torch {torch.__version__}" in lines["made on"]
     # Products of 512 columns: two for the forward half, and one gradient, since the input needs none.
     work = 4 * 65536 * 512 * 512
-    rate, _, used = lines["throughput"].partition(" samples per second, ")
+    rate, _, used = lines["throughput"].partition(" samples per second (")
     seconds = 65536 / float(rate.replace(",", ""))
     assert float(used.split("%")[0]) == pytest.approx(100 * work / 2 / seconds / 989e12, rel=0.02)
 
@@ -155,8 +156,8 @@ def test_search_saves_the_best_plan(folder: Path, capsys: pytest.CaptureFixture[
     assert main(["search", "planned_models:make", *arguments, "-o", "plan.json", "--html", "page.html"]) == 0
     plan = ShardingPlan.load(folder / "plan.json")
     assert plan.mesh.size == 1  # the fewest devices that it fits on
-    assert "chart-mesh-candidates" in (folder / "page.html").read_text("utf-8")
-    assert "the best of" in capsys.readouterr().out
+    assert "mesh-candidates" in Page((folder / "page.html").read_text("utf-8")).charts
+    assert "best mesh" in capsys.readouterr().out
 
 
 def test_frontier_saves_its_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +167,7 @@ def test_frontier_saves_its_plans(folder: Path, capsys: pytest.CaptureFixture[st
     frontier = Frontier.load(folder / "frontier.json")
     assert frontier[0].mesh.names == ("x",)
     assert capsys.readouterr().out.split()[:-4] == str(frontier).split()
-    assert "chart-tradeoff" in (folder / "page.html").read_text("utf-8")
+    assert "tradeoff" in Page((folder / "page.html").read_text("utf-8")).charts
 
 
 @pytest.mark.usefixtures("folder")
@@ -252,7 +253,7 @@ def test_compare_prints_the_table_and_the_flags(folder: Path, capsys: pytest.Cap
     ]
     assert main(["compare", "planned_models:make", *arguments, "-o", "compared.json", "--html", "compared.html"]) == 0
     printed = capsys.readouterr().out
-    assert "<td>FSDP2 x TP</td>" in (folder / "compared.html").read_text("utf-8")
+    assert "FSDP2 x TP" in Page((folder / "compared.html").read_text("utf-8")).words
     data = json.loads((folder / "compared.json").read_text("utf-8"))
     assert [layout["name"] for layout in data["layouts"]] == ["autoshard", "DDP", "FSDP2 x TP"]
     assert "tensor_parallel_degree" in printed

@@ -18,6 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.planner import planning
 from autoshard.units import format_seconds
 from tests import models
+from tests.plans.pages import Page
 
 LAYERS = 2
 BATCH = 16
@@ -282,12 +283,14 @@ def test_a_table_and_json_have_all_figures() -> None:
     assert data["nearest"]["torchtitan"] == found.nearest.torchtitan
     assert found.difference("DDP").seconds == pytest.approx(found.plan.step_seconds - steps["DDP"])
     assert "<table" in found._repr_html_()
-    page = found.to_html()
-    for layout in found:
-        assert f'<td>{layout.name}</td><td class="number">{format_seconds(layout.made.step_seconds)}</td>' in page
-    assert found.nearest.torchtitan.splitlines()[0] in page
-    assert "autoshard compare" not in page
-    assert "autoshard compare" in str(found.plan.to_html())
+    page = Page(found.to_html())
+    (table,) = (table for table in page.tables if table["columns"][0]["label"] == "layout")
+    assert [row[:2] for row in table["rows"]] == [
+        [layout.name, format_seconds(layout.made.step_seconds)] for layout in found
+    ]
+    assert found.nearest.torchtitan in page.words
+    assert not any("autoshard compare" in text for text in page.words)
+    assert "autoshard compare" in found.plan.to_html()
 
 
 @pytest.mark.parametrize(

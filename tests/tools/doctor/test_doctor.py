@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.capture.joint import capture
-from autoshard.tools.doctor.doctor import CaptureProblem, Operator, Report
+from autoshard.tools.doctor.doctor import CaptureProblem, DoctorReport, Operator
 from tests import models
 from tests.notebooks import check_repr, shown
 from tests.releases import skip_without
@@ -188,30 +188,30 @@ def test_wrong_arguments_of_doctor_itself(module: object, args: object) -> None:
 
 def test_long_lists_are_cut_in_the_text_alone() -> None:
     operators = tuple(Operator(f"aten.op{index}.default", "rule", 1, ("m",), 1e-6) for index in range(50))
-    report = Report(
+    report = DoctorReport(
         "Model", "h100", (CaptureProblem("a.b", "", "is wrong", "Mend it."),), (), operators, ("a.c", "a.d")
     )
     text = str(report)
     assert "aten.op19.default" in text
     assert "aten.op20.default" not in text
-    assert "and 30 more operators with a rule, 30 µs together" in text
-    assert "a.b: is wrong\n      Mend it." in text
+    assert "30 more with a rule" in text
+    assert "a.b: is wrong\n    Mend it." in text
     assert "on their own, a.c, a.d were" in text
 
 
 def test_a_notebook_and_a_prompt_show_a_report() -> None:
     problem = CaptureProblem("a.b", "model.py:3", "x < y is wrong", "Mend it.")
     operators = (Operator("aten.op.default", "replicated", 2, ("m",), 1e-6, "Write a rule."),)
-    report = Report("Model", "h100", (problem,), ("a & b",), operators, ("a.c",))
+    report = DoctorReport("Model", "h100", (problem,), ("a & b",), operators, ("a.c",))
     page = shown(report)
     assert page.rows[1] == ["aten.op.default", "replicated", "m", "2", "1 µs"]
     assert "a.b: x < y is wrong\n    at model.py:3\n    Mend it." in page.text
-    assert repr(report) == "Report(Model: operators 1, replicated 1, problems 1; print it to see more)"
+    assert repr(report) == "DoctorReport(Model: operators 1, replicated 1, problems 1; print it to see more)"
     check_repr(report)
 
 
 def test_nothing_captured_at_all() -> None:
-    report = Report("Model", "h100", (CaptureProblem("", "", "is wrong"),), (), (), ())
+    report = DoctorReport("Model", "h100", (CaptureProblem("", "", "is wrong"),), (), (), ())
     assert "not captured, nor any part of it" in str(report)
     assert report.replicated_share == 0
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from autoshard.plans.candidate_figures import CandidateRow, candidates_figure
-from tests.plans.test_step_figures import check_figure
+from autoshard.plans.candidate_chart import CandidateRow, candidates_chart
+from autoshard.report import Plot
 
 BEST = CandidateRow("a", 1.0, 0.5, 10, 20, "chosen", True)
 CLOSE = CandidateRow("b", 1.1, 0.5, 12, 20, "10% slower", False)
@@ -11,34 +11,38 @@ ESTIMATE = CandidateRow("f", 0.8, None, 10, 20, "estimated, not planned", False,
 UNKNOWN = CandidateRow("e", None, None, None, 20, "refused", False)
 
 
+def plot_of(*rows: CandidateRow, view: int = 0) -> Plot:
+    """Return a view of the chart of candidates."""
+    (chart,) = candidates_chart(rows)
+    plot = chart.views[view]
+    assert isinstance(plot, Plot)
+    return plot
+
+
 def test_every_candidate_is_a_bar_of_its_fate() -> None:
-    (figure,) = candidates_figure([UNKNOWN, BOUND, ESTIMATE, LARGE, CLOSE, BEST])
-    check_figure(figure)
-    bars = {trace["name"]: dict(zip(trace["y"], trace["x"], strict=True)) for trace in figure.views[0].data}
-    assert bars == {
+    plot = plot_of(UNKNOWN, BOUND, ESTIMATE, LARGE, CLOSE, BEST)
+    assert {one.name: dict(zip(one.y, one.x, strict=True)) for one in plot.series} == {
         "chosen": {"a": 1.0},
         "not chosen": {"b": 1.1},
         "holds too much": {"c": 0.9},
         "estimated, not planned": {"f": 0.8},
         "lower bound": {"d": 0.95},
     }
-    assert figure.views[0].layout["yaxis"]["categoryarray"] == ["a", "c", "b", "f", "d"]
+    assert plot.y.categories == ("a", "c", "b", "f", "d")
 
 
 def test_the_memory_of_planned_candidates_is_drawn_beside_the_limit() -> None:
-    (figure,) = candidates_figure([BEST, CLOSE, LARGE, BOUND])
-    view = figure.views[1]
-    assert sorted(x for trace in view.data for x in trace["x"]) == [10, 12, 30]
-    assert [line["x0"] for line in view.layout["shapes"]] == [20]
+    plot = plot_of(BEST, CLOSE, LARGE, BOUND, view=1)
+    assert sorted(x for one in plot.series for x in one.x) == [10, 12, 30]
+    assert [mark.place for mark in plot.marks] == [20]
 
 
 def test_only_the_fastest_of_many_are_drawn() -> None:
     many = [CandidateRow(f"n{index}", 1.0 + index, None, 10, 0, "slower", False) for index in range(50)]
-    (figure,) = candidates_figure([*reversed(many), BEST])
-    names = figure.views[0].layout["yaxis"]["categoryarray"]
-    assert names == ["a", *(f"n{index}" for index in range(29))]
-    assert "30 of 51 candidates" in figure.caption
+    (chart,) = candidates_chart([*reversed(many), BEST])
+    assert plot_of(*reversed(many), BEST).y.categories == ("a", *(f"n{index}" for index in range(29)))
+    assert "30 of 51 candidates" in chart.caption
 
 
 def test_candidates_without_times_have_no_chart() -> None:
-    assert list(candidates_figure([UNKNOWN])) == []
+    assert list(candidates_chart([UNKNOWN])) == []

@@ -5,9 +5,10 @@ import math
 import pytest
 from torch.distributed.tensor import Replicate
 
-from autoshard.plans.module_figures import collectives_figure, module_tree, modules_figure
+from autoshard.plans.module_charts import collectives_chart, module_tree, modules_chart
+from autoshard.plans.plan_tables import collective_rows
+from autoshard.report import Plot, Tree
 from tests.plans.planned_gpt import planned_gpt
-from tests.plans.test_step_figures import check_figure
 from tests.sample_plan import LAYERS, sample_plan
 
 
@@ -34,37 +35,29 @@ def test_layers_that_hold_one_module_of_other_names_are_boxes_of_their_own() -> 
 
 def test_the_boxes_add_up_to_the_plan() -> None:
     plan = planned_gpt()
-    (figure,) = modules_figure(plan)
-    check_figure(figure)
-    operators, collectives, parameters = (view.data[0] for view in figure.views)
+    (chart,) = modules_chart(plan)
+    operators, collectives, parameters = (view for view in chart.views if isinstance(view, Tree))
     seconds = sum(choice.seconds for choice in plan.choices)
     total = sum(sent.count * sent.seconds for sent in plan.collectives)
     for tree, expected in ((operators, seconds), (collectives, total)):
-        unit = expected / sum(tree["values"])
-        assert min(abs(unit / known - 1) for known in (1.0, 1e-3, 1e-6)) < 1e-9
-        assert len(tree["ids"]) == len(set(tree["ids"]))
-        assert set(tree["parents"]) - {""} <= set(tree["ids"])
+        assert sum(box.amount for box in tree.boxes) == pytest.approx(expected)
+        assert [box.parent for box in tree.boxes].count(-1) == 1
+        assert all(box.parent < place for place, box in enumerate(tree.boxes))
     elements = 0.0
     for name, placements in plan.placements.items():
         ways = math.prod(
             size for size, placement in zip(plan.mesh.sizes, placements, strict=True) if placement.is_shard()
         )
         elements += math.prod(plan.shapes[name]) / ways
-    assert sum(parameters["values"]) == pytest.approx(elements)
+    assert sum(box.amount for box in parameters.boxes) == pytest.approx(elements)
 
 
 def test_the_bars_are_the_collectives_of_the_plan() -> None:
     plan = planned_gpt()
-    (figure,) = collectives_figure(plan)
-    check_figure(figure)
-    time, bytes = figure.views
+    chart = collectives_chart(plan.mesh, collective_rows(plan.collectives))
+    time, bytes = (view for view in chart.views if isinstance(view, Plot))
     seconds = sum(sent.count * sent.seconds for sent in plan.collectives)
     sent = sum(sent.count * sent.bytes for sent in plan.collectives)
-    for view, expected, units in ((time, seconds, (1.0, 1e-3, 1e-6)), (bytes, sent, (1.0, 2**10, 2**20))):
-        drawn = sum(x for trace in view.data for x in trace["x"])
-        assert min(abs(expected / drawn / unit - 1) for unit in units) < 1e-9
-    assert {trace["name"] for trace in time.data} == {f"{sent.kind} over {sent.axis}" for sent in plan.collectives}
-
-
-def test_a_plan_without_collectives_has_no_chart_of_them() -> None:
-    assert list(collectives_figure(sample_plan(collectives=()))) == []
+    for view, expected in ((time, seconds), (bytes, sent)):
+        assert sum(sum(one.x) for one in view.series) == pytest.approx(expected)
+    assert {one.name for one in time.series} == {f"{sent.kind} over {sent.axis}" for sent in plan.collectives}

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 from torch.distributed.tensor import Replicate
 
 from autoshard.errors import PlanError
-from autoshard.plans import plan_text
 from autoshard.plans.expenses import count_rerun
 from autoshard.plans.plan_data import Collective, Decision
-from autoshard.plans.plan_text import explanation_table, plan_table
+from autoshard.plans.plan_tables import collective_rows, tensor_table
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.report import Bar, Fact, Facts, Part, Section, Table, text
 from autoshard.units import format_seconds
+from tests.plans.pages import Page
+from tests.plans.planned_gpt import planned_gpt
 from tests.sample_plan import sample_plan
 
 
@@ -25,7 +29,8 @@ def test_seconds_are_written_in_the_largest_unit_that_fits(seconds: float, text:
 
 def test_rows_count_every_parameter_once() -> None:
     plan = sample_plan()
-    assert sum(row.count for row in plan_text.plan_tensors(plan)["parameter"]) == len(plan.placements)
+    table = tensor_table(plan.mesh.names, plan.placements, plan.shapes, plan.gathered)
+    assert sum(int(row[1]) for row in table.rows) == len(plan.placements)
 
 
 def test_work_of_one_module_is_added_before_layers_are_put_together() -> None:
@@ -33,7 +38,7 @@ def test_work_of_one_module_is_added_before_layers_are_put_together() -> None:
         Collective("all_reduce", "tp", 10, count, f"h.{layer}", "forward", 1.0)
         for layer, count in ((0, 1), (0, 2), (1, 3), (2, 5))
     ]
-    rows = plan_text.collective_rows(sent)
+    rows = collective_rows(sent)
     assert [(row.module, row.count, row.bytes, row.seconds) for row in rows] == [
         ("h.{0-1}", 6, 60, 6.0),
         ("h.2", 5, 50, 5.0),
@@ -42,7 +47,7 @@ def test_work_of_one_module_is_added_before_layers_are_put_together() -> None:
 
 def test_the_totals_of_rows_are_the_totals_of_the_plan() -> None:
     plan = sample_plan()
-    rows = plan_text.collective_rows(plan.collectives)
+    rows = collective_rows(plan.collectives)
     assert sum(row.count for row in rows) == sum(one.count for one in plan.collectives)
     assert sum(row.bytes for row in rows) == sum(one.count * one.bytes for one in plan.collectives)
 
@@ -55,7 +60,7 @@ def line(text: str, start: str) -> list[str]:
 
 def test_the_table_tells_mesh_step_and_memory() -> None:
     text = str(sample_plan())
-    assert "dp=2, tp=4 (8 devices) on cluster h100" in text
+    assert "dp=2, tp=4 (8 devices on cluster h100)" in text
     assert "12.3 ms" in text
     assert "peak 4.5 GiB (parameters 1.0 GiB, gradients 1.0 GiB, optimizer 2.0 GiB, activations 512.0 MiB)" in text
     assert "may be up to 2.5 % slower than the best" in text
@@ -89,7 +94,8 @@ def test_the_dearest_collectives_come_first_and_the_rest_is_summed_up() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_line_is_wider_than_asked(width: int) -> None:
-    assert max(map(len, plan_text.render(sample_plan(), width).splitlines())) <= width
+    report = sample_plan().report()
+    assert max(map(len, text.plain(report.title, report.parts, width).splitlines())) <= width
 
 
 def test_text_in_brackets_is_not_markup() -> None:
@@ -165,19 +171,84 @@ def printed(table: object, **options: object) -> str:
 
 def test_the_terminal_says_what_the_text_says() -> None:
     plan = sample_plan()
-    assert printed(plan_table(plan)).split() == str(plan).split()
+    assert printed(plan).split() == str(plan).split()
 
 
 def test_an_explanation_says_what_the_text_says() -> None:
     plan = sample_plan()
-    assert printed(explanation_table(plan, "h.*.mlp")).split() == plan.explain("h.*.mlp").split()
+    assert printed(plan.explanation("h.*.mlp")).split() == plan.explain("h.*.mlp").split()
 
 
 def test_sharded_placements_are_coloured() -> None:
-    text = printed(plan_table(sample_plan()), force_terminal=True, color_system="standard")
+    text = printed(sample_plan(), force_terminal=True, color_system="standard")
     assert "\x1b[36mS(0,f=3)\x1b[0m" in text
 
 
-def test_an_explanation_of_nothing_is_refused() -> None:
-    with pytest.raises(PlanError, match="nothing in the plan"):
-        explanation_table(sample_plan(), "nowhere")
+def part_of(plan: ShardingPlan, title: str) -> tuple[Part, ...]:
+    """Return the parts of the section of a title."""
+    (section,) = (part for part in plan.report().parts if isinstance(part, Section) and part.title == title)
+    return section.parts
+
+
+def test_the_page_holds_what_the_plan_says() -> None:
+    read = Page(sample_plan().to_html())
+    for word in ("h.*.attn.qkv.weight", "S(0,f=3)", "all_reduce", "aten.mm", "input_ids", "optimizer", "2.0 GiB"):
+        assert word in read.words
+    # A plan of an older version has no replay, and no chart of its step.
+    assert set(read.charts) == {"modules", "collectives-by-module"}
+
+
+def test_the_page_loads_nothing() -> None:
+    page = sample_plan().to_html()
+    assert Page(page).links == []
+    assert "default-src 'none'" in page
+    # The step is a trace for Perfetto, too.
+    assert Page(planned_gpt().to_html()).links == ["https://ui.perfetto.dev"]
+
+
+def test_text_of_the_plan_is_escaped() -> None:
+    read = Page(sample_plan(hints={"<script>": "a & b"}).to_html())
+    assert "<script>: a & b" in read.words
+
+
+def test_a_plan_of_nothing_is_a_page() -> None:
+    empty = sample_plan(placements={}, collectives=(), choices=(), memory=type(sample_plan().memory)())
+    read = Page(empty.to_html())
+    assert "no collectives" in read.words
+    assert read.charts == {}
+
+
+def test_the_parts_of_the_bar_add_up_to_the_step() -> None:
+    plan = planned_gpt()
+    (bar,) = (part for part in part_of(plan, "Step") if isinstance(part, Bar))
+    # Parts of less than a ten thousandth are left out.
+    assert sum(share.amount for share in bar.shares) == pytest.approx(plan.step_seconds, rel=1e-3)
+    # A plan of an older version does not know its calls.
+    assert "Step" not in [part.title for part in sample_plan().report().parts if isinstance(part, Section)]
+
+
+def test_activations_that_are_saved_are_listed_by_operator_and_line() -> None:
+    plan = planned_gpt()
+    (fold,) = (part for part in part_of(plan, "Memory at the peak") if isinstance(part, Section))
+    (table,) = fold.parts
+    assert fold.is_folded
+    assert isinstance(table, Table)
+    assert sum(row.count * row.bytes for row in plan.memory.saved) == plan.memory.held["saved"]
+    products = next(row for row in plan.memory.saved if row.operator == "aten.gelu.default")
+    assert re.fullmatch(r".*basic\.py:\d+ \(return x \+ self.dropout\(self.mlp\(.*\)", products.line)
+    assert products.line in {row[2] for row in table.rows}
+
+
+def facts_of(plan: ShardingPlan) -> dict[str, Fact]:
+    """Return the facts at the head of a plan by label."""
+    (facts,) = (part for part in plan.report().parts if isinstance(part, Facts))
+    return {fact.label: fact for fact in facts.rows}
+
+
+def test_what_is_wrong_with_a_plan_is_an_alarm() -> None:
+    late = "messages, ended by time_limit=3 s: a longer search may find a faster plan"
+    assert facts_of(sample_plan(method=late))["search"].is_alarm
+    assert not facts_of(sample_plan())["search"].is_alarm
+    large = facts_of(sample_plan(options={"memory_limit": 2**30}))["memory per device"]
+    assert large.is_alarm
+    assert large.value == "peak 4.5 GiB of 1.0 GiB: does not fit"

@@ -1,0 +1,48 @@
+"""Reports: one tree of titled rows and series for every result, and its renderers as text, notebook and page."""
+
+from autoshard.report.has_report import HasReport, Report
+from autoshard.report.tree import (
+    Axis,
+    Bar,
+    Box,
+    Chart,
+    Column,
+    Fact,
+    Facts,
+    Mark,
+    Note,
+    Part,
+    Plot,
+    Section,
+    Series,
+    Share,
+    Table,
+    Tree,
+    names,
+    numbers,
+    texts,
+)
+
+__all__ = [
+    "Axis",
+    "Bar",
+    "Box",
+    "Chart",
+    "Column",
+    "Fact",
+    "Facts",
+    "HasReport",
+    "Mark",
+    "Note",
+    "Part",
+    "Plot",
+    "Report",
+    "Section",
+    "Series",
+    "Share",
+    "Table",
+    "Tree",
+    "names",
+    "numbers",
+    "texts",
+]
