@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.errors import InputError, PlanError
 from autoshard.options import MeshKeywords, OptionKeywords, Options, Pipeline, collect_options
 from autoshard.options.target import Target
@@ -111,14 +112,13 @@ def plan(
     if pipeline is not None:
         return plan_with_options(BatchCall(module, args, kwargs, pipeline.batch_dims), shape, pipeline, target)
     target = target.on_mesh(shape)
-    args, kwargs = global_example(module, args, kwargs, target, shape)
-    planner = ModulePlanner(module, shape, target)
     # Under `torch.no_grad()` the plan is one of inference, as the call itself would be.
-    grad, room = torch.is_grad_enabled(), planner.logits_room
-    call = planner.capture(args, kwargs, grad=grad, logits_room=room, by_layers=True)
-    found = planner.plan(call)
-    call = call.form_of(found)
-    return Replanner.of(module, call.graph, call.seconds, shape, target).remember(found)
+    call = global_example(BoundCall.of(module, args, kwargs, torch.is_grad_enabled()), target, shape)
+    planner = ModulePlanner(module, shape, target)
+    captured = planner.capture(call, logits_room=planner.logits_room, by_layers=True)
+    found = planner.plan(captured)
+    captured = captured.form_of(found)
+    return Replanner.of(module, captured.graph, captured.seconds, shape, target).remember(found)
 
 
 def frontier(
@@ -155,14 +155,13 @@ def frontier(
     shape = MeshShape.of(mesh)
     options = collect_options("frontier", keywords)
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape)
-    args, kwargs = global_example(module, args, kwargs, target, shape)
+    call = global_example(BoundCall.of(module, args, kwargs, torch.is_grad_enabled()), target, shape)
     module_planner = ModulePlanner(module, shape, target)
-    grad, room = torch.is_grad_enabled(), module_planner.logits_room
-    call = module_planner.capture(args, kwargs, grad=grad, logits_room=room, by_layers=True)
+    captured = module_planner.capture(call, logits_room=module_planner.logits_room, by_layers=True)
     # Where logits may be whole, the fast plans are of whole ones, and the lean plans of losses in pieces.
-    has_both = call.capture_other is not None and not call.is_in_pieces
+    has_both = captured.capture_other is not None and not captured.is_in_pieces
     found: list[ShardingPlan] = []
-    for form in (call, call.other_form) if has_both else (call,):
+    for form in (captured, captured.other_form) if has_both else (captured,):
         planner = form.planner_of(target)
         with show_progress(options.search.verbose) as planner.progress:
             plans = explorer_for(planner).frontier(gaps // 2 if has_both else gaps)
@@ -172,7 +171,7 @@ def frontier(
     limits = [*(plan.memory.peak - 1 for plan in best[1:]), None]
 
     def remember(plan: ShardingPlan, limit: int | None) -> ShardingPlan:
-        form = call.form_of(plan)
+        form = captured.form_of(plan)
         return Replanner.of(module, form.graph, form.seconds, shape, target).within(limit).remember(plan)
 
     return Frontier([remember(plan, limit) for plan, limit in zip(best, limits, strict=True)])
@@ -267,27 +266,26 @@ def parallelize(
     # The capture runs on the CPU, which has all dtypes: devices would refuse theirs in the first step only.
     check_dtypes(module, device_type)
     target = Target.of(options, device_type)
-    call = BatchCall(module, args, kwargs, options.pipeline.batch_dims)
+    batch = BatchCall(module, args, kwargs, options.pipeline.batch_dims)
     pipeline: Pipeline | None
     if isinstance(mesh, str):
         _check_accumulate(options, True)
         if plan is not None:
             raise PlanError('mesh="auto" and a plan: a plan is for one mesh, pass that.')
-        mesh, pipeline, plan = auto_mesh(call, target)
+        mesh, pipeline, plan = auto_mesh(batch, target)
     else:
         pipeline = resolve_pipeline(MeshShape.of(mesh), options.pipeline)
         _check_accumulate(options, pipeline is not None)
     if pipeline is not None:
-        return parallelize_pipeline(call, mesh, pipeline, target, plan=plan)
+        return parallelize_pipeline(batch, mesh, pipeline, target, plan=plan)
     shape = MeshShape.of(mesh)
     if plan is not None:
         check_plan(plan, module, shape)
         assert isinstance(plan, ShardingPlan)
     target = target.on_mesh(shape, plan)
-    args, kwargs = global_example(module, args, kwargs, target, shape)
-    planner = ModulePlanner(module, shape, target)
-    runtime = Runtime(ProgramMaker(module, mesh, planner, plan))
-    runtime.start(args, kwargs)
+    call = global_example(BoundCall.of(module, args, kwargs), target, shape)
+    runtime = Runtime(ProgramMaker(module, mesh, ModulePlanner(module, shape, target), plan))
+    runtime.start(call)
     runtime.programs.order.open(mesh)
     return module
 

@@ -39,6 +39,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from autoshard.capture.bound_call import BoundCall  # noqa: E402
 from autoshard.capture.joint import JointGraph  # noqa: E402
 from autoshard.capture.recomputation import recomputable  # noqa: E402
 from autoshard.errors import BudgetError  # noqa: E402
@@ -213,7 +214,7 @@ def planned(name: str, mesh_name: str, args: argparse.Namespace, beside: Planned
     options |= case.options
     target = Target.of(collect_options("plan", options), None)
     start = time.process_time()
-    graph, _ = capture_with_progress(module, (), inputs, target, devices=mesh.size, grad=True)
+    graph, _ = capture_with_progress(BoundCall.of(module, (), inputs), target, devices=mesh.size)
     capture = time.process_time() - start
     planning = Planning(module, graph, mesh, options)
     rows: list[Row] = []

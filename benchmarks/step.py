@@ -3,6 +3,9 @@
 One GPT under autoshard (eager), DDP, `fully_shard` and `parallelize_module`, in one run, one step of each in turn, so
 that all meet the same machine. Prints the median step of each and its ratio to the best peer. Every process is given
 the same global batch; the data-parallel peers take their slice of it.
+
+With `--shell 400`, it times the host instead: what a call and a backward take for each of so many small parameters,
+what the programs in them take, and the rest, the shell around these. Time is that of the thread, without waits.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +29,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
+from autoshard.runtime.module_runtime import RUNTIME
 
 Batch = tuple[Tensor, Tensor]
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -104,6 +110,49 @@ def table(contestants: list[Contestant], warmup: int) -> Table:
     return result
 
 
+class HostClock:
+    """Times parts of a step by the thread's clock, and the programs of a parallelised module in them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rows: dict[str, list[tuple[float, float]]] = {}
+        self._programs = self._start = 0.0
+        for served in model.__dict__[RUNTIME].programs.table.values():
+            for half in (served.program.halves.forward, served.program.halves.backward):
+                half.register_forward_pre_hook(self._enter)
+                half.register_forward_hook(self._leave)
+
+    def time(self, name: str, run: Callable[[], Result]) -> Result:
+        self._programs, start = 0.0, time.thread_time()
+        result = run()
+        self.rows.setdefault(name, []).append((time.thread_time() - start, self._programs))
+        return result
+
+    def _enter(self, *_: object) -> None:
+        self._start = time.thread_time()
+
+    def _leave(self, *_: object) -> None:
+        self._programs += time.thread_time() - self._start
+
+
+def time_shell(parameters: int, mesh: DeviceMesh, steps: int, warmup: int) -> Table:
+    """The host's time for each parameter of a deep and narrow model."""
+    torch.manual_seed(1)
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(parameters // 2))), torch.randn(8, 8)
+    autoshard.parallelize(model, mesh, example_args=(x,))
+    clock = HostClock(model)
+    for _ in range(warmup + steps):
+        model.zero_grad()
+        loss = clock.time("call", lambda: model(x).sum())
+        clock.time("backward", loss.backward)
+    result, total, inside = Table("", "µs a parameter", "of programs", "of the shell"), 0.0, 0.0
+    for name, pairs in clock.rows.items():
+        whole, programs = (1e6 / parameters * statistics.median(each) for each in zip(*pairs[warmup:], strict=True))
+        result.add_row(name, f"{whole:.1f}", f"{programs:.1f}", f"{whole - programs:.1f}")
+        total, inside = total + whole, inside + programs
+    result.add_row("both", f"{total:.1f}", f"{inside:.1f}", f"{total - inside:.1f}")
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each")
@@ -111,12 +160,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--shell", type=int, metavar="PARAMETERS", help="time the host of a call of so many instead")
     parser.add_argument("--plan", action="store_true", help="print autoshard's plan")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("x",))
+    if args.shell:
+        result = time_shell(args.shell, mesh, args.steps, args.warmup)
+        if dist.get_rank() == 0:
+            Console(width=110).print(result)
+        dist.destroy_process_group()
+        return
     shape = Shape(layers=args.layers, width=args.width)
     torch.manual_seed(0)
     tokens = torch.randint(shape.vocabulary, (args.batch, shape.context))

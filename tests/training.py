@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.bound_call import BoundCall
+from autoshard.capture.joint import CaptureOptions, JointGraph, capture
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.planner import planning
 from autoshard.runtime.shards import gather_full_tensor
@@ -243,11 +244,11 @@ def captured_as(graph: JointGraph) -> Iterator[None]:
     """Have `parallelize` take the graph that a plan was drawn for, rather than capture an equal module once more."""
     fingerprint = graph.fingerprint
 
-    def known(module: nn.Module, *args: Any, **kwargs: Any) -> JointGraph:
-        assert graph.aliases.keys() >= dict(module.named_parameters()).keys()
+    def known(call: BoundCall, options: CaptureOptions) -> JointGraph:
+        assert graph.aliases.keys() >= dict(call.module.named_parameters()).keys()
         return graph
 
-    with mock.patch.object(planning, "capture", known):
+    with mock.patch.object(planning, "capture_call", known):
         yield
     assert graph.fingerprint == fingerprint
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autoshard.capture._torch import outside_modes
-from autoshard.capture.call_layout import signature_of
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint import JointGraph, JointInput, JointOutput, capture
 from autoshard.capture.marks import shard
 
-__all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "outside_modes", "shard", "signature_of"]
+__all__ = ["BoundCall", "JointGraph", "JointInput", "JointOutput", "capture", "outside_modes", "shard"]

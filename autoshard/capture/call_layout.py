@@ -1,19 +1,18 @@
-"""Calls of a module as flat lists of tensors: layouts of arguments and results, names of tensors, keys of calls."""
+"""Calls of a module as flat lists of tensors: layouts of arguments and results, and names of tensors."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import pytree, storage_of
-from autoshard.capture.dense import dense_fault, is_dense
 from autoshard.capture.python.data_reads import RuntimeCheck
 from autoshard.capture.python.mutations import Attribute
 from autoshard.capture.python.returned_objects import (
@@ -30,73 +29,26 @@ from autoshard.names import matching
 InputInfo = TypeVar("InputInfo")
 
 
-def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> Hashable:
-    """Return a key of everything in a call that the captured graph depends on.
-
-    Args:
-        module: the called module; its training flags and frozen parameters count.
-        args: positional arguments, tensors (global shapes) or plain values, nested as `torch.utils._pytree` knows.
-        kwargs: keyword arguments, in any order.
-        grad: True if gradients are wanted.
-
-    Returns:
-        A hashable key: structure, shape, dtype and `requires_grad` of tensors, plain values, module state, autocast,
-        default dtype.
+def value_key(value: Any) -> Hashable:
+    """Return a key of a value in a call that is no tensor.
 
     Raises:
-        InputError: a plain value cannot be hashed, or a tensor is sparse, nested or quantized.
+        InputError: it cannot be hashed.
     """
-    keys = tuple(sorted(kwargs))
-    leaves = (*(_leaf(value) for value in args), *(_leaf(kwargs[key]) for key in keys))
-    return (len(args), keys, leaves, grad, _module_state(module), _surrounding_dtypes())
-
-
-def _leaf(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        if not is_dense(value):
-            raise InputError(dense_fault(f"an argument of {value.dtype}", value))
-        # The program of a `DTensor` takes it as it lies.
-        return (value.shape, value.dtype, value.requires_grad, isinstance(value, DTensor))
     # As text, nan is equal to nan, and 0.0 is not -0.0.
     if isinstance(value, float):
         return (type(value), repr(value))
     # The type counts: True, 1 and 1.0 are equal in Python, and lead to different graphs.
     if value is None or isinstance(value, (bool, int, str)):
         return (type(value), value)
-    leaves, structure = pytree.tree_flatten(value)
-    if len(leaves) == 1 and leaves[0] is value:
-        try:
-            hash(value)
-        except TypeError as error:
-            raise InputError(
-                f"an argument of type {type(value).__name__} is neither a tensor, nor a plain value, nor a container "
-                "that torch.utils._pytree knows. Register the type there, or pass its tensors."
-            ) from error
-        return (type(value), value)
-    return (structure, tuple(_leaf(leaf) for leaf in leaves))
-
-
-def _module_state(module: nn.Module) -> tuple[bool, ...]:
-    """Return the training flag of every submodule and `requires_grad` of every parameter."""
-    # Every call of a parallelised module comes here: `modules()` and `parameters()`, which build names and sets of
-    # visited objects, would take several times as long.
-    flags: list[bool] = []
-    waiting = [module]
-    for current in waiting:  # the list grows in the loop
-        flags.append(current.training)
-        if current._parameters:
-            flags += [parameter.requires_grad for parameter in current._parameters.values() if parameter is not None]
-        if current._modules:
-            waiting += [child for child in current._modules.values() if child is not None]
-    return tuple(flags)
-
-
-def _surrounding_dtypes() -> Hashable:
-    """Return the default dtype, in which tensors are made and integers divided, and the dtypes of autocast."""
-    casts = (
-        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    )
-    return (torch.get_default_dtype(), *casts)
+    try:
+        hash(value)
+    except TypeError as error:
+        raise InputError(
+            f"an argument of type {type(value).__name__} is neither a tensor, nor a plain value, nor a container "
+            "that torch.utils._pytree knows. Register the type there, or pass its tensors."
+        ) from error
+    return (type(value), value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +76,14 @@ class CallLayout:
                 f"captured with keyword arguments {_join_names(self.keywords)}, called with "
                 f"{_join_names(tuple(kwargs))}: this graph serves only the first."
             )
-        leaves, structure = pytree.tree_flatten((args, {key: kwargs[key] for key in self.keywords}))
+        return self.tensors(*pytree.tree_flatten((args, {key: kwargs[key] for key in self.keywords})))
+
+    def tensors(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[torch.Tensor]:
+        """Return the tensors of a flattened call, whose keyword arguments are in the order of the structure.
+
+        Raises:
+            InputError: the call has another structure, or other values that are not tensors.
+        """
         if structure != self.structure:
             raise InputError(f"captured with arguments nested as {self.structure}, called with {structure}.")
         tensors = []
@@ -133,7 +92,7 @@ class CallLayout:
                 if not isinstance(leaf, torch.Tensor):
                     raise InputError(f"{expected} was a tensor when captured, and is {leaf!r} in this call.")
                 tensors.append(leaf)
-            elif isinstance(leaf, torch.Tensor) or _leaf(leaf) != _leaf(expected.value):
+            elif isinstance(leaf, torch.Tensor) or value_key(leaf) != value_key(expected.value):
                 kind = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
                 raise InputError(
                     f"an argument was {expected.value!r} when captured, and is {kind} in this call: capture it again."
@@ -141,40 +100,47 @@ class CallLayout:
         return tensors
 
 
-def call_layout(module: nn.Module, structure: pytree.TreeSpec, leaves: list[Any]) -> CallLayout:
+def call_layout(module: nn.Module, structure: pytree.TreeSpec, leaves: Sequence[Any]) -> CallLayout:
     """Return the layout of a call from the structure and the leaves of `(args, kwargs)`."""
-    example = structure.unflatten(range(structure.num_leaves))
+    keywords = structure.unflatten(range(structure.num_leaves))[1]
+    named = zip(leaf_names(module, structure), leaves, strict=True)
+    layout = tuple(name if isinstance(leaf, torch.Tensor) else Constant(leaf) for name, leaf in named)
+    return CallLayout(structure, tuple(keywords), layout)
+
+
+def leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> Sequence[str]:
+    """Return names such as `input_ids` or `batch['x'][0]` of the leaves of `(args, kwargs)`."""
     # Of the class: `forward` of the module itself may be wrapped, by this library or another one.
-    parameters = inspect.signature(type(module).forward).parameters.values()
+    return _leaf_names(type(module).forward, structure)
+
+
+# Calls with local inputs or dynamic sizes need parameters and names every time.
+@lru_cache(maxsize=1 << 8)
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(forward).parameters
+
+
+@lru_cache(maxsize=1 << 8)
+def _leaf_names(forward: Callable[..., Any], structure: pytree.TreeSpec) -> Sequence[str]:
+    call = structure.unflatten(range(structure.num_leaves))
+    parameters = _parameters(forward).values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [parameter.name for parameter in parameters if parameter.kind in kinds][1:]  # without `self`
-    positional += [f"args[{index}]" for index in range(len(positional), len(example[0]))]
-    named = zip(_leaf_names(positional, example), leaves, strict=True)
-    layout = tuple(name if isinstance(leaf, torch.Tensor) else Constant(leaf) for name, leaf in named)
-    return CallLayout(structure, tuple(example[1]), layout)
-
-
-def call_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a call by name."""
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    names = call_layout(module, structure, leaves).leaves
-    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
-
-
-def _leaf_names(positional: Sequence[str], call: Any) -> Iterator[str]:
-    """Yield names such as `input_ids` or `batch['x'][0]` of the leaves of `(args, kwargs)`."""
+    positional += [f"args[{index}]" for index in range(len(positional), len(call[0]))]
+    names = []
     for path, _ in leaves_by_path(call):
         # The first key of a path chooses between `args` and `kwargs`, the second the argument.
         first, rest = path[1], path[2:]
         head = positional[first.idx] if isinstance(first, pytree.SequenceKey) else str(first.key)
-        yield head + pytree.keystr(rest)
+        names.append(head + pytree.keystr(rest))
+    return names
 
 
 def without_omitted_arguments(
     module: nn.Module, inputs: Mapping[str, InputInfo], passed: Container[str]
 ) -> dict[str, InputInfo]:
     """Return what is said of inputs by name or glob, without arguments of `forward` that a call omits, as labels."""
-    arguments = inspect.signature(type(module).forward).parameters
+    arguments = _parameters(type(module).forward)
     # Names that are not arguments stay, for an error to name them.
     return {
         name: info

@@ -7,23 +7,22 @@ the first two depths predict: it shows whatever `forward` does otherwise in some
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import fx
 
 from autoshard.capture._torch import fake_mode, lazy_graph_module
-from autoshard.capture.call_layout import signature_of
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.continuation import Continuation, LayeredGraph, UnpredictableError, difference
-from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.forward_record import record_forward
-from autoshard.capture.joint import Tangents, capture, without_garbage_collection
+from autoshard.capture.joint import CaptureOptions, capture_call, without_garbage_collection
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
 from autoshard.capture.marks import defaults_of, marked_regions
 from autoshard.capture.output_history import TensorKey
@@ -41,79 +40,52 @@ _LEAST = 20
 _FIRST = (2, 3)
 
 
-def capture_repeated(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    grad: bool = True,
-    tangents: Tangents = "loss",
-    dynamic: Dynamic | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    devices: int | None = None,
-    logits_room: float | None = None,
-    unread_outputs: Sequence[str] = (),
-    progress: Callable[[str], None] | None = None,
-    least: int = _LEAST,
-) -> JointGraph:
-    """Capture one call of a module for planning, in a time that hardly grows with the number of equal layers.
+def capture_repeated(call: BoundCall, options: CaptureOptions, least: int = _LEAST) -> JointGraph:
+    """Capture a call of a module for planning, in a time that hardly grows with the number of equal layers.
 
     Args:
-        module, args, kwargs, grad, tangents, dynamic, mp_policy, devices, logits_room, unread_outputs, progress: as for
-            `capture`.
+        call, options: as for `capture_call`.
         least: the number of periods of layers from which a few are captured.
 
     Returns:
-        The graph that `capture` returns, but for its `state`, which is empty where layers were continued: such a graph
-        tells no call from another.
+        The graph that `capture_call` returns, but for its `state`, which is empty where layers were continued: such a
+        graph tells no call from another.
 
     Raises:
-        CaptureError, InputError: as for `capture`.
+        CaptureError, InputError: as for `capture_call`.
     """
-    options: dict[str, Any] = {"grad": grad, "tangents": tangents, "dynamic": dynamic, "mp_policy": mp_policy}
-    options |= {"devices": devices, "logits_room": logits_room, "unread_outputs": unread_outputs}
-    begin = progress or (lambda _: None)
+    module = call.module
     repetitions = find_repetitions(module, max(least, max(_FIRST) + 2)) if not defaults_of(module) else ()
     if repetitions:
         graph = None
         # What is wrong with the module is told by the capture of the whole, in the right words.
         try:
             with without_garbage_collection():
-                graph = _Series(module, args, kwargs, options, repetitions, begin).capture()
+                graph = _Series(call, options, repetitions).capture()
         except Exception as error:
             logger.info("layers are captured one by one: %s: %s", type(error).__name__, error)
         if graph is not None:
             return graph
-    return capture(module, args, kwargs, **options, progress=progress)
+    return capture_call(call, options)
 
 
 class _Series:
     """The captures of a module with few of its layers.
 
     Args:
-        module, args, kwargs: the call.
-        options: of `capture`.
+        call: of the module.
+        options: of `capture_call`; the name of every part of the work is of this series.
         repetitions: the layers.
-        begin: called with the name of every part of the work.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        options: Mapping[str, Any],
-        repetitions: Sequence[Repetition],
-        begin: Callable[[str], None],
-    ) -> None:
-        self._module = module
-        self._call = args, kwargs
-        self._options = options
+    def __init__(self, call: BoundCall, options: CaptureOptions, repetitions: Sequence[Repetition]) -> None:
+        self._call = call
+        self._begin = options.progress
+        self._options = replace(options, progress=lambda _: None)
         self._repetitions = repetitions
         self._count = repetitions[0].count
-        self._begin = begin
         self._mode = fake_mode()
-        self._twin = fake_copy(module, self._mode)
+        self._twin = replace(call, module=fake_copy(call.module, self._mode))
         self._graphs: dict[int, JointGraph] = {}
         self._warnings: dict[int, list[warnings.WarningMessage]] = {}
 
@@ -130,18 +102,19 @@ class _Series:
             self._check_forward(first)
             for warning in self._warnings[first + 2]:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-            signature = signature_of(self._module, *self._call, self._options["grad"])
-            return replace(graph, signature=signature, model=type(self._module).__name__)
+            return replace(graph, signature=self._call.signature, model=type(self._call.module).__name__)
         return None
 
     def _graph(self, count: int) -> JointGraph:
         if count not in self._graphs:
             self._begin(f"{count} of {self._count} layers")
-            args, kwargs = self._call
-            with warnings.catch_warnings(record=True) as raised, with_periods(self._twin, self._repetitions, count):
-                self._graphs[count] = capture(self._twin, args, kwargs, **self._options)
+            with warnings.catch_warnings(record=True) as raised, self._periods(count):
+                self._graphs[count] = capture_call(self._twin, self._options)
             self._warnings[count] = raised
         return self._graphs[count]
+
+    def _periods(self, count: int) -> contextlib.AbstractContextManager[object]:
+        return with_periods(self._twin.module, self._repetitions, count)
 
     def _predict(self, first: int, count: int) -> JointGraph:
         graph = self._graph(first + 1)
@@ -191,9 +164,9 @@ class _Series:
         self._begin(f"forward of {self._count} layers")
         records = []
         for count in (first, first + 1, self._count):
-            with with_periods(self._twin, self._repetitions, count), warnings.catch_warnings():
+            with self._periods(count), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                record = record_forward(self._twin, *self._call, self._repetitions, self._mode)
+                record = record_forward(self._twin, self._repetitions, self._mode)
             records.append((record, LayeredGraph(record.graph, record.names, Depth(self._repetitions, count))))
         layered = [each for _, each in records]
         continuation = Continuation(layered[0], layered[1], self._count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch.export import Dim, ShapesCollection
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
 from autoshard.capture._torch import UserError, attribute_patch
-from autoshard.capture.call_layout import call_tensors
+from autoshard.capture.bound_call import BoundCall
+from autoshard.capture.call_layout import without_omitted_arguments
 from autoshard.errors import InputError
 from autoshard.size import Sizes, evaluate
 
@@ -115,9 +116,17 @@ def may_be_dynamic(dynamic: Dynamic, shapes: Mapping[str, tuple[int, ...]]) -> b
     return smallest >= _SMALLEST
 
 
-def export_dynamic(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Dynamic
-) -> tuple[torch.export.ExportedProgram, dict[str, dict[int, str]]]:
+def dynamic_signature(call: BoundCall, dynamic: Dynamic) -> Hashable | None:
+    """Return the signature of a call without sizes that calls may change; None where they are no dynamic ones.
+
+    Raises:
+        InputError: as for `may_be_dynamic`, and as for the signature.
+    """
+    passed = without_omitted_arguments(call.module, dynamic, call.shapes)
+    return call.signature_of_dynamic(passed) if passed and may_be_dynamic(passed, call.shapes) else None
+
+
+def export_dynamic(call: BoundCall, dynamic: Dynamic) -> tuple[torch.export.ExportedProgram, dict[str, dict[int, str]]]:
     """Export with dynamic sizes.
 
     Returns:
@@ -127,15 +136,15 @@ def export_dynamic(
         InputError: an input, a dim or a name is not valid, or the example is too small to stand for others.
         UserError: (of torch) the model allows no other size than the example's.
     """
-    inputs = call_tensors(module, args, kwargs)
+    module, kwargs, inputs = call.module, dict(call.kwargs), call.tensors
     dims = _declared_dims(inputs, dynamic)
 
     def export() -> torch.export.ExportedProgram:
         shapes = ShapesCollection()
         for name, dims_of_input in dims.items():
             shapes[inputs[name]] = dict(dims_of_input)
-        dynamic_shapes = shapes.dynamic_shapes(module, args, dict(kwargs))
-        return torch.export.export(module, args, dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
+        dynamic_shapes = shapes.dynamic_shapes(module, call.args, kwargs)
+        return torch.export.export(module, call.args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
 
     with _named_keywords(module, kwargs):
         try:

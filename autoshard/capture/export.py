@@ -22,11 +22,11 @@ from autoshard.capture._torch import (
     attribute_patch,
     pytree,
 )
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.call_layout import (
     CallLayout,
     ResultLayout,
     call_layout,
-    call_tensors,
     find_output_views,
     result_names,
 )
@@ -128,8 +128,7 @@ class NamedTensors:
 
 def export_forward(
     state: StateWatch,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    call: BoundCall,
     dynamic: Dynamic | None,
     examples: Mapping[str, torch.Tensor],
 ) -> Exported:
@@ -137,8 +136,7 @@ def export_forward(
 
     Args:
         state: has the twin, and records its reads and changes of Python's state.
-        args: positional arguments.
-        kwargs: keyword arguments.
+        call: of the twin.
         dynamic: dims of inputs that calls may change.
         examples: the inputs by name, as far as they have numbers.
 
@@ -150,9 +148,9 @@ def export_forward(
     watch = _ForwardWatch(state, examples)
     with watch.watching():
         if dynamic:
-            program, sizes = export_dynamic(module, args, kwargs, dynamic)
+            program, sizes = export_dynamic(call, dynamic)
         else:
-            program, sizes = torch.export.export(module, args, dict(kwargs), strict=False), {}
+            program, sizes = torch.export.export(module, call.args, dict(call.kwargs), strict=False), {}
     watch.opaque.warn(type(module).__name__)
     watch.regions.check(program.graph)
     python_state = state.state()
@@ -164,12 +162,14 @@ def export_forward(
     names = named_tensors(module)
     structure = program.call_spec.in_spec
     assert structure is not None
-    # torch.export orders keyword arguments as `forward` does, not as the caller.
+    # torch.export may order keyword arguments as `forward` does, not as the caller.
     keywords = structure.unflatten(range(structure.num_leaves))[1]
-    leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
-    call = call_layout(module, structure, leaves)
+    leaves = call.leaves
+    if list(keywords) != list(call.kwargs):
+        leaves = pytree.tree_leaves((call.args, {key: call.kwargs[key] for key in keywords}))
+    layout = call_layout(module, structure, leaves)
     graph_module = program.graph_module
-    inputs = _take_inputs(program, names, zip(call.leaves, leaves, strict=True), bool(sizes), state)
+    inputs = _take_inputs(program, names, zip(layout.leaves, leaves, strict=True), bool(sizes), state)
     placeholders = dict(zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     constants = {node: item.value for node, item in placeholders.items() if item.value is not None}
     for replace_by_constants in current_replacements().with_constants:
@@ -182,7 +182,7 @@ def export_forward(
     views = dict(find_output_views(dict(zip(result.names, outputs, strict=False)), sources))
     result = replace(result, views=views)
     python_state = replace(python_state, conditions=watch.reads.program.conditions())
-    return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes, buffers, python_state)
+    return Exported(graph_module, inputs, outputs, layout, result, names.aliases, sizes, buffers, python_state)
 
 
 class _ForwardWatch:
@@ -260,7 +260,8 @@ class _ForwardWatch:
         self.assigned.begin()
         self._gradients.begin()
         self._random.begin()
-        self.reads.begin(call_tensors(state.twin, args, kwargs), state.held_tensors())
+        call = BoundCall.of(state.twin, args, kwargs, torch.is_grad_enabled())
+        self.reads.begin(call.tensors, state.held_tensors())
         passed = find_objects(args, kwargs)
         state.begin()
         try:

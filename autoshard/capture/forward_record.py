@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from autoshard.capture._torch import (
     pytree,
     without_checkpoints,
 )
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.marks import capturing
 from autoshard.capture.padded_encoder import capturable_encoder
 from autoshard.capture.python.called_code import module_tensors
@@ -104,18 +105,11 @@ def _digest(tensor: torch.Tensor) -> str:
         return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()
 
 
-def record_forward(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    repetitions: Sequence[Repetition],
-    mode: FakeTensorMode,
-) -> ForwardRecord:
+def record_forward(call: BoundCall, repetitions: Sequence[Repetition], mode: FakeTensorMode) -> ForwardRecord:
     """Return a record of a call of a fake module, without gradients.
 
     Args:
-        module: with fake tensors of `mode`. Its parameters require no gradients afterwards.
-        args, kwargs: of the call.
+        call: of a module with fake tensors of `mode`. Its parameters require no gradients afterwards.
         repetitions: the layers whose paths nodes have.
         mode: of the fake tensors.
 
@@ -123,16 +117,16 @@ def record_forward(
         CaptureError: gradients go through code that records of operators do not show.
         Exception: whatever `forward` raises where tensors have no numbers.
     """
-    module.requires_grad_(False)
-    inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: fake_like(leaf.detach(), mode), (args, dict(kwargs)))
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    module = call.module.requires_grad_(False)
+    fake_call = call.map_tensors(lambda leaf: fake_like(leaf.detach(), mode))
+    tensors = [leaf for leaf in fake_call.leaves if isinstance(leaf, torch.Tensor)]
     attributes = [
         (f"{path}.{name}" if path else name, value)
         for path, part in module.named_modules()
         for name, value in vars(part).items()
         if isinstance(value, torch.Tensor)
     ]
-    known = [*module_tensors(module), *attributes, *((f"{place}", leaf) for place, leaf in enumerate(leaves))]
+    known = [*module_tensors(module), *attributes, *((f"{place}", tensor) for place, tensor in enumerate(tensors))]
     record = ForwardRecord(known)
     with (
         outside_modes(),
@@ -146,7 +140,7 @@ def record_forward(
         current_replacements().running_forward(),
         record,
     ):
-        output = module(*inputs[0], **inputs[1])
+        output = module(*fake_call.args, **fake_call.kwargs)
     results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     record.graph.output(tuple(map(record.node_of, results)))
     return record

@@ -1,4 +1,4 @@
-"""`capture`: one functional graph of forward and backward from a module and an example call."""
+"""`capture_call`: one functional graph of forward and backward from a call of a module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,13 +18,13 @@ from autoshard.capture._torch import (
     TangentAOTInput,
     fake_mode,
     outside_modes,
-    pytree,
     set_gradients,
     trace_joint,
     unwritten_graphs,
     without_tracebacks,
 )
-from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
+from autoshard.capture.bound_call import BoundCall
+from autoshard.capture.call_layout import without_omitted_arguments
 from autoshard.capture.canonical_order import canonicalize_order
 from autoshard.capture.capture_device import DEVICE
 from autoshard.capture.capture_errors import ModelError, capture_error, known_error
@@ -49,7 +49,16 @@ from autoshard.errors import AutoshardError, warn_caller
 
 aten = torch.ops.aten
 
-__all__ = ["JointGraph", "JointInput", "JointOutput", "Tangents", "capture", "capture_marked", "export_call"]
+__all__ = [
+    "JointGraph",
+    "JointInput",
+    "JointOutput",
+    "Tangents",
+    "capture",
+    "capture_call",
+    "capture_marked",
+    "export_call",
+]
 
 Tangents = Literal["loss", "all"] | tuple[str, ...]
 """The outputs that are differentiated, as `capture` documents it."""
@@ -57,36 +66,18 @@ Tangents = Literal["loss", "all"] | tuple[str, ...]
 _Captured = TypeVar("_Captured")
 
 
-def capture(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    grad: bool = True,
-    tangents: Tangents = "loss",
-    dynamic: Dynamic | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    devices: int | None = None,
-    logits_room: float | None = None,
-    unread_outputs: Sequence[str] = (),
-    progress: Callable[[str], None] | None = None,
-) -> JointGraph:
-    """Capture one call of a module as a joint graph, on fake tensors: real weights are never touched.
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """How a call is captured.
 
-    The fake tensors are on the CPU wherever the module is, so that the graph is the same on every machine. The program
-    of a rank is made for its device.
-
-    Args:
-        module: the module; its parameters may be real, on the meta device, or DTensors, of global shapes.
-        args: positional arguments: real, meta or fake tensors, DTensors, plain values; captured as if contiguous.
-        kwargs: keyword arguments.
-        grad: capture forward and backward; only the forward when False, or when nothing requires a gradient.
+    Attributes:
         tangents: "loss": if some outputs are differentiable scalars, only these are differentiated, and gradients into
             other outputs are not propagated; "all": every differentiable output is; names of outputs: every one is,
             for these outputs instead of for parameters and inputs.
         dynamic: for inputs by name, the dims whose sizes later calls may change, each with a name (dims of one name
             are of one size) or a `torch.export.Dim`. The graph then holds `DynamicSize`s.
-        mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph.
+        mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. A flat module
+            (`capture.flat_modules`) has those of the forward half already.
         devices: that the step is planned for; losses whose logits would be large on each of them are computed in pieces
             (`loss_in_pieces`). None: no loss is.
         logits_room: bytes of each device for whole logits, in place of a fixed number of logits that are large: zero
@@ -94,6 +85,35 @@ def capture(
         unread_outputs: globs over names of outputs that training does not read. Where gradients of a loss are computed,
             the graph has no such outputs, and the call returns None there.
         progress: called with the name of every part of the work when it begins.
+    """
+
+    tangents: Tangents = "loss"
+    dynamic: Dynamic | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    devices: int | None = None
+    logits_room: float | None = None
+    unread_outputs: Sequence[str] = ()
+    progress: Callable[[str], None] = lambda _: None
+
+
+def capture(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, grad: bool = True, **options: Any
+) -> JointGraph:
+    """Capture a call that is not bound yet: arguments as for `BoundCall.of`, and the fields of `CaptureOptions`."""
+    return capture_call(BoundCall.of(module, args, kwargs, grad), CaptureOptions(**options))
+
+
+def capture_call(call: BoundCall, options: CaptureOptions) -> JointGraph:
+    """Capture a call as a joint graph, on fake tensors: real weights are never touched.
+
+    The fake tensors are on the CPU wherever the module is, so that the graph is the same on every machine. The program
+    of a rank is made for its device.
+
+    Args:
+        call: its parameters may be real, on the meta device, or DTensors, of global shapes; its tensors real, meta or
+            fake ones, or DTensors, captured as if contiguous. The graph has the forward alone where no gradients are
+            wanted, or nothing requires one.
+        options: how.
 
     Returns:
         The graph, with dead code, identities and common subexpressions removed.
@@ -102,29 +122,24 @@ def capture(
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
         InputError: an argument is of a type that cannot be part of a signature.
     """
-    begin = progress or (lambda _: None)
+    begin, tangents = options.progress, options.tangents
 
     def attempt(counting: Sequence[str], hooks: Collection[Key]) -> JointGraph:
-        with _watched_twin(module, grad, counting, hooks) as watch:
-            signature = signature_of(module, args, kwargs, grad)
+        with _watched_twin(call, counting, hooks) as watch:
+            signature = call.signature
             begin("export of forward")
-            exported = _export(
-                *(watch, args, kwargs, dynamic, mp_policy),
-                devices=devices,
-                logits_room=logits_room,
-                unread_outputs=unread_outputs if grad else (),
-            )
+            exported = _export(watch, call, options)
             if isinstance(tangents, tuple):
                 exported = with_taps(exported, tangents)
             begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
             with watch.mutations.refusing():
-                traced, histories = _trace_losses(exported, grad, everything=tangents != "loss")
+                traced, histories = _trace_losses(exported, call.grad, everything=tangents != "loss")
         begin(f"simplification of {len(traced.graph.nodes)} nodes")
-        joint = simplified(describe(traced, exported, signature, defaults_of(module)), mp_policy)
+        joint = simplified(describe(traced, exported, signature, defaults_of(call.module)), options.mp_policy)
         return replace(
             joint,
             histories=histories,
-            model=type(module).__name__,
+            model=type(call.module).__name__,
             twice_in_pieces=exported.twice_in_pieces,
             unread=exported.unread,
         )
@@ -132,20 +147,12 @@ def capture(
     return _without_counter_guards(attempt, lambda graph: graph.state, lambda graph: graph.fingerprint)
 
 
-def capture_marked(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    grad: bool = True,
-    dynamic: Dynamic | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    prepare: Callable[[Exported], None],
-) -> MarkedStep:
-    """Capture one call as `capture` does, with marks by which it can be cut, and not yet simplified.
+def capture_marked(call: BoundCall, options: CaptureOptions, prepare: Callable[[Exported], None]) -> MarkedStep:
+    """Capture one call as `capture_call` does, with marks by which it can be cut, and not yet simplified.
 
     Args:
-        module, args, kwargs, grad, dynamic, mp_policy: as for `capture`.
+        call: the call.
+        options: its dynamic sizes and precisions.
         prepare: called with the forward graph before it is traced.
 
     Raises:
@@ -154,13 +161,13 @@ def capture_marked(
 
     def attempt(counting: Sequence[str], hooks: Collection[Key]) -> MarkedStep:
         marks = StepMarks()
-        with _watched_twin(module, grad, counting, hooks) as watch:
-            signature = signature_of(module, args, kwargs, grad)
-            exported = _export(watch, args, kwargs, dynamic, mp_policy, changes_parameters=False)
+        with _watched_twin(call, counting, hooks) as watch:
+            signature = call.signature
+            exported = _export(watch, call, options, changes_parameters=False)
             prepare(exported)
             with watch.mutations.refusing():
-                traced, histories = _trace_losses(exported, grad, marks=marks)
-        joint = describe(traced, exported, signature, defaults_of(module))
+                traced, histories = _trace_losses(exported, call.grad, marks=marks)
+        joint = describe(traced, exported, signature, defaults_of(call.module))
         return MarkedStep(exported, replace(joint, histories=histories), tuple(marks.makers))
 
     return _without_counter_guards(
@@ -168,14 +175,14 @@ def capture_marked(
     )
 
 
-def export_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, grad: bool = True) -> Exported:
-    """Return the forward graph of a call that `capture` traces, with the same arguments.
+def export_call(call: BoundCall) -> Exported:
+    """Return the forward graph of a call that `capture_call` traces.
 
     Raises:
         CaptureError, InputError: as for `capture`.
     """
-    with _watched_twin(module, grad, (), frozenset()) as watch:
-        return _export(watch, args, kwargs, None, None)
+    with _watched_twin(call, (), frozenset()) as watch:
+        return _export(watch, call, CaptureOptions())
 
 
 def _without_counter_guards(
@@ -213,50 +220,37 @@ def _without_counter_guards(
 
 
 def _export(
-    watch: StateWatch,
-    real_args: tuple[Any, ...],
-    real_kwargs: Mapping[str, Any],
-    dynamic: Dynamic | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    *,
-    changes_parameters: bool = True,
-    devices: int | None = None,
-    logits_room: float | None = None,
-    unread_outputs: Sequence[str] = (),
+    watch: StateWatch, call: BoundCall, options: CaptureOptions, *, changes_parameters: bool = True
 ) -> Exported:
     """Return the forward graph of a fake twin, in the precisions of a policy; it may change parameters, or not."""
+    dynamic, mp_policy = options.dynamic, options.mp_policy
     module = watch.twin
-    args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda leaf: fake_like(leaf, watch.mode), (real_args, dict(real_kwargs))
-    )
-    examples = call_tensors(module, real_args, real_kwargs)
+    fake_call = replace(call, module=module).map_tensors(lambda leaf: fake_like(leaf, watch.mode))
     if dynamic:
-        dynamic = without_omitted_arguments(module, dynamic, examples)
+        dynamic = without_omitted_arguments(module, dynamic, call.tensors)
     if mp_policy is None:
-        exported = export_forward(watch, args, kwargs, dynamic, examples)
+        exported = export_forward(watch, fake_call, dynamic, call.tensors)
         why = "" if changes_parameters else "the microbatches of a pipeline would all change it"
         exported = assign_changed_parameters(exported, why)
     else:
         lowered = LoweredModule(module, mp_policy)
-        lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
-        exported = export_forward(watch, lowered_args, lowered_kwargs, dynamic, examples)
+        exported = export_forward(watch, lowered.inputs(fake_call), dynamic, call.tensors)
         exported = assign_changed_parameters(exported, "in mixed precision, forward has a copy of it")
-        exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
+        exported = lowered.with_casts(exported, fake_call.tensors_of(exported.call))
     check_sizes(exported.graph)
     check_collectives(exported.graph)
     check_shapes(exported.graph)
-    if unread_outputs:
-        exported = without_unread_outputs(exported, unread_outputs)
-    if devices is not None:
-        twice = current_replacements().large_losses(exported.graph_module, devices, logits_room)
+    if call.grad and options.unread_outputs:
+        exported = without_unread_outputs(exported, options.unread_outputs)
+    if options.devices is not None:
+        large_losses = current_replacements().large_losses
+        twice = large_losses(exported.graph_module, options.devices, options.logits_room)
         exported = replace(exported, twice_in_pieces=twice)
     return canonicalize_order(exported)
 
 
 @contextlib.contextmanager
-def _watched_twin(
-    module: nn.Module, grad: bool, counting: Sequence[str], traced: Collection[Key]
-) -> Iterator[StateWatch]:
+def _watched_twin(call: BoundCall, counting: Sequence[str], traced: Collection[Key]) -> Iterator[StateWatch]:
     """Context of a capture without the caller's modes, in which errors become `CaptureError`s with the user's line."""
     warn_of_untried_release()
     try:
@@ -268,14 +262,14 @@ def _watched_twin(
             stack.enter_context(unwritten_graphs())
             # The caller may be in inference mode, whose tensors autograd does not know.
             stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(torch.set_grad_enabled(call.grad))
             # A device context sees every call of torch, and costs time: only where the default is another one.
             if torch.get_default_device() != DEVICE:
                 stack.enter_context(DEVICE)
             stack.enter_context(autocast_of_gpus())
             stack.enter_context(capturing())
             stack.enter_context(no_accumulation())
-            watch = StateWatch(module, fake_mode(), counting, traced)
+            watch = StateWatch(call.module, fake_mode(), counting, traced)
             stack.enter_context(watch.mutations.restoring())
             yield watch
     except AutoshardError:
@@ -283,7 +277,7 @@ def _watched_twin(
     except ModelError as error:
         raise error.error from None
     except Exception as error:
-        raise known_error(error) or capture_error(type(module).__name__, error) from error
+        raise known_error(error) or capture_error(type(call.module).__name__, error) from error
 
 
 @contextlib.contextmanager

@@ -7,13 +7,14 @@ import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Placement
 
 from autoshard.capture._torch import pytree
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.call_layout import CallLayout, ResultLayout
 from autoshard.capture.dynamic import DynamicSizes
 from autoshard.capture.export import ExportedInput
@@ -81,7 +82,7 @@ class JointGraph:
         inputs: the placeholders, in order.
         outputs: the outputs, in order.
         aliases: parameter or buffer -> all names under which it is registered.
-        signature: key of the call that was captured: the `signature_of` all calls that the graph may serve.
+        signature: key of the call that was captured: the signature of all calls that the graph may serve.
         fingerprint: hash of the graph as hexadecimal text, equal on all ranks and in all runs.
         dynamic: the sizes that calls may change, if there are any: `meta["val"]` then has the example's shapes, and
             `meta["sizes"]` of a node the shapes of its results with `DynamicSize`s in them.
@@ -200,22 +201,22 @@ class JointGraph:
             return parse_pin(str(node.args[1]))
         return None
 
-    def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def serves(self, call: BoundCall) -> bool:
         """Return True if a call of this signature would be captured as the same graph, by state and inputs."""
-        return self.state.guards.hold() and self.state.conditions.hold(self._condition_inputs(args, kwargs))
+        return self.state.guards.hold() and self.state.conditions.hold(self._condition_inputs(call))
 
-    def changes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def changes(self, call: BoundCall) -> Iterator[tuple[str, str]]:
         """Yield the subjects that a call of this signature finds changed, and their present values in words."""
         yield from self.state.guards.changes()
-        yield from self.state.conditions.changes(self._condition_inputs(args, kwargs))
+        yield from self.state.conditions.changes(self._condition_inputs(call))
 
-    def _condition_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _condition_inputs(self, call: BoundCall) -> dict[str, torch.Tensor]:
         """Return the tensors of a call by name; nothing if the graph depends on no numbers in them."""
         # Most graphs have no conditions, and this runs at every call.
         if not self.state.conditions.inputs:
             return {}
         names = [leaf for leaf in self.call.leaves if isinstance(leaf, str)]
-        return dict(zip(names, self.call.flatten(args, kwargs), strict=True))
+        return dict(zip(names, call.tensors_of(self.call), strict=True))
 
 
 def _read_operands(node: fx.Node) -> list[fx.Node]:

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import attribute_patch, below_autocast, operator_of, operators_under_autocast, pytree
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.joint_graph import JointOutput
 from autoshard.errors import CaptureError
@@ -55,8 +56,8 @@ class LoweredModule:
                 setattr(module.get_submodule(path), leaf, lowered[parameter])
                 self.originals[name] = parameter.dtype
 
-    def inputs(self, call: Any) -> Any:
-        """Return the arguments of a call with floating tensors in the dtype in which `forward` gets them."""
+    def inputs(self, call: BoundCall) -> BoundCall:
+        """Return a call with floating tensors in the dtype in which `forward` gets them."""
         if self.policy.param_dtype is None or not self.policy.cast_forward_inputs:
             return call
 
@@ -65,7 +66,7 @@ class LoweredModule:
                 return tensor
             return tensor.detach().to(self.policy.param_dtype).requires_grad_(tensor.requires_grad)
 
-        return pytree.tree_map_only(torch.Tensor, lower, call)
+        return call.map_tensors(lower)
 
     def with_casts(self, exported: Exported, call: Sequence[torch.Tensor]) -> Exported:
         """Return the exported graph with the callers' dtypes as inputs, and a cast at the first use of each.

@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from autoshard import operators as operators  # what captures put into graphs
 from autoshard.api import register_forward_method
-from autoshard.capture.call_layout import call_tensors
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint import export_call
 from autoshard.errors import InputError
 from autoshard.runtime.module_runtime import Runtime
@@ -170,8 +170,9 @@ class _Caches:
             layers.append(meta_layer(keys, values, dtype, runtime.device_mesh))
         # Of a later token, for which the output of an encoder has been written.
         inputs = self._token_inputs(with_layers(plain, layers, is_written=True), batch_size, model_kwargs)
-        names = [name for name, tensor in call_tensors(self._model, (), inputs).items() if isinstance(tensor, DTensor)]
-        placements = runtime.place_inputs((), inputs, names)
+        call = BoundCall.of(self._model, (), inputs, grad=False)
+        names = [name for name, tensor in call.tensors.items() if isinstance(tensor, DTensor)]
+        placements = runtime.place_inputs(call, names)
         for encoder in self._encoders:
             encoder.make_program()
         return empty_cache(with_layers(plain, layers), placements.values())
@@ -206,7 +207,7 @@ def _find_heads(model: nn.Module, make_cache: Callable[[], Any], inputs: dict[st
         inputs: of a call, with such a cache.
     """
     without_cache = {name: value for name, value in inputs.items() if name != _CACHE}
-    forward = export_call(_CacheReader(model, make_cache), (), without_cache, grad=False)
+    forward = export_call(BoundCall.of(_CacheReader(model, make_cache), (), without_cache, False))
     sizes = [(node.meta["val"].shape[1], node.meta["val"].shape[3]) for node in forward.outputs]
     return list(zip(sizes[::2], sizes[1::2], strict=True))
 

@@ -6,10 +6,10 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint import JointGraph, Tangents
 from autoshard.errors import PlanError
 from autoshard.options.target import Target
@@ -68,10 +68,8 @@ class ModulePlanner:
 
     def capture(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        call: BoundCall,
         *,
-        grad: bool,
         tangents: Tangents = "loss",
         dynamic: bool = True,
         by_layers: bool = False,
@@ -83,7 +81,7 @@ class ModulePlanner:
         """Capture a call.
 
         Args:
-            args, kwargs, grad, tangents, dynamic, by_layers, quiet: as for `capture_with_progress`.
+            call, tangents, dynamic, by_layers, quiet: as for `capture_with_progress`.
             logits_room: as there; a loss that fits is whole, and its plan may say otherwise. None: large losses are in
                 pieces.
             placed: placements of parameters and buffers that stay; None for the first call.
@@ -97,10 +95,9 @@ class ModulePlanner:
 
         def capture_form(room: float | None) -> tuple[JointGraph, float]:
             return capture_with_progress(
-                *(self.module, args, kwargs, self.target),
+                *(call, self.target),
                 devices=self.mesh.size,
                 logits_room=room,
-                grad=grad,
                 tangents=tangents,
                 dynamic=dynamic,
                 by_layers=by_layers,
@@ -113,10 +110,10 @@ class ModulePlanner:
         # An earlier call has placed the parameters without shares.
         if self.requested.shares == "auto" and placed is not None:
             self._settle_shares({})
-        call = CapturedCall(graph, seconds, self.mesh, self.requested, self._planners, placed, input_pins or {})
+        captured = CapturedCall(graph, seconds, self.mesh, self.requested, self._planners, placed, input_pins or {})
         if graph.twice_in_pieces and logits_room is not None:
-            call.capture_other = lambda: self._other_form(call, capture_form)
-        return call
+            captured.capture_other = lambda: self._other_form(captured, capture_form)
+        return captured
 
     def _other_form(
         self, call: CapturedCall, capture_form: Callable[[float | None], tuple[JointGraph, float]]

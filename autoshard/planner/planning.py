@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.depth import capture_repeated
-from autoshard.capture.joint import JointGraph, Tangents, capture
+from autoshard.capture.joint import CaptureOptions, JointGraph, Tangents, capture_call
 from autoshard.capture.recomputation import captured_step, graph_of_plan, recompute_layers
 from autoshard.names import matching_paths
 from autoshard.operators.large_losses.loss_in_pieces import is_in_pieces
@@ -67,14 +68,11 @@ def freeze_older_objects() -> Iterator[None]:
 
 
 def capture_with_progress(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    call: BoundCall,
     target: Target,
     *,
     devices: int,
     logits_room: float | None = None,
-    grad: bool,
     tangents: Tangents = "loss",
     dynamic: bool = True,
     by_layers: bool = False,
@@ -86,7 +84,8 @@ def capture_with_progress(
     What hints and the model's code say is run again, kept or moved is in the graph.
 
     Args:
-        module, args, kwargs, devices, logits_room, grad, tangents: as for `capture`.
+        call: as for `capture_call`.
+        devices, logits_room, tangents: as for `CaptureOptions`.
         target: the options.
         dynamic: True if the sizes that the options name are dynamic.
         by_layers: True to capture a few of many equal layers, for a graph that is planned and not run.
@@ -98,18 +97,14 @@ def capture_with_progress(
         HintError: as for `with_regions`; the first training call has no output of a name in `unread_outputs`.
     """
     start = time.perf_counter()
-    line = show_progress(target.options.search.verbose, f"capture of {type(module).__name__}")
+    line = show_progress(target.options.search.verbose, f"capture of {type(call.module).__name__}")
     with contextlib.nullcontext() if quiet else line as report:
 
         def report_part(part: str) -> None:
             if report is not None:
                 report(Progress(part, math.inf, -math.inf, time.perf_counter() - start))
 
-        graph = (capture_repeated if by_layers else capture)(
-            module,
-            args,
-            kwargs,
-            grad=grad,
+        options = CaptureOptions(
             tangents=tangents,
             dynamic=target.dynamic if dynamic else None,
             mp_policy=target.options.mp_policy,
@@ -118,9 +113,10 @@ def capture_with_progress(
             unread_outputs=target.options.unread_outputs,
             progress=report_part,
         )
+        graph = capture_repeated(call, options) if by_layers else capture_call(call, options)
     if first and graph.unread is not None:
         _check_unread_outputs(graph.unread, graph, target.options.unread_outputs)
-    graph = with_regions(graph, target.hints, [name for name, _ in module.named_modules()])
+    graph = with_regions(graph, target.hints, [name for name, _ in call.module.named_modules()])
     return graph, time.perf_counter() - start
 
 

@@ -6,15 +6,13 @@ import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils import _pytree as pytree
 
-from autoshard.capture.call_layout import call_tensors, signature_of, without_omitted_arguments
-from autoshard.capture.dynamic import may_be_dynamic
+from autoshard.capture.bound_call import BoundCall
+from autoshard.capture.dynamic import dynamic_signature
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.python.conditions import check_conditions
 from autoshard.capture.python.state import check_invalidating_effects
@@ -28,7 +26,6 @@ from autoshard.runtime.calls import (
     describe_call,
     pins_of,
     with_numbers,
-    without_dynamic_sizes,
     without_numbers,
 )
 from autoshard.runtime.gradient_sums import Accumulation
@@ -111,7 +108,7 @@ class CallPrograms:
         self.maker = maker
         self.table: dict[Hashable, CallProgram] = {}
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
-        self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.only_call: BoundCall | None = None
         self.owners: dict[str, nn.Module] = {}
         self.accumulation = Accumulation()
         self.order = CallOrder(ADVICE)
@@ -135,26 +132,20 @@ class CallPrograms:
         copied._original_programs = self._programs_by_fingerprint()
         return copied
 
-    def for_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, input_pins: PinsByName | None = None
-    ) -> tuple[CallProgram, Sizes]:
+    def for_call(self, call: BoundCall, input_pins: PinsByName | None = None) -> tuple[CallProgram, Sizes]:
         """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes.
 
         The pins are for a new program, as in `NewCall`.
         """
-        shapes = self.input_shapes(args, kwargs) if self._dynamic else {}
-        dynamic = without_omitted_arguments(self._module, self._dynamic, shapes)
-        if dynamic and may_be_dynamic(dynamic, shapes):
-            masked_args, masked_kwargs = without_dynamic_sizes(self._module, (args, kwargs), dynamic)
-            signature = signature_of(self._module, masked_args, masked_kwargs, grad)
-            served = self._serve(NewCall(args, kwargs, grad, signature, True, input_pins=input_pins))
+        signature = dynamic_signature(call, self._dynamic) if self._dynamic else None
+        if signature is not None:
+            served = self._serve(NewCall(call, signature, True, input_pins=input_pins))
             assert served.graph.dynamic is not None
-            sizes = served.graph.dynamic.sizes_of(shapes)
+            sizes = served.graph.dynamic.sizes_of(call.shapes)
             if served.graph.dynamic.serves(sizes):
                 return served, sizes
         # Calls outside the range of the dynamic graph, such as a batch of one, have graphs of their own.
-        signature = signature_of(self._module, args, kwargs, grad)
-        served = self._serve(NewCall(args, kwargs, grad, signature, False, input_pins=input_pins))
+        served = self._serve(NewCall(call, call.signature, False, input_pins=input_pins))
         return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
 
     def _serve(self, call: NewCall) -> CallProgram:
@@ -164,7 +155,7 @@ class CallPrograms:
             return self._prepare(call)
         # Behind all others, so that the first of the table is the one that was not used for longest.
         self.table[call.signature] = first
-        match = next((served for served in first.candidates() if served.graph.serves(call.args, call.kwargs)), None)
+        match = next((served for served in first.candidates() if served.graph.serves(call.bound)), None)
         if match is None:
             return self._prepare(call)
         if match is not first:
@@ -175,7 +166,7 @@ class CallPrograms:
     def _prepare(self, call: NewCall) -> CallProgram:
         """Make the program of a call, and keep it for calls of the signature."""
         # The caller may be in inference mode, whose tensors no later step could change or differentiate.
-        with torch.inference_mode(False), torch.set_grad_enabled(call.grad):
+        with torch.inference_mode(False), torch.set_grad_enabled(call.bound.grad):
             return self._make(call)
 
     def _make(self, call: NewCall) -> CallProgram:
@@ -189,8 +180,8 @@ class CallPrograms:
         check_invalidating_effects([served.graph.state for served in earlier])
         check_conditions([served.graph.state.conditions for served in earlier])
         start = time.perf_counter()
-        texts = describe_call(self._module, call.args, call.kwargs, call.grad)
-        changed = {} if first is None else dict(first.graph.changes(call.args, call.kwargs))
+        texts = describe_call(call.bound)
+        changed = {} if first is None else dict(first.graph.changes(call.bound))
         if call.tangents == "all":
             changed["the outputs that are differentiated"] = "others than the loss"
         # Ranks compare the sizes of every call in these two cases, so what differs then is the state of the module.
@@ -200,7 +191,7 @@ class CallPrograms:
         programs = dict(self._original_programs.get(call.signature, {}))
         programs |= {served.graph.fingerprint: served.program for served in earlier}
         if call.input_pins is None:
-            pins = pins_of(call_tensors(self._module, call.args, call.kwargs), self._device_mesh)
+            pins = pins_of(call.bound.tensors, self._device_mesh)
             call = replace(call, input_pins={**(self.input_placements if self._inputs == "local" else {}), **pins})
         assert call.input_pins is not None
         graph, program = self.maker.make(call, programs, call.input_pins)
@@ -208,20 +199,21 @@ class CallPrograms:
             if border.kind == "input":
                 self.input_placements[border.name] = border.spec.placements
         if not earlier and self.only_call is None:
-            shapes = self.input_shapes(call.args, call.kwargs)
-            self._sizes.record(self._call_kind(call), shapes, time.perf_counter() - start)
-        general = self._general_program(call, graph)
+            self._sizes.record(call.bound.kind, call.bound.shapes, time.perf_counter() - start)
+        # What the graph depends on of the numbers in its inputs has to be the same in further programs.
+        like = with_numbers if graph.state.conditions.inputs else without_numbers
+        again = replace(call, bound=call.bound.map_tensors(like))
         program = replace(
             program,
-            general=general,
+            general=self._general_program(again, graph),
             accumulation=self.accumulation,
             order=self.order,
             histories=graph.histories,
-            between=self._between_program(call, graph),
+            between=self._between_program(again, graph),
         )
         locations = locate(self._module, graph, program.step.inputs, self._device_mesh)
         # A program for the same state was made for fewer gradients, and goes.
-        others = (old for old in earlier if not old.graph.serves(call.args, call.kwargs))
+        others = (old for old in earlier if not old.graph.serves(call.bound))
         served = CallProgram(graph, program, locations, common).put_before(others)
         self.table[call.signature] = served
         if len(self.table) > MOST_PROGRAMS:
@@ -233,10 +225,7 @@ class CallPrograms:
         """Return a function that makes the program in which every output has a gradient; None if the call has it."""
         if call.tangents == "all" or not graph.tangent_outputs or _differentiates_all(graph):
             return None
-        # What the graph depends on of the numbers in its inputs has to be the same again.
-        like = with_numbers if graph.state.conditions.inputs else without_numbers
-        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
-        general = replace(call, args=args, kwargs=kwargs, tangents="all")
+        general = replace(call, tangents="all")
 
         def make_program() -> RunnableStep:
             with graph.state.guards.captured_values():
@@ -251,13 +240,11 @@ class CallPrograms:
         is_whole = self.only_call is None and CallOutputs.of(self.maker).form == "whole"
         if not names or not is_whole or graph.dynamic is not None or not graph.tangent_outputs:
             return None
-        like = with_numbers if graph.state.conditions.inputs else without_numbers
-        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (call.args, call.kwargs))
-        between = replace(call, args=args, kwargs=kwargs, tangents=names)
+        between = replace(call, tangents=names)
 
         @functools.cache
         def make_program() -> RunnableStep:
-            texts = describe_call(self._module, args, kwargs, call.grad)
+            texts = describe_call(between.bound)
             changed = {"the outputs whose gradients are asked for": ", ".join(names)}
             self.order.begin_new({} if self._dynamic or self._inputs == "local" else texts, changed)
             check_ranks_agree(self._device_mesh, texts | changed, ADVICE)
@@ -266,16 +253,6 @@ class CallPrograms:
                 return self.maker.make(between, {}, between.input_pins)[1]
 
         return make_program
-
-    def input_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in call_tensors(self._module, args, kwargs).items()}
-
-    def _call_kind(self, call: NewCall) -> Hashable:
-        """Return everything of a call but sizes, other than those of `DTensor`s, and plain values."""
-        tensors = call_tensors(self._module, call.args, call.kwargs).items()
-        sizes = tuple(tuple(tensor.shape) for _, tensor in tensors if isinstance(tensor, DTensor))
-        kinds = tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
-        return call.grad, self._module.training, kinds, sizes
 
     def _programs_by_fingerprint(self) -> dict[Hashable, dict[str, RunnableStep]]:
         """Return the programs of every signature by the fingerprints of their graphs."""

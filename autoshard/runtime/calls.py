@@ -6,16 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils import _pytree as pytree
 
-from autoshard.capture.call_layout import call_layout, call_tensors
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.joint import Tangents
 from autoshard.errors import InputError
@@ -35,26 +32,24 @@ class NewCall:
     """A call that needs a program.
 
     Attributes:
-        args, kwargs: of the call, with tensors of global shapes.
-        grad: True if gradients are wanted.
-        signature: of the call, as `capture.call_layout.signature_of` makes it.
+        bound: the call, with tensors of global shapes.
+        signature: of the call.
         dynamic: True if the sizes that calls may change are dynamic in the program.
         tangents: the outputs that are differentiated, as for `capture`.
         input_pins: placements of inputs in the program; None for those that `DTensor`s have.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    grad: bool
+    bound: BoundCall
     signature: Hashable
     dynamic: bool
     tangents: Tangents = "loss"
     input_pins: PinsByName | None = None
 
 
-def without_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor like a tensor."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+def without_numbers(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """Return a meta tensor like a tensor, of its shape or another one."""
+    shape = tensor.shape if shape is None else shape
+    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
 def with_numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,36 +57,19 @@ def with_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def wants_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if gradients are on, and a parameter of the module or a tensor of the call requires one."""
-    if not torch.is_grad_enabled():
-        return False
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        return True
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs)))
-
-
-def describe_call(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    grad: bool,
-    split: Mapping[str, Collection[int]] | None = None,
-) -> dict[str, str]:
+def describe_call(call: BoundCall, split: Mapping[str, Collection[int]] | None = None) -> dict[str, str]:
     """Return texts of all that ranks must have in common in a call of the module.
 
     Args:
-        module, args, kwargs: the call.
-        grad: True if gradients are wanted.
+        call: the call.
         split: input path -> the dims whose sizes ranks need not have in common.
     """
-    tensors = call_tensors(module, args, kwargs)
     split = split or {}
     return {
-        "whether gradients are wanted": "yes" if grad else "no",
-        "whether the module is in training mode": "yes" if module.training else "no",
-        "the names of the tensors that are passed": ", ".join(tensors),
-        **{f"the input {name}": _describe_tensor(tensor, split.get(name, ())) for name, tensor in tensors.items()},
+        "whether gradients are wanted": "yes" if call.grad else "no",
+        "whether the module is in training mode": "yes" if call.module.training else "no",
+        "the names of the tensors that are passed": ", ".join(call.tensors),
+        **{f"the input {name}": _describe_tensor(each, split.get(name, ())) for name, each in call.tensors.items()},
     }
 
 
@@ -110,44 +88,6 @@ def pins_of(tensors: Mapping[str, torch.Tensor], device_mesh: DeviceMesh) -> Pin
             if not spec.partial_axes and is_even(tuple(tensor.shape), spec, mesh):
                 pins[name] = canonical(tuple(tensor.shape), spec, mesh).placements
     return pins
-
-
-# No tuple: pytree would take that apart.
-@dataclass(frozen=True, slots=True)
-class _TensorSignature:
-    """A tensor in a signature."""
-
-    # None for sizes that calls may change.
-    shape: tuple[int | None, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    is_dtensor: bool
-
-
-def without_dynamic_sizes(
-    module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Dynamic
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call with its tensors replaced by a description without the sizes that calls may change."""
-    names = iter(names_of_leaves(module, call))
-
-    def mask_sizes(leaf: Any) -> Any:
-        dims = dynamic.get(next(names), {})
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        # Users may count dims from the end.
-        free = {dim % leaf.ndim for dim in dims}
-        shape = tuple(None if dim in free else size for dim, size in enumerate(leaf.shape))
-        return _TensorSignature(shape, leaf.dtype, leaf.requires_grad, isinstance(leaf, DTensor))
-
-    args, kwargs = pytree.tree_map(mask_sizes, call)
-    return args, kwargs
-
-
-def names_of_leaves(module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:
-    """Return the input path of every leaf of a call, empty where it has none."""
-    # A layout has the leaves of a call, and paths in the place of tensors.
-    leaves, structure = pytree.tree_flatten(call)
-    return [leaf if isinstance(leaf, str) else "" for leaf in call_layout(module, structure, leaves).leaves]
 
 
 _log = logging.getLogger("autoshard")
@@ -254,47 +194,33 @@ def split_dims(placements: Sequence[Placement], dims: int, mesh: MeshShape) -> l
     return [(dim_of(placement, dims), size) for placement, size in pairs if is_shard(placement)]
 
 
-def with_global_shapes(
-    module: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-    global_shapes: Callable[[dict[str, tuple[int, ...]]], Shapes],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_global_shapes(call: BoundCall, global_shapes: Callable[[dict[str, tuple[int, ...]]], Shapes]) -> BoundCall:
     """Return a call with this rank's shards replaced by meta tensors of global shapes; `DTensor`s stay.
 
     Args:
-        module: the module.
-        call: positional and keyword arguments.
+        call: the call.
         global_shapes: returns the global shapes of shards, given their shapes by input path.
     """
-    leaves, structure = pytree.tree_flatten(call)
-    local = {
-        name or str(place): (place, leaf)
-        for place, (name, leaf) in enumerate(zip(names_of_leaves(module, call), leaves, strict=True))
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
-    }
-    shapes = global_shapes({name: tuple(leaf.shape) for name, (_, leaf) in local.items()})
-    for name, (place, leaf) in local.items():
-        leaves[place] = torch.empty(shapes[name], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-    args, kwargs = pytree.tree_unflatten(leaves, structure)
-    return args, kwargs
+    local = {name: tensor for name, tensor in call.tensors.items() if not isinstance(tensor, DTensor)}
+    shapes = global_shapes({name: tuple(tensor.shape) for name, tensor in local.items()})
+    whole = {name: without_numbers(tensor, shapes[name]) for name, tensor in local.items()}
+    return call.with_tensors(whole)
 
 
-def global_example(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target, mesh: MeshShape
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def global_example(call: BoundCall, target: Target, mesh: MeshShape) -> BoundCall:
     """Return an example call with tensors of global shape: of meta tensors, if the target's example is a rank's own.
 
     Raises:
         HintError: a placement is not valid for an input of that name.
     """
     if target.options.example_inputs == "global":
-        return args, kwargs
+        return call
 
     def global_shapes(shapes: dict[str, tuple[int, ...]]) -> Shapes:
         # A rank may have one row of a batch.
         return even_shapes(shapes, target.input_pins(mesh, shapes, may_be_one=True), mesh)
 
-    return with_global_shapes(module, (args, kwargs), global_shapes)
+    return with_global_shapes(call, global_shapes)
 
 
 def whole_shapes(

@@ -90,6 +90,8 @@ def write_back(step: LocalStep, changes: Mapping[str, Tensor], tensors: Sequence
         changes: the new values, by the names of the tensors.
         tensors: those of the caller and of the module, in the order of the program's inputs.
     """
+    if not changes:
+        return
     targets, values = [], []
     for source, tensor in zip(step.inputs, tensors, strict=False):
         value = changes.get(source.name)

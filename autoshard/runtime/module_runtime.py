@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, NoReturn, Protocol
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoshard.capture.call_layout import call_tensors
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.capture_errors import running_line
 from autoshard.capture.joint import warn_of_global_hooks
 from autoshard.cluster.worker_shares import apportion
@@ -32,7 +33,6 @@ from autoshard.runtime.calls import (
     local_shares,
     pins_of,
     split_dims,
-    wants_gradient,
     whole_shapes,
     with_global_shapes,
 )
@@ -91,15 +91,15 @@ class Runtime:
         self._has_warned = False
         self._forward: MethodType | None = None
 
-    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan and place now if there is an example call, else replicate and plan at the first call.
+    def start(self, example: BoundCall) -> None:
+        """Plan and place now if the example call has arguments, else replicate and plan at the first call.
 
         Raises:
             InputError: other ranks have other options, plans or examples; nothing was changed.
         """
         # Weak: what only the module holds disappears when it is replaced, and what remains has another owner.
         before = WeakTensorKeyDictionary({parameter: name for name, parameter in self.module.named_parameters()})
-        given = "one" if args or kwargs else "none"
+        given = "one" if example.has_arguments else "none"
         check_ranks_agree(
             self.device_mesh,
             {"whether an example call is given": given, **self.maker.option_texts()},
@@ -108,8 +108,8 @@ class Runtime:
         with contextlib.ExitStack() as undo:
             # Before the capture, which compares hooks and methods at every call.
             undo.callback(check_calls(self.module))
-            if args or kwargs:
-                self.programs.for_call(args, kwargs, wants_gradient(self.module, args, kwargs))
+            if example.has_arguments:
+                self.programs.for_call(example)
             else:
                 self.maker.replicate_parameters()
             undo.pop_all()
@@ -191,29 +191,27 @@ class Runtime:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_transforms()
-        grad = wants_gradient(self.module, args, kwargs)
-        if grad and _torch.allows_mutation():
+        call = BoundCall.of(self.module, args, kwargs)
+        if call.grad and _torch.allows_mutation():
             raise InputError(
                 f"{running_line()} calls a parallelised module in allow_mutation_on_saved_tensors of "
                 "torch.autograd.graph, which tells saved tensors apart by where they lie in memory: DTensors, such as "
                 "the parameters, have no such place. Call the module outside of it, and change copies: y = y.clone()."
             )
         self._has_warned = self._has_warned or warn_of_global_hooks()
-        counts = None
-        whole_args, whole_kwargs = args, kwargs
+        whole, counts = call, None
         if self.programs.only_call is not None:
-            whole_args, whole_kwargs = self.programs.only_call
+            whole = replace(self.programs.only_call, grad=call.grad)
         elif self.inputs == "local":
-            self._decide_input_placements(args, kwargs)
-            is_uneven = self._compare_sizes(args, kwargs, grad)
-            (whole_args, whole_kwargs), counts = self._with_global_shapes((args, kwargs), is_uneven)
+            self._decide_input_placements(call)
+            whole, counts = self._with_global_shapes(call, self._compare_sizes(call))
         elif self.dynamic:
-            self._compare_sizes(args, kwargs, grad)
-        served, sizes = self.programs.for_call(whole_args, whole_kwargs, grad)
+            self._compare_sizes(call)
+        served, sizes = self.programs.for_call(whole)
         try:
             if not served.compared:
-                self._compare(served, args, kwargs)
-            return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
+                self._compare(served, call)
+            return self._run(served, self._with_shares(served, sizes, counts), call)
         except RuntimeError as error:
             self.programs.order.raise_failure(error)
             raise
@@ -225,42 +223,41 @@ class Runtime:
         self._compiles = True
         return self(*args, **kwargs)
 
-    def _decide_input_placements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _decide_input_placements(self, call: BoundCall) -> None:
         """Decide how the local inputs lie that no call had before."""
-        shapes = self.programs.input_shapes(args, kwargs)
+        shapes = call.shapes
         if shapes.keys() <= self.programs.input_placements.keys():
             return
         # Of the rows of a rank, one may be the whole batch of the rank.
         placements = self.maker.target.input_pins(self.mesh, shapes, may_be_one=True)
         self.programs.input_placements = placements | self.programs.input_placements
 
-    def _compare_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> bool:
+    def _compare_sizes(self, call: BoundCall) -> bool:
         """Return True if ranks pass shards of different lengths; raise an `InputError` on every rank if calls differ
         in anything else.
         """
         if is_alone(self.device_mesh):
             return False
-        tensors = call_tensors(self.module, args, kwargs)
         split = {
             name: [dim for dim, _ in split_dims(self.programs.input_placements[name], tensor.ndim, self.mesh)]
-            for name, tensor in (tensors.items() if self.inputs == "local" else ())
+            for name, tensor in (call.tensors.items() if self.inputs == "local" else ())
             if not isinstance(tensor, DTensor)
         }
         # A rank with new sizes does not know whether the others have these, so every call is compared: by digests
         # from host to host, and by texts only where digests differ.
-        texts = describe_call(self.module, args, kwargs, grad, split)
-        with_lengths = [repr(describe_call(self.module, args, kwargs, grad))] if split else []
+        texts = describe_call(call, split)
+        with_lengths = [repr(describe_call(call))] if split else []
         differs, *is_uneven = self.maker.hosts.differ(repr(texts), *with_lengths)
         if differs:
             check_ranks_agree(self.device_mesh, texts, ADVICE)
         return any(is_uneven)
 
-    def _compare(self, served: CallProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _compare(self, served: CallProgram, call: BoundCall) -> None:
         """Compare the first batch of a signature over all ranks that must pass the same."""
         if self.programs.only_call is None:
             names = [border.name for border in served.program.step.inputs if border.kind == "input"]
-            leaves = served.graph.call.flatten(args, kwargs)
-            inputs = {name: tensor for name, tensor in zip(names, leaves, strict=False) if not tensor.is_meta}
+            tensors = call.tensors_of(served.graph.call)
+            inputs = {name: tensor for name, tensor in zip(names, tensors, strict=False) if not tensor.is_meta}
             placements = (
                 {name: self.programs.input_placements[name] for name in inputs} if self.inputs == "local" else None
             )
@@ -290,13 +287,13 @@ class Runtime:
                 )
         return {**sizes, **shared.sizes(counts, self.device_mesh.get_local_rank(shared.axis))}
 
-    def place_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str]) -> PlacementsByName:
+    def place_inputs(self, call: BoundCall, names: Collection[str]) -> PlacementsByName:
         """Make the program of a call without gradients, and return where it wants some inputs, such as a cache, to lie.
 
         The first program of the module also places its parameters. All ranks call this together.
 
         Args:
-            args, kwargs: of the call, with tensors of global shapes, which may be on the meta device.
+            call: without gradients, with tensors of global shapes, which may be on the meta device.
             names: the inputs, which are `DTensor`s, however they lie. The plan decides where they are to lie; a program
                 that is there already has decided it.
 
@@ -305,19 +302,19 @@ class Runtime:
         """
         free = dict.fromkeys(names, (None,) * self.mesh.ndim)
         with torch.no_grad():
-            pins = pins_of(call_tensors(self.module, args, kwargs), self.device_mesh)
-            served, _ = self.programs.for_call(args, kwargs, grad=False, input_pins={**pins, **free})
+            pins = pins_of(call.tensors, self.device_mesh)
+            served, _ = self.programs.for_call(call, input_pins={**pins, **free})
         inputs = {border.name: border for border in served.program.step.inputs if border.kind == "input"}
         return {name: inputs[name].spec.placements for name in names}
 
-    def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, served: CallProgram, sizes: Sizes, call: BoundCall) -> Any:
         if self._compiles and not served.program.compiled:
             served.program, served.with_sums = served.program.with_compiler(), None
         self._returned_parameters.check()
         program = served.accumulating_program(self.programs.accumulation.active)
         step = program.step
         # The tensors that the user knows, in the order of the program's inputs.
-        sources = find_tensors(step, served.locations, served.graph.call.flatten(args, kwargs), self.device_mesh)
+        sources = find_tensors(step, served.locations, call.tensors_of(served.graph.call), self.device_mesh)
         tensors = local_inputs(step, sources, self.device_mesh)
         check_changes(step, sources)
         with _gradients_of(program):
@@ -343,11 +340,9 @@ class Runtime:
             self._returned_parameters.watch(step, served.graph, outputs, sources)
         # What `forward` sets is set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
-        return served.graph.result.unflatten(outputs, (args, kwargs))
+        return served.graph.result.unflatten(outputs, (call.args, call.kwargs))
 
-    def _with_global_shapes(
-        self, call: tuple[tuple[Any, ...], dict[str, Any]], is_uneven: bool
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[int] | None]:
+    def _with_global_shapes(self, call: BoundCall, is_uneven: bool) -> tuple[BoundCall, list[int] | None]:
         """Return the call with this rank's shards replaced by meta tensors of global shapes.
 
         Where the ranks of an axis have unequal shares of the batch, also return the number of rows of each. Shards of
@@ -366,7 +361,7 @@ class Runtime:
                 shares = axis, counts
             return whole_shapes(tables, self.programs.input_placements, self.device_mesh, shares)
 
-        return with_global_shapes(self.module, call, global_shapes), counts
+        return with_global_shapes(call, global_shapes), counts
 
 
 def _names_on_host(module: nn.Module) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.program.localize import ProgramTensor
-from autoshard.runtime._torch import DTensorSpec, dtensor, dtensor_spec_of
+from autoshard.runtime._torch import DTensorSpec, dtensor_spec_of
 from autoshard.runtime.gradient_sums import OpenSums
-from autoshard.runtime.placed_tensor import make_placed
+from autoshard.runtime.placed_tensor import placed_as
 from autoshard.runtime.step import RunnableStep, run_graph
 from autoshard.size import Sizes
 
@@ -129,4 +129,4 @@ def autograd_gradient(
     if gradient is None:
         return None
     gradient = program.unpad(gradient, border)
-    return gradient if spec is None else make_placed(dtensor(gradient, spec))
+    return gradient if spec is None else placed_as(gradient, spec)

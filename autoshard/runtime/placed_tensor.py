@@ -52,10 +52,16 @@ from autoshard.specs.spec import Spec
 class PlacedTensor(DTensor):
     """A `DTensor` that is changed as one device changes a tensor; see the module."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing, as that of `DTensor` does behind wrappers that take most of the time of making a tensor."""
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Autograd detaches every gradient that it accumulates.
+        if func is _DETACH and _MARKS.isdisjoint(args[0].__dict__):
+            return placed_as(local_of(args[0]).detach(), _torch.dtensor_spec_of(args[0]))
         return _run(effect_of(func), func, args, kwargs or {})
 
     if not _torch.shows_operators_to_subclasses():
@@ -158,6 +164,8 @@ _torch.allow_foreach(PlacedTensor)
 _NAME, _SOURCE, _STAGED, _PARTS, _HOOKED = (
     f"_autoshard_{name}" for name in ("name", "source", "staged", "parts", "hooked")
 )
+# What a detached tensor has, too.
+_MARKS = frozenset([_SOURCE, _STAGED, _PARTS])
 
 
 def place_parameters(module: nn.Module, placements: Mapping[str, Spec], device_mesh: DeviceMesh) -> None:
@@ -200,6 +208,11 @@ def make_placed(tensor: DTensor) -> PlacedTensor:
     return tensor  # type: ignore[return-value]
 
 
+def placed_as(local: Tensor, spec: _torch.DTensorSpec) -> PlacedTensor:
+    """Return a placed tensor around a rank's local one, given torch's description of it, without partial placements."""
+    return PlacedTensor(local, spec, requires_grad=False)
+
+
 def refuse_draws(parameters: Iterable[Tensor]) -> None:
     """Refuse random numbers for parameters of which ranks of a pipeline hold others, and for what is made of them."""
     for parameter in parameters:
@@ -230,6 +243,7 @@ class _as_dtensors:  # noqa: N801
             tensor.__class__ = PlacedTensor
 
 
+_DETACH = torch.ops.aten.detach.default
 _ROWS = torch.ops.aten.index.Tensor
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _STACK = torch.ops.aten.stack.default

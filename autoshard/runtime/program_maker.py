@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint import JointGraph, Tangents
 from autoshard.capture.python.fake_module import check_parameters
 from autoshard.options.target import Target
@@ -61,10 +61,8 @@ class CallPlanner(Protocol):
 
     def capture(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        call: BoundCall,
         *,
-        grad: bool,
         tangents: Tangents,
         dynamic: bool,
         quiet: bool,
@@ -237,14 +235,10 @@ class ProgramMaker:
 
     def _capture(self, call: NewCall, input_pins: PinsByName) -> Call:
         """Capture a call, and check that the options fit it."""
-        args, kwargs = call.args, call.kwargs
-        if self.target.inputs == "local":
-            # No rank knows the numbers of the whole batch.
-            args, kwargs = pytree.tree_map_only(torch.Tensor, without_numbers, (args, kwargs))
+        # No rank knows the numbers of the whole batch.
+        is_local = self.target.inputs == "local"
         captured = self.planner.capture(
-            args,
-            kwargs,
-            grad=call.grad,
+            call.bound.map_tensors(without_numbers) if is_local else call.bound,
             tangents=call.tangents,
             dynamic=call.dynamic,
             quiet=not is_first_rank(self.device_mesh),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.capture._torch import pytree
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint_graph import JointGraph
 from autoshard.errors import AutoshardError, BudgetError, InputError, MeshError, PlanError, warn_caller
 from autoshard.operators.large_losses.loss_in_pieces import has_large_logits
@@ -167,9 +168,8 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
 def _capture(call: BatchCall, target: Target, devices: int) -> tuple[JointGraph, float]:
     """Return the step for a number of devices, and the seconds of its capture."""
     return capture_with_progress(
-        *(call.module, call.args, dict(call.kwargs), target),
+        *(BoundCall.of(call.module, call.args, call.kwargs, torch.is_grad_enabled()), target),
         devices=devices,
-        grad=torch.is_grad_enabled(),
         dynamic=False,
         by_layers=True,
     )

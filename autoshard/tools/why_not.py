@@ -9,6 +9,7 @@ from typing import Any, Unpack, overload
 import torch
 from torch import nn
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.errors import PlanError
 from autoshard.options import Hints, OptionKeywords, collect_options
 from autoshard.options.target import Target
@@ -100,8 +101,8 @@ def why_not(
         raise PlanError("the plan has no pipeline: leave out requests= and pipeline=.")
     check_plan(plan, module, plan.mesh)
     planner = ModulePlanner(module, plan.mesh, target)
-    grad, room = torch.is_grad_enabled(), planner.logits_room
-    captured = planner.capture(args, kwargs, grad=grad, logits_room=room, by_layers=True).form_of(plan)
+    call = BoundCall.of(module, args, kwargs, torch.is_grad_enabled())
+    captured = planner.capture(call, logits_room=planner.logits_room, by_layers=True).form_of(plan)
     plan.check(plan.mesh, captured.graph.fingerprint, plan.shapes)
     return Replanner.of(module, captured.graph, captured.seconds, plan.mesh, target)(plan, asked)
 

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 import autoshard.operators  # noqa: F401  # which captures and rules need
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint import capture, export_call
 
 Model = tuple[nn.Module, dict[str, Any]]
@@ -92,7 +93,7 @@ def describe_capture(make: Callable[[], Model]) -> list[str]:
     """Fingerprint and names of the joint graph of a model, and names in the forward graph, of which pipelines are."""
     module, kwargs = make()
     graph = capture(module, (), kwargs)
-    forward = export_call(module, (), kwargs)
+    forward = export_call(BoundCall.of(module, (), kwargs))
     return [
         graph.fingerprint,
         *(f"{item.kind} {item.name}" for item in graph.inputs),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.capture import capture, signature_of
+from autoshard.capture import BoundCall, capture
 from autoshard.errors import AutoshardError
 
 
@@ -70,6 +69,6 @@ def test_what_is_not_dense_is_refused_by_name(case: str) -> None:
 
 
 def test_a_later_call_is_refused_too() -> None:
-    call: Any = (nn.Linear(3, 3), (COO,), {}, True)
+    call = BoundCall.of(nn.Linear(3, 3), (COO,), {})
     with pytest.raises(AutoshardError, match="is sparse"):
-        signature_of(*call)
+        _ = call.signature

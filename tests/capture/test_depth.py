@@ -12,7 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
 from autoshard.capture import JointGraph, capture
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.depth import capture_repeated
+from autoshard.capture.joint import CaptureOptions, capture_call
 
 LAYERS = 5
 LEAST = 5
@@ -228,12 +230,15 @@ def description(graph: JointGraph) -> Iterator[object]:
     yield graph.call, graph.result, graph.histories, graph.model
 
 
-def assert_equal(module: nn.Module, kwargs: dict[str, Any], *, is_continued: bool, **options: Any) -> None:
+def assert_equal(
+    module: nn.Module, kwargs: dict[str, Any], *, is_continued: bool, grad: bool = True, **options: Any
+) -> None:
     parts: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        graph = capture_repeated(module, (), kwargs, least=LEAST, progress=parts.append, **options)
-        whole = capture(module, (), kwargs, **options)
+        call = BoundCall.of(module, (), kwargs, grad)
+        graph = capture_repeated(call, CaptureOptions(progress=parts.append, **options), LEAST)
+        whole = capture_call(call, CaptureOptions(**options))
     assert ("export of forward" not in parts) == is_continued, parts
     for item, like in zip(description(graph), description(whole), strict=True):
         assert item == like
@@ -267,14 +272,14 @@ def test_evaluation_dynamic_sizes_precisions_and_frozen_layers() -> None:
 def test_the_module_stays_as_it_is() -> None:
     module, kwargs = CONTINUED["blocks"]()
     before = list(module), {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
-    capture_repeated(module, (), kwargs, least=LEAST)
+    capture_repeated(BoundCall.of(module, (), kwargs), CaptureOptions(), LEAST)
     assert before == (list(module), {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()})
 
 
 def test_objects_outside_of_the_module_stay_as_they_are() -> None:
     module, kwargs = stack(keeping_numbers)
     LOG.clear()
-    capture_repeated(module, (), kwargs, least=LEAST)
+    capture_repeated(BoundCall.of(module, (), kwargs), CaptureOptions(), LEAST)
     assert not LOG
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore  # a process group that sends nothing
 
-from autoshard.capture import capture, signature_of
+from autoshard.capture import BoundCall, capture
 from tests import models
 
 
@@ -37,7 +37,7 @@ def test_dtensors_stand_for_their_global_tensors(mesh: DeviceMesh) -> None:
     graph = capture(module, (), inputs)
     assert graph.fingerprint == expected.fingerprint
     # A program takes a `DTensor` as it lies, and a plain tensor whole.
-    assert graph.signature == signature_of(module, (), inputs, True) != expected.signature
+    assert graph.signature == BoundCall.of(module, (), inputs).signature != expected.signature
 
 
 def test_local_tensor_mode_is_not_seen(mesh: DeviceMesh) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autoshard.capture._torch import fake_mode
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.continuation import difference
 from autoshard.capture.forward_record import ForwardRecord, record_forward
 from autoshard.capture.python.fake_module import fake_copy
@@ -35,7 +36,7 @@ def both(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def record(run: Run) -> ForwardRecord:
     mode = fake_mode()
     twin = fake_copy(Model(run), mode)
-    return record_forward(twin, (torch.zeros(3, 4),), {}, [Repetition("layers", 0, 1, 2, 2)], mode)
+    return record_forward(BoundCall.of(twin, (torch.zeros(3, 4),), {}), [Repetition("layers", 0, 1, 2, 2)], mode)
 
 
 def test_operators_have_the_layer_that_calls_them() -> None:

@@ -15,15 +15,8 @@ from autoshard.capture import replacements
 from tests.programs import ROOT
 
 PACKAGE = Path(autoshard.__file__).parent
-CAPTURES = {
-    "capture",
-    "capture_marked",
-    "capture_repeated",
-    "export_call",
-    "export_forward",
-    "record_forward",
-    "survey",
-}
+CAPTURES = {"capture", "capture_call", "capture_marked", "capture_repeated"}
+CAPTURES |= {"export_call", "export_forward", "record_forward", "survey"}
 """Functions of the room `capture` that run a module."""
 
 ALONE = """

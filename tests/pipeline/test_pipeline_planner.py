@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from autoshard import Pipeline
+from autoshard.capture.bound_call import BoundCall
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, HintError, InputError, MeshError, PipelineError, PlanError
@@ -92,7 +93,9 @@ def test_the_stages_of_a_plan_do_what_the_model_does() -> None:
                 cluster = stage_cluster(fast_links(), plan.mesh, plan.axis)
                 own = stage_target(quick_target(), cluster, decided, input_names(stage))
                 planner = StageStepPlanner(stage, MeshShape.of(mesh), own)
-                Runtime(ProgramMaker(stage.module, mesh, planner, decided)).start(*stage.example)
+                Runtime(ProgramMaker(stage.module, mesh, planner, decided)).start(
+                    BoundCall.of(stage.module, *stage.example)
+                )
         chain = ModuleChain(graph, stages, (), part)
         with default_float64():
             ours = chain.forward()[1]

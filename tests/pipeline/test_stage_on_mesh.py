@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import autoshard
+from autoshard.capture.bound_call import BoundCall
 from autoshard.options.options import collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch_step import capture_microbatch
@@ -41,7 +42,9 @@ def test_stages_on_meshes_do_what_the_model_does(name: str) -> None:
             for stage in stages:
                 own = Target.of(collect_options("plan", {"cluster": fast_links(), "search": quickly}), "cpu")
                 planner = StageStepPlanner(stage, MeshShape.of(mesh), own.on_mesh(MeshShape.of(mesh)))
-                Runtime(ProgramMaker(stage.module, mesh, planner, None)).start(*stage.example)
+                Runtime(ProgramMaker(stage.module, mesh, planner, None)).start(
+                    BoundCall.of(stage.module, *stage.example)
+                )
         chain = ModuleChain(graph, stages, (), inputs)
         with default_float64():
             ours = _loss(chain.forward())

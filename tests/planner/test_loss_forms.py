@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoshard
+from autoshard.capture.bound_call import BoundCall
 from autoshard.errors import BudgetError
 from autoshard.operators.large_losses import loss_in_pieces, loss_operator
 from autoshard.options.options import collect_options
@@ -81,7 +82,9 @@ def test_the_faster_form_within_a_limit_is_taken(share: float) -> None:
     steps: dict[float, float] = {}
     for room in (0.0, math.inf):
         try:
-            steps[room] = plan_shares(planner.capture((tokens,), {}, grad=True, logits_room=room)).step_seconds
+            steps[room] = plan_shares(
+                planner.capture(BoundCall.of(module, (tokens,), {}), logits_room=room)
+            ).step_seconds
         except BudgetError:
             steps[room] = math.inf
     found = plan(limit)

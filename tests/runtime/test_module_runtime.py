@@ -15,10 +15,11 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
 
 import autoshard
 from autoshard.capture._torch import outside_modes
-from autoshard.capture.joint import capture
+from autoshard.capture.joint import CaptureOptions, capture_call
 from autoshard.capture.joint_graph import JointInput
 from autoshard.errors import InputError
 from autoshard.planner.module_planner import ModulePlanner
@@ -87,8 +88,8 @@ class _Counted(ProgramMaker):
         Runtime(self).install()
 
     def make(self, call: NewCall, *_: Any) -> Any:
-        self.prepared.append(call.grad)
-        graph = capture(self.module, call.args, call.kwargs, grad=call.grad, tangents=call.tangents)
+        self.prepared.append(call.bound.grad)
+        graph = capture_call(call.bound, CaptureOptions(tangents=call.tangents))
         constraints = Constraints(pinned={name: (Replicate(),) for name, _ in self.module.named_parameters()})
         planner = planner_of(graph, {"x": 2}, constraints)
         ranks = Ranks(self.device_mesh, torch.device("cpu"))
@@ -132,6 +133,29 @@ def test_another_batch_size_gives_the_numbers_of_one_device(mesh: DeviceMesh, ba
     for each in (module, alone):
         each(**inputs).backward()
     _same_gradients(module, alone, mesh)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"inputs": "local"}, {"dynamic": {"x": {0: "batch"}, "target": {0: "batch"}}}], ids=str
+)
+def test_a_known_call_is_flattened_once(
+    mesh: DeviceMesh, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _, inputs = _parallel(mesh, **options)
+    module(**inputs)
+    flattened = []
+    for name in ("tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map"):
+        function = getattr(pytree, name)
+
+        def counting(*given: Any, function: Any = function, name: str = name, **keywords: Any) -> Any:
+            trees = [tree for tree in given if isinstance(tree, tuple)]
+            if any(leaf is inputs["x"] for leaf in pytree.tree_iter(trees)):
+                flattened.append(name)
+            return function(*given, **keywords)
+
+        monkeypatch.setattr(pytree, name, counting)
+    module(**inputs)
+    assert flattened == ["tree_flatten"]
 
 
 # Gradients

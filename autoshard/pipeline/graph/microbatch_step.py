@@ -16,10 +16,11 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import operators as operators  # what captures put into graphs
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.capture_errors import node_line
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.export import Exported
-from autoshard.capture.joint import capture_marked
+from autoshard.capture.joint import CaptureOptions, capture_marked
 from autoshard.capture.joint_graph import JointGraph, JointInput, fingerprint
 from autoshard.capture.marks import TaskGraph, defaults_of, mark_defaults
 from autoshard.capture.nodes import is_random
@@ -177,7 +178,8 @@ def capture_microbatch(
         mark(exported.graph)
         fingerprints.append(fingerprint(exported.inputs, (), exported.graph))  # before the trace changes outputs
 
-    marked = capture_marked(module, args, kwargs, grad=grad, dynamic=dynamic, mp_policy=mp_policy, prepare=prepare)
+    call = BoundCall.of(module, args, kwargs, grad)
+    marked = capture_marked(call, CaptureOptions(dynamic=dynamic, mp_policy=mp_policy), prepare)
     return replace(_Reader(module, marked).read(), mp_policy=mp_policy, forward_fingerprint=fingerprints[-1])
 
 

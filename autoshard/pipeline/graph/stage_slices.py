@@ -16,7 +16,8 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture._torch import FakeTensor, is_persistent, pytree
-from autoshard.capture.call_layout import CallLayout, ResultLayout, call_layout, result_names, signature_of
+from autoshard.capture.bound_call import BoundCall
+from autoshard.capture.call_layout import ResultLayout, call_layout, result_names
 from autoshard.capture.describe import simplified
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.output_history import OutputHistories
@@ -586,20 +587,19 @@ class _Slice:
 
     def _joint_graph(self, part: StageModule, names: Sequence[str]) -> JointGraph:
         args, kwargs = part.example
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        call: CallLayout = call_layout(part.module, structure, leaves)
+        wanted = any(output.kind == "gradient" for output in self.outputs)
+        bound = BoundCall.of(part.module, args, kwargs, wanted)
         results = pytree.tree_flatten(tuple(self._returned))[1]
         held = {item.name for item in self.inputs if item.kind in ("parameter", "buffer")}
         differentiable = [name for name, like in zip(names, part.returned, strict=True) if like.requires_grad]
-        wanted = any(output.kind == "gradient" for output in self.outputs)
         joint = JointGraph(
             graph_module=fx.GraphModule(nn.Module(), self.graph),
             inputs=tuple(self.inputs),
             outputs=tuple(self.outputs),
             aliases={name: aliases for name, aliases in self.joint.aliases.items() if name in held},
-            signature=signature_of(part.module, args, kwargs, wanted),
+            signature=bound.signature,
             fingerprint="",
-            call=call,
+            call=call_layout(part.module, bound.structure, bound.leaves),
             result=ResultLayout(results, tuple(names)),
             histories=OutputHistories(frozenset(differentiable)),
         )

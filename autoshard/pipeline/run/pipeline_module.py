@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autoshard.capture.call_layout import call_tensors, signature_of
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.python.state import check_invalidating_effects
 from autoshard.errors import InputError, MeshError, PipelineError, PlanError
 from autoshard.names import suggestion
@@ -39,6 +39,7 @@ from autoshard.pipeline.run.stage_state import (
 )
 from autoshard.planner.progress_line import show_progress
 from autoshard.runtime.call_order import CallOrder
+from autoshard.runtime.calls import describe_call
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.copies import pickle_error
 from autoshard.runtime.materialize import Initializer, materialize_stages
@@ -174,9 +175,9 @@ class PipelineModule(nn.Module):
         # `train_step` leaves no gradient unreduced.
         prepare_optimizers(self, lambda: None, functools.partial(prepare_checkpoints, self, call_cache.group))
 
-    def add_call(self, prepared: PreparedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def add_call(self, prepared: PreparedCall, call: BoundCall) -> None:
         """Add a prepared kind of call, with gradients, with an example of it."""
-        signature = signature_of(self._call_cache.model, args, kwargs, True)
+        signature = replace(call, grad=True).signature
         entries = self._call_cache.state_entries(prepared, self)
         # The stages of other ranks are freed, and with them their parameters.
         stages = self._call_cache.own_stages(prepared.stages)
@@ -185,9 +186,9 @@ class PipelineModule(nn.Module):
     def _prepared_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PreparedCall:
         """Return the prepared kind of a call, with the present parameters of this module."""
         cache = self._call_cache
-        signature = signature_of(cache.model, args, kwargs, torch.is_grad_enabled())
-        known = self._prepared_calls.get(signature, ())
-        prepared = next((call for call in known if call.call_format.state.guards.hold()), None)
+        call = BoundCall.of(cache.model, args, kwargs, torch.is_grad_enabled())
+        known = self._prepared_calls.get(call.signature, ())
+        prepared = next((each for each in known if each.call_format.state.guards.hold()), None)
         if prepared is not None:
             try:
                 self._take_parameters(prepared)
@@ -199,20 +200,19 @@ class PipelineModule(nn.Module):
             self._order.begin_known(prepared.texts)
         else:
             changes = dict(known[0].call_format.state.guards.changes()) if known else {}
-            self._order.begin_new(cache.describe_call(args, kwargs), changes)
-            cache.compare_calls(args, kwargs)
+            self._order.begin_new(describe_call(call), changes)
+            cache.compare_calls(call)
             on_all_ranks(cache.device_mesh, self._holders.check)
-            check_invalidating_effects([call.call_format.state for call in known])
+            check_invalidating_effects([each.call_format.state for each in known])
             self._check_model()
             # With the parameters of this module: those of the model are on the meta device by now.
-            prepared = cache.prepare(self, args, kwargs)
-            self._prepared_calls[signature] = (prepared, *known)
-        if signature not in self._compared_signatures:
-            tensors = call_tensors(cache.model, args, kwargs)
+            prepared = cache.prepare(self, call)
+            self._prepared_calls[call.signature] = (prepared, *known)
+        if call.signature not in self._compared_signatures:
             check_same_inputs(
-                cache.device_mesh, {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+                cache.device_mesh, {name: tensor for name, tensor in call.tensors.items() if not tensor.is_meta}
             )
-            self._compared_signatures.add(signature)
+            self._compared_signatures.add(call.signature)
         return prepared
 
     def _take_parameters(self, prepared: PreparedCall) -> None:
@@ -415,16 +415,17 @@ def build_pipeline_module(
     """
     check_pipeline_options(target)
     call_cache = CallCache(call.module, device_mesh, plan, target, call.batch_dims)
-    call_cache.compare_calls(call.args, call.kwargs)
+    bound = BoundCall.of(call.module, call.args, call.kwargs, torch.is_grad_enabled())
+    call_cache.compare_calls(bound)
     Holders(call.module, nn.Module()).check_hooks()
-    prepared = call_cache.cut(call.args, call.kwargs)
+    prepared = call_cache.cut(bound)
     plan.check(MeshShape.of(device_mesh), forward_fingerprint(prepared.call_format.step))
     check_same_placements(prepared.stages, plan.stages)
     call_cache.parallelize(prepared)
     # Only now, since parallelizing gives each stage parameters of its own.
     tie(call_cache.own_stages(prepared.stages))
     pipeline = PipelineModule(call_cache, prepared)
-    pipeline.add_call(prepared, call.args, call.kwargs)
+    pipeline.add_call(prepared, bound)
     _replace_with_meta(call.module)
     # By `__dict__`, as an attribute that is a module would become a submodule of the model.
     call.module.__dict__[RUNTIME] = pipeline

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.errors import AutoshardError, PipelineError, summary_of
 from autoshard.options.target import Target
 from autoshard.pipeline._torch import ActionsRuntime, MultiPeerStage, check_messages, make_group
@@ -369,19 +369,15 @@ class CallCache:
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.uninitialized_names = frozenset(name for name, tensor in tensors if tensor.is_meta)
 
-    def compare_calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def compare_calls(self, call: BoundCall) -> None:
         """Check that all ranks make the same call.
 
         Raises:
             InputError: they do not; raised on every rank.
         """
-        check_ranks_agree(self.device_mesh, self.describe_call(args, kwargs), ADVICE)
+        check_ranks_agree(self.device_mesh, describe_call(call), ADVICE)
 
-    def describe_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
-        """Return texts of all that ranks must have in common in a call."""
-        return describe_call(self.model, args, kwargs, torch.is_grad_enabled())
-
-    def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PreparedCall:
+    def cut(self, call: BoundCall) -> PreparedCall:
         """Cut a call with a whole batch into stages; nothing is parallelised yet.
 
         Raises:
@@ -389,9 +385,9 @@ class CallCache:
             PipelineError: the call runs operators that the plan has no stage for.
         """
         plan, number = self.plan, self.plan.schedule.microbatches
-        call = BatchCall(self.model, args, kwargs, self._batch_dims)
+        batch = BatchCall(self.model, call.args, call.kwargs, self._batch_dims)
         # With gradients, which tell what is the loss; without them, the stages have forward halves alone.
-        step = captured_microbatch(call, number, self._target, dynamic=plan.in_shares)
+        step = captured_microbatch(batch, number, self._target, dynamic=plan.in_shares)
         call_format = CallFormat(self.model, step, number, self._batch_dims)
         call_format.check()
         names = {each.name for each in step.operators}
@@ -411,7 +407,7 @@ class CallCache:
             # With its index: torch's threads may have another current device.
             device = torch.device(device.type, torch.get_device_module(device.type).current_device())
         runtime = PipelineRuntime(held, plan.schedule, self._position, device, call_format.loss())
-        return PreparedCall(call_format, stages, runtime, self.describe_call(args, kwargs))
+        return PreparedCall(call_format, stages, runtime, describe_call(call))
 
     def own_stages(self, stages: Sequence[StageModule]) -> tuple[StageModule, ...]:
         """Return the stages of this rank."""
@@ -441,8 +437,9 @@ class CallCache:
                 else:
                     example = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, example)
                 runtime = Runtime(maker)
-                runtime.start(*example)
-                runtime.programs.only_call = example
+                call = BoundCall.of(stage.module, *example)
+                runtime.start(call)
+                runtime.programs.only_call = call
 
         on_all_ranks(self.device_mesh, parallelize_stages)
 
@@ -464,13 +461,13 @@ class CallCache:
             reduced=reduced,
         )
 
-    def prepare(self, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PreparedCall:
+    def prepare(self, whole: nn.Module, call: BoundCall) -> PreparedCall:
         """Prepare another kind of call, on the parameters of `whole` with their present placements.
 
         Raises:
             PipelineError: as for `cut`, or a stage reads a parameter that its rank does not hold.
         """
-        prepared = self.cut(args, kwargs)
+        prepared = self.cut(call)
         entries = self.state_entries(prepared, whole)
         relink_entries(entries)
         self._parallelize(prepared, as_planned=False)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.errors import AutoshardError, BudgetError, PlanError
 from autoshard.names import suggestion
 from autoshard.options import OptionKeywords, collect_options
@@ -79,8 +80,8 @@ def compare(
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
     planner = ModulePlanner(module, shape, target)
-    grad, room = torch.is_grad_enabled(), planner.logits_room
-    call = planner.capture(args, kwargs, grad=grad, logits_room=room, by_layers=True)
+    bound = BoundCall.of(module, args, kwargs, torch.is_grad_enabled())
+    call = planner.capture(bound, logits_room=planner.logits_room, by_layers=True)
     own_plan = _plan(planner, call)
     call = call.form_of(own_plan)
     layouts = [ComparedLayout(PLAN, "plan", own_plan, hints=target.hints or {})]

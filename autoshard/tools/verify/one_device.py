@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.python.returned_objects import record_objects
 from autoshard.tools.verify.float64 import Float64Mode, widen_tensors
@@ -18,20 +19,19 @@ class TrainingOnOneDevice:
     """The module itself, which trains with the gradients of autograd.
 
     Args:
-        module: the module in float64; its parameters and buffers change.
+        call: of the module, in float64, whose parameters and buffers change.
         graph: of the captured step, which names outputs and inputs.
-        args, kwargs: of the call, in float64.
     """
 
-    def __init__(self, module: nn.Module, graph: JointGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.module = module
+    def __init__(self, call: BoundCall, graph: JointGraph) -> None:
+        self.module = call.module
         self.graph = graph
-        self._call = (args, dict(kwargs))
+        self._call = call
 
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The tensors of the call, by name."""
-        return self._tensors_by_name(*self._call)
+        return self._tensors_by_name(self._call)
 
     def run(self, tangents: Mapping[str, Tensor], learning_rate: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Run a step, as `TrainingOnAllRanks.run` does; parameters without a gradient have one of zeros.
@@ -39,15 +39,15 @@ class TrainingOnOneDevice:
         Returns:
             The outputs and the gradients by name, gradients of inputs included.
         """
-        args, kwargs = widen_tensors(self._call)  # the module may change its inputs
+        call = self._call.with_leaves(widen_tensors(self._call.leaves))  # the module may change its inputs
         parameters = dict(self.module.named_parameters())
         for parameter in parameters.values():
             parameter.grad = None
         with Float64Mode(), torch.set_grad_enabled(bool(tangents)):
-            outputs = self._outputs(self.module(*args, **kwargs))
+            outputs = self._outputs(self.module(*call.args, **call.kwargs))
             if tangents:
                 torch.autograd.backward([outputs[name] for name in tangents], list(tangents.values()))
-        sources = {**self._tensors_by_name(args, kwargs), **parameters}
+        sources = {**self._tensors_by_name(call), **parameters}
         gradients = {name: _gradient_of(sources[name]) for name in self.graph.gradients}
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -63,9 +63,9 @@ class TrainingOnOneDevice:
             if isinstance(name, str) and isinstance(leaf, Tensor)
         }
 
-    def _tensors_by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _tensors_by_name(self, call: BoundCall) -> dict[str, Tensor]:
         names = [leaf for leaf in self.graph.call.leaves if isinstance(leaf, str)]
-        return dict(zip(names, self.graph.call.flatten(args, kwargs), strict=True))
+        return dict(zip(names, call.tensors_of(self.graph.call), strict=True))
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.nodes import is_random
 from autoshard.capture.python.fake_module import copy_fault
@@ -93,7 +94,8 @@ def verify(
     target = Target.of(collected, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape, plan)
     planner = ModulePlanner(module, shape, target)
     with Float64Mode(), torch.autocast("cpu", enabled=False):
-        call = planner.capture(args, kwargs, grad=torch.is_grad_enabled(), logits_room=planner.logits_room)
+        bound = BoundCall.of(module, args, kwargs, torch.is_grad_enabled())
+        call = planner.capture(bound, logits_room=planner.logits_room)
         _check_not_random(call.graph)
         if plan is None:
             plan = _plan_that_splits(planner, call)
@@ -101,26 +103,19 @@ def verify(
             _check_plan(plan, shape, call.graph)
         call = call.form_of(plan)
     with default_float64(), torch.autocast("cpu", enabled=False):
-        return _Verification(module, args, kwargs, planner, call, plan).report(steps)
+        return _Verification(bound, planner, call, plan).report(steps)
 
 
 class _Verification:
     """The comparison of one plan."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        planner: ModulePlanner,
-        call: CapturedCall,
-        plan: ShardingPlan,
-    ) -> None:
+    def __init__(self, bound: BoundCall, planner: ModulePlanner, call: CapturedCall, plan: ShardingPlan) -> None:
+        module = bound.module
         self.model = type(module).__name__
         self.planner = planner
         self.call = call
         self.plan = plan
-        self.device = TrainingOnOneDevice(module, call.graph, args, kwargs)
+        self.device = TrainingOnOneDevice(bound, call.graph)
         self.tangents = _tangents(call.graph)
         self.collectives = 0  # of a step, once its program is made
         named: dict[str, Mapping[str, Tensor]] = {

@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import Tensor, fx, nn
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint import capture, export_call
 from autoshard.capture.joint_graph import fingerprint
 from autoshard.capture.python.called_code import FreeTensors, PythonCall, Substitution, TensorScope
@@ -38,7 +39,7 @@ def test_a_graph_with_calls_runs_as_code() -> None:
 def _text(strength: float) -> str:
     module, kwargs = gradients("reversal")
     type(module).between = lambda model, x: Reverse.apply(x, strength)  # type: ignore[attr-defined]
-    exported = export_call(module, (), kwargs)
+    exported = export_call(BoundCall.of(module, (), kwargs))
     return fingerprint(exported.inputs, (), exported.graph_module.graph)
 
 
@@ -54,7 +55,7 @@ def test_calls_that_may_differ_have_numbers() -> None:
 
     module, kwargs = gradients("reversal")
     type(module).between = between  # type: ignore[attr-defined]
-    exported = export_call(module, (), kwargs)
+    exported = export_call(BoundCall.of(module, (), kwargs))
     calls = [str(node.target) for node in exported.graph_module.graph.nodes if isinstance(node.target, PythonCall)]
     assert calls == ["register_hook #0", "register_hook #1"]
 

@@ -14,6 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
 from autoshard import Comparison, ShardingPlan
+from autoshard.capture.bound_call import BoundCall
+from autoshard.capture.joint import CaptureOptions
 from autoshard.errors import PlanError
 from autoshard.planner import planning
 from autoshard.units import format_seconds
@@ -211,9 +213,9 @@ def test_one_capture_serves_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None
     captured: list[nn.Module] = []
     capture = planning.capture_repeated
 
-    def counting(module: nn.Module, *args: Any, **options: Any) -> Any:
-        captured.append(module)
-        return capture(module, *args, **options)
+    def counting(call: BoundCall, options: CaptureOptions) -> Any:
+        captured.append(call.module)
+        return capture(call, options)
 
     monkeypatch.setattr(planning, "capture_repeated", counting)
     module, inputs = models.mlp()
